@@ -23,7 +23,7 @@ COMMANDS = {
     "equivalence": ("space_eval.acceptance.equivalence", "prove that drafts change no text"),
     "paper": ("space_eval.paper.command", "the paper's Table 1, the published figures beside ours"),
 }
-"""The module of each command, which is loaded only when it is asked for, and what it measures."""
+"""Module (imported on use) and summary of each command."""
 
 MOVED = {
     "crowd": "in a checkout: `make crowd FLAGS=…`",
@@ -37,7 +37,7 @@ MOVED = {
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The commands; the flags of the one that `arguments` begin with."""
+    """Build the parser of all commands, with the flags of the one that `arguments` start with."""
     top = argparse.ArgumentParser(prog="spaceserve eval", description="Measure a checkpoint.")
     commands = top.add_subparsers(dest="command", required=True)
     for name, (path, summary) in COMMANDS.items():
@@ -54,7 +54,7 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status 0, or 2 with one line of explanation."""
+    """Run one command. Return the exit status: 0, or 2 after one line of explanation."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in MOVED:
         print(f"spaceserve eval {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
     return int(text)
 
 
 def number_in(low: float, high: float) -> Callable[[str], float]:
-    """A number from `low` to `high`."""
+    """Return a parser of numbers from `low` to `high`."""
 
     def parse(text: str) -> float:
         try:

@@ -32,7 +32,7 @@ class Size:
 
     @property
     def num_weights(self) -> int:
-        """Without norms and draft head."""
+        """Number of weights without norms and draft head."""
         kv_size = self.hidden_size * (self.num_kv_heads or self.num_heads) // self.num_heads
         per_layer = 2 * self.hidden_size * (self.hidden_size + kv_size)
         per_layer += 3 * self.hidden_size * self.intermediate_size
@@ -44,7 +44,7 @@ SIZES: Mapping[str, Size] = {
     "125m": Size(768, 12, 12, 2560, 32000, 8192, 256),
     "1.1b": Size(2048, 22, 32, 5632, 32000, 2048, 512, num_kv_heads=4),
 }
-"""By what the command calls them."""
+"""Sizes by their name in the command."""
 
 _EPILOG = """\
 examples:
@@ -79,7 +79,7 @@ def random_llama(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 for a folder that cannot be had."""
+    """Return the exit code: 0, or 2 if the folder cannot be written."""
     parser = argparse.ArgumentParser(
         prog="spaceserve bench make-model",
         description="Write a Llama with random weights, five mask ids and a byte-level tokenizer, ready to be served.",

@@ -1,4 +1,4 @@
-"""The layouts that take turns: plain decoding, fixed drafts with whole or pruned groups, and the server's choice."""
+"""The measured draft layouts: plain decoding, fixed drafts with full or pruned groups, and the server's choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from space_server.speculation.controller import Controller, DraftLimits, FixedLa
 PLAIN, AUTO = "plain", "auto"
 
 REACH = (1.0, 0.57, 0.33, 0.19, 0.11, 0.06)
-"""A_j by which pruned layouts keep their masks: those of acceptance .57 (SPACE §5)."""
+"""A_j that select the masks of pruned layouts, for acceptance .57 (SPACE §5)."""
 
 PRUNED = ((2, 3), (3, 6), (5, 12))
 """Drafts, and masks kept: of 6, 12 and 30."""
@@ -22,21 +22,21 @@ class Arm:
     """One way to lay out steps."""
 
     name: str
-    num_drafts: int | None  # k; None: as many as the controller likes
+    num_drafts: int | None  # k; None: chosen by the controller
     rule: Callable[[DraftLimits], DraftLayout] | None  # None: the worker's own controller
 
     def controller(self) -> Controller | None:
-        """A fixed layout's; None: the worker's own."""
+        """Return the controller of a fixed layout, or None for the worker's own."""
         return None if self.rule is None else FixedLayout(self.rule)
 
 
 def plain() -> Arm:
-    """A root per sequence and step."""
+    """Plain decoding: one root row per sequence and step."""
     return Arm(PLAIN, 0, lambda room: DraftLayout.plain())
 
 
 def auto() -> Arm:
-    """What the server does by default."""
+    """The server's default layout."""
     return Arm(AUTO, None, None)
 
 
@@ -52,6 +52,6 @@ def pruned(k: int, num_masks: int) -> Arm:
 
 
 def arms(ks: Iterable[int], pruned_to: Sequence[tuple[int, int]], *, most_masks: int) -> list[Arm]:
-    """Plain decoding first; those that the checkpoint has masks for; auto last."""
+    """Return the arms that the checkpoint has masks for, plain decoding first and auto last."""
     fixed = [full(k) for k in sorted(set(ks)) if 1 <= k <= most_masks]
     return [plain(), *fixed, *(pruned(k, kept) for k, kept in pruned_to if k <= most_masks), auto()]

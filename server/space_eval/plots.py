@@ -1,4 +1,4 @@
-"""Figures of a measurement: lines and bars in a PNG, with matplotlib, which is loaded only when one is drawn."""
+"""PNG plots of measurements with matplotlib, which is imported only on use."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#1f5fa8", "#d1602b", "#3d8f5f", "#8a5aa3", "#7a7a7a", "#b8912b", "#3aa0a8", "#a33a52")
-"""Told apart in print and by the colour-blind; the first two are the pair of most figures."""
+"""Distinguishable in print and for colour-blind readers; most figures use only the first two."""
 
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 class PlotError(RuntimeError):
-    """A figure that cannot be drawn; the message names the cure."""
+    """A plot cannot be drawn; the message names the cure."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A height, and where known the range that it is the middle of. nan: there is no bar, and a dash says so."""
+    """A bar's height, and its range if known. nan: a dash is drawn instead."""
 
     value: float
     low: float | None = None
@@ -39,9 +39,9 @@ def line_plot(
     log_x: bool = False,
     note: str = "",
 ) -> Path:
-    """Draw each series of (x, y) points as a line of its name, `x` and `y` being the axes' labels.
+    """Draw each series of (x, y) points as a line; `x` and `y` are the axis labels.
 
-    `ranges`: (low, high) at each point of a series, drawn as a band. Points whose y is no number leave a gap.
+    `ranges`: (low, high) at each point of a series, drawn as a band. Points whose y is nan leave a gap.
     `note`: small print.
     """
     plt = _pyplot()
@@ -58,7 +58,7 @@ def line_plot(
     if log_x:
         axes.set_xscale("log")
         places = sorted({point[0] for points in series.values() for point in points})
-        if len(places) <= 12:  # few enough to be named
+        if len(places) <= 12:  # few enough to label
             axes.set_xticks(places, [f"{place:g}" for place in places])
             axes.minorticks_off()
     axes.set_xlabel(x)
@@ -76,10 +76,10 @@ def bar_plot(
     digits: int = 2,
     note: str = "",
 ) -> Path:
-    """Draw groups of bars: `series` maps a name in the legend to its bar in each group; the groups stand in the order
-    in which they first occur.
+    """Draw groups of bars: `series` maps a legend entry to its bar in each group; groups are in order of first
+    occurrence.
 
-    A Bar with `low` and `high` has its range drawn. `level`: a dashed line across, such as 1 for plain decoding.
+    The range of a Bar with `low` and `high` is drawn. `level`: a dashed line, such as 1 for plain decoding.
     """
     plt = _pyplot()
     groups = list(dict.fromkeys(group for bars in series.values() for group in bars))
@@ -104,7 +104,7 @@ def bar_plot(
                 yerr=errors,
                 **_WHISKERS,
             )
-            label = "_"  # one line of the legend for the whole series
+            label = "_"  # one legend entry for the whole series
             top = max(bar.value, bar.high or bar.value) if is_bar else 0.0
             text = f"{bar.value:.{digits}f}" if is_bar else "–"
             axes.annotate(text, (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
@@ -127,10 +127,10 @@ def histogram_plot(
     num_bins: int = 50,
     note: str = "",
 ) -> Path:
-    """Draw how often each series takes which values, as shares, in equal bins from 0.
+    """Draw a histogram of each series, as shares, in equal bins from 0.
 
-    The bins end at twice the 90th percentile of the largest series (or at `level`); the last one holds all that is
-    larger. `level`: a dashed line, such as a bound.
+    The bins end at twice the 90th percentile of the largest series (or at `level`); the last one includes all larger
+    values. `level`: a dashed line, such as a bound.
     """
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
@@ -152,7 +152,7 @@ _WHISKERS: dict[str, Any] = {"error_kw": {"elinewidth": 1, "ecolor": "#333333"},
 
 
 def _errors(bar: Bar) -> list[list[float]] | None:
-    """How far the range reaches below and above the bar; None where there is no range."""
+    """Return the range's extent below and above the bar; None without a range."""
     if bar.low is None and bar.high is None:
         return None
     low, high = bar.value if bar.low is None else bar.low, bar.value if bar.high is None else bar.high
@@ -160,7 +160,7 @@ def _errors(bar: Bar) -> list[list[float]] | None:
 
 
 def _finish(plt: Any, figure: Any, axes: Any, path: Path, *, title: str, y: str, note: str, num_series: int) -> Path:
-    """Title, legend outside the axes, small print, file."""
+    """Add title, legend and note, and save the file."""
     wide = figure.get_size_inches()[0]
     axes.set_title(title, fontsize=11, loc="left")
     if num_series > 1:
@@ -179,7 +179,7 @@ def _finish(plt: Any, figure: Any, axes: Any, path: Path, *, title: str, y: str,
 
 
 def _pyplot() -> Any:
-    """matplotlib without a screen."""
+    """Import matplotlib with a backend that needs no display."""
     try:
         import matplotlib
     except ImportError as error:

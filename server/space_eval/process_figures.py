@@ -1,4 +1,4 @@
-"""What the system says of a process."""
+"""Memory and open files of a process, read from /proc."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessFigures:
-    """Of one moment; zeros where there is no such process, or no /proc."""
+    """Figures at one moment; zeros without such a process or without /proc."""
 
-    resident_bytes: int = 0  # memory of its own and shared, in RAM
+    resident_bytes: int = 0  # private and shared memory in RAM
     num_files: int = 0  # open file descriptors
     num_threads: int = 0
 

@@ -1,4 +1,4 @@
-"""Prompts to measure with: JSONL of several well-known shapes, plain text, or built-in ones."""
+"""Prompts for measurements: JSONL in several well-known forms, plain text, or built-in ones."""
 
 import importlib.util
 import itertools
@@ -17,7 +17,7 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and the name it is reported under."""
+    """One prompt and its name in reports."""
 
     name: str
     text: str
@@ -43,8 +43,8 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each line that is not empty. Raises PromptError."""
-    # Not splitlines: it also cuts at U+2028 and U+0085, which may stand in a JSON string.
+    """Yield line number and object of each non-empty line. Raises PromptError."""
+    # Not splitlines, which also splits at U+2028 and U+0085; they may occur in a JSON string.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
@@ -58,7 +58,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def text_of(record: Mapping[str, Any]) -> str | None:
-    """The prompt in a line's object, under any of the known names."""
+    """Return the prompt of a record, under any of the known field names."""
     turns = record.get("turns")
     texts = [turns[0]] if isinstance(turns, list) and turns else []
     texts += [record[name] for name in FIELDS if name in record]
@@ -78,7 +78,7 @@ _TASKS = (
 
 
 def built_in() -> list[Prompt]:
-    """Eight function heads with a docstring."""
+    """Return eight function heads with docstrings."""
     return [
         Prompt(name, f'def {name}({arguments}) -> {result}:\n    """{doc}"""\n')
         for name, arguments, result, doc in _TASKS
@@ -89,7 +89,7 @@ _MODULES = ("heapq", "textwrap", "difflib", "argparse", "statistics", "ast", "cs
 
 
 def long_text(num_characters: int = 1 << 17) -> str:
-    """Source code of Python's own library: a long text that does not repeat, for prompts of a given length."""
+    """Return source code of the standard library: long, non-repeating text for prompts of a given length."""
     specs = [importlib.util.find_spec(name) for name in _MODULES]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
     return "".join(file.read_text(encoding="utf-8") for file in files)[:num_characters]

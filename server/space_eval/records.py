@@ -1,4 +1,4 @@
-"""Evaluation data by path or hub id: a list of JSON objects."""
+"""Loads evaluation data, a list of JSON objects, by path or hub id."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RecordError(ValueError):
 
 
 def load_records(source: str, *, needs: Sequence[Sequence[str]], split: str = "test") -> list[Record]:
-    """The records of `source`: a `.jsonl` or `.json` file, or the id of a data set on the hub (`owner/name`, or
-    `owner/name:configuration`), of which `split` is read.
+    """Return the records of `source`: a `.jsonl` or `.json` file, or `split` of a data set on the hub (`owner/name`, or
+    `owner/name:configuration`).
 
     `needs` are alternatives: every record must have all the fields of at least one of them, as strings.
     """
@@ -66,7 +66,7 @@ def _parsed(text: str, where: str) -> Any:
 def _of_hub(source: str, split: str) -> list[Record]:
     name, _, configuration = source.partition(":")
     try:
-        datasets: Any = importlib.import_module("datasets")  # only here: a file needs no hub
+        datasets: Any = importlib.import_module("datasets")  # imported here because files do not need it
     except ImportError as error:
         raise RecordError(f"{source} is no file; hub data needs: pip install 'spaceserve[train]'") from error
     try:

@@ -144,10 +144,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plan_of(options: argparse.Namespace) -> TrainPlan:
-    """The plan that the options make: the preset, with every flag that was given."""
+    """Return the plan of the options: the preset, overridden by every flag given."""
     plan = paper(TrainPlan(**PUBLISHED_SIZES)) if options.preset == "paper" else TrainPlan()
     names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors"}
-    if options.precision == "auto":  # the machine decides, where the run begins
+    if options.precision == "auto":  # chosen at the start of the run, by machine
         names.remove("precision")
     given = {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
     for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors)):
@@ -176,7 +176,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0; 2 with one line of explanation; 130 where the run was stopped and can go on."""
+    """Return the exit status: 0, 2 after one line of explanation, or 130 for a stopped run that can be resumed."""
     options = arguments(argv)
     try:
         from space_train.session import run_session

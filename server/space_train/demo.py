@@ -54,7 +54,7 @@ STREAMS = ("files", "functions")
 FUNCTION_SHARE = 0.4
 OWN_SHARE = 1 / 3
 OWN_PROMPT, OWN_LENGTH = 64, 256
-# Every sixth file and every second function: enough text that more would not move the merges.
+# Every sixth file and every second function: more text would not change the merges.
 TOKENIZER_SAMPLE = {"files": 6, "functions": 2}
 
 DESCRIPTION = """\
@@ -75,7 +75,7 @@ the budget that is used, so a shorter budget gives a smaller but finished model.
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line of the recipe."""
+    """Parse the command line of the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m space_train.demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,7 +128,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """The stages before training: corpus, tokenizer, token streams."""
+    """Run the stages before training: corpus, tokenizer, token streams."""
     corpus, tokenizer_folder, tokens = (options.out / name for name in ("corpus", "tokenizer", "tokens"))
     if not (corpus / "corpus.json").exists():
         build_corpus(all_sources(options.out / "downloads"), corpus)
@@ -154,7 +154,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def network_shape(options: argparse.Namespace, vocab_size: int) -> NetworkShape:
-    """The sizes the options ask for."""
+    """Return the network sizes from the options."""
     return NetworkShape(
         vocab_size,
         hidden_size=options.hidden,
@@ -166,7 +166,7 @@ def network_shape(options: argparse.Namespace, vocab_size: int) -> NetworkShape:
 
 
 def keep_masks(source: Path, base: Path) -> None:
-    """Let `base` have the masks and the draft head of `source`, to be trained on: their rows are among its weights."""
+    """Give `base` the masks and the draft head of `source`, to continue training them; mask rows are in its weights."""
     section = json.loads((source / "config.json").read_text()).get("space")
     if section is None:
         return
@@ -177,7 +177,7 @@ def keep_masks(source: Path, base: Path) -> None:
 
 
 class Recipe:
-    """The training stages of one run: next tokens with this module's own network, masks and head as anybody's model."""
+    """The training stages of one run: next tokens with this package's network, then masks and head as for any model."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out = options, options.out
@@ -203,8 +203,8 @@ class Recipe:
             compile=self.compile,
         )
         if options.start_from is not None:
-            # Weights that have settled once are not thrown about again (measured: at half the rate two million tokens
-            # raised the held-out loss from 2.78 to 3.15).
+            # Trained weights get a lower rate (measured: at half the rate two million tokens raised the held-out loss
+            # from 2.78 to 3.15).
             rate = LearningRate(warmup=0.03, decay_from=0.1)
             plan = replace(plan, muon_rate=plan.muon_rate / 6, adam_rate=plan.adam_rate / 6, learning_rate=rate)
         budget, checkpoint = Budget(minutes=options.minutes), self.out / "next_token.pt"
@@ -225,7 +225,7 @@ class Recipe:
                 keep_masks(options.start_from, self.out / "base")
 
     def own_text(self) -> None:
-        """Let the base write texts for the masks to learn from."""
+        """Generate texts with the base for the masks to learn from."""
         options, file = self.options, self.out / "own_texts.jsonl"
         if not options.own_texts:
             return
@@ -241,7 +241,7 @@ class Recipe:
         )
 
     def space(self, *, head_alone: bool) -> Path:
-        """Masks and head on the base, or the head alone on what that gave; the folder of the checkpoint."""
+        """Train masks and head on the base, or then the head alone. Return the checkpoint's folder."""
         options = self.options
         share = options.space_rate  # of the rates
         plan = TrainPlan(
@@ -281,7 +281,7 @@ class Recipe:
         return out / "model"
 
     def loops(self) -> LoopsToUnlearn | None:
-        """The model's own loops, where it is to unlearn them: mostly behind starts of functions, as it is prompted."""
+        """Return the loop unlearning, if enabled; its prompts are mostly starts of functions, as in use."""
         weight = self.options.unlearn_weight
         if not weight:
             return None
@@ -289,7 +289,7 @@ class Recipe:
         return LoopsToUnlearn(streams, END_OF_TEXT_ID, PAD_ID, range(1, len(SPECIAL_TOKENS)), weight=weight)
 
     def rows(self, plan: TrainPlan) -> MixedRows:
-        """Files and functions, and a third of own text where there is any."""
+        """Return rows of files and functions, with a third of own text if there is any."""
         own_share = OWN_SHARE if self.options.own_texts else 0.0
         shares = {"files": 1.0 - FUNCTION_SHARE, "functions": FUNCTION_SHARE}
         streams = [
@@ -305,19 +305,19 @@ class Recipe:
         return MixedRows(streams, plan.seed)
 
     def held_out_texts(self) -> Texts:
-        """The held-out windows as rows."""
+        """Return the held-out windows as rows."""
         ids = self.held_out
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         return Texts(ids, everywhere, torch.zeros_like(ids), torch.ones(len(ids), dtype=torch.bool))
 
     @property
     def bits_per_nat(self) -> float:
-        """Bits per byte of the held-out text for a loss of one nat per token."""
+        """Return the bits per byte of held-out text that one nat per token amounts to."""
         targets = self.held_out[:, 1:]
         return targets.numel() / float(self.bytes_of_id[targets].sum()) / math.log(2)
 
     def finish(self, folder: Path, command: str) -> None:
-        """Write the card beside the checkpoint; its figures are those of the weights as shipped."""
+        """Write the model card beside the checkpoint, with figures of the exported weights."""
         options = self.options
         plan = TrainPlan(method=Method.HEAD, num_masks=options.masks, precision="no")
         shipped = load_base(Checkpoint.open(folder), plan)

@@ -18,7 +18,7 @@ from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 
 
 def to_text(found: TrainingEstimate, num_tokens: float, gpu: GpuSpec, utilisation: float) -> str:
-    """A small table for a terminal."""
+    """Return the estimate as a table for a terminal."""
     plan, fits = found.plan, found.fits(gpu.memory)
     lines = [
         f"{found.shape.name}, {plan.method}: computed, not measured",
@@ -62,9 +62,9 @@ def _cure(found: TrainingEstimate, gpu: GpuSpec) -> str:
 
 
 def to_markdown(shapes: Sequence[ModelShape], num_tokens: float, utilisation: float = UTILISATION) -> str:
-    """Every model with every method, on the smallest GPU it fits: the table of the guide.
+    """Return the guide's table: every model with every method, on the smallest GPU it fits.
 
-    At the least: one text at a time (`--accumulate`), and layers computed twice where the base learns.
+    Uses the least memory: one text at a time (`--accumulate`), and recomputed layers if the base is trained.
     """
     gpus = sorted(GPUS.values(), key=lambda gpu: (gpu.memory, gpu.flops))
     rates = {gpu.flops: " / ".join(g.name for g in gpus if g.flops == gpu.flops) for gpu in gpus}
@@ -112,7 +112,7 @@ def _hours(hours: float) -> str:
 
 
 def number(text: str) -> float:
-    """`10M`, `1.5G`, `1e7` -> a number above 0."""
+    """Parse a number above 0, such as `10M`, `1.5G` or `1e7`."""
     units = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
     factor = units.get(text[-1:].lower(), 1.0)
     try:
@@ -125,7 +125,7 @@ def number(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0; 2 with one line for a model or a plan that cannot be estimated."""
+    """Return the exit status: 0, or 2 for a model or plan that cannot be estimated."""
     own = TrainPlan()
     parser = argparse.ArgumentParser(
         prog="python -m space_train.estimate",

@@ -1,4 +1,4 @@
-"""The folder of a run: what it leaves there, and whose the `model` is that is there already."""
+"""The folder of a run: the files it writes, and whether an existing `model` may be replaced."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MODELS = (MODEL, MODEL + PARTIAL, MODEL + REPLACED)
 REPORT = "run.json"
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
 WRITTEN = (*MODELS, OWN_TEXT_FILE, LEDGER, "tensorboard", "run.md", "run.png", REPORT, STATE_FILE)
-"""What a run leaves in its folder, and `--restart` forgets: what says that the rest is a run's comes last."""
+"""Files that a run writes and `--restart` deletes; those that mark the folder as a run's come last."""
 
 
 def holds_run(out: Path) -> bool:
-    """Whether a run was here: its state, or the report of its end."""
+    """Return whether `out` has a run's state or final report."""
     return (out / STATE_FILE).is_file() or (out / REPORT).is_file()
 
 
 def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
-    """Raises InvalidPlan where `out/model` is the model that is trained, or another that no run has written."""
+    """Raise InvalidPlan if `out/model` is the model to train, or was not written by a run."""
     model = out / MODEL
-    # The folder of its weights may be another than that of its adapter.
+    # Weights and adapter may be in different folders.
     if any(place.resolve().is_relative_to(model.resolve()) for place in (checkpoint.home, checkpoint.folder)):
         raise InvalidPlan(f"{out} would overwrite the model it is trained from, {checkpoint.name}: give another --out.")
     there = [place for name in MODELS if (place := out / name).exists()]
@@ -41,7 +41,7 @@ def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
 
 
 def kept_updates(out: Path) -> int | None:
-    """Updates behind the state in `out`; None where there is no state."""
+    """Return the number of updates in the saved state of `out`, or None without one."""
     file = out / STATE_FILE
     if not file.is_file():
         return None
@@ -50,7 +50,7 @@ def kept_updates(out: Path) -> int | None:
 
 
 def forget(out: Path, *, but: Collection[str] = ()) -> None:
-    """Remove what a run has left in `out`, and nothing else; `but` these of it stay."""
+    """Delete the files that a run wrote to `out`, except those in `but`."""
     is_ours = holds_run(out)
     for name in WRITTEN:
         path = out / name

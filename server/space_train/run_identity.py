@@ -1,4 +1,4 @@
-"""What makes a run the one that a state belongs to."""
+"""Identifies a run, to check that a saved state belongs to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from space_train.data.mixed_rows import MixedRows
 from space_train.train_plan import InvalidPlan, TrainPlan
 
 RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "evaluations", "compile", "accumulate"})
-"""Switches that may differ when a run goes on: they do not change what an update computes."""
+"""Options that may change on resume, because they do not change the result of an update."""
 
 
 def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_ids: Sequence[int]) -> dict[str, Any]:
-    """By name, what an update depends on: the plan's switches, and digests of what it reads."""
+    """Return everything an update depends on, by name: the plan's options, and digests of its inputs."""
     first = hashlib.blake2b(data.rows(0, 1).ids.numpy().tobytes(), digest_size=8).hexdigest()
     return plan.as_json() | {
         "model": checkpoint.model_hash()[:16],
@@ -31,7 +31,7 @@ def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_i
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """12 hexadecimal digits that another model does not have: over its config and samples of its weights."""
+    """Return 12 hexadecimal digits that identify a model: a hash of its config and of samples of its weights."""
     digest = hashlib.sha256(checkpoint.model_hash().encode())
     for file in checkpoint.weights:
         size = file.stat().st_size
@@ -43,14 +43,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def parts_digest(checkpoint: Checkpoint) -> str:
-    """Over the `space` section and every byte of what it names; they are small."""
+    """Return a digest of the `space` section and of the (small) files that it names."""
     section = checkpoint.config.get("space") or {}
     digest = hashlib.sha256(json.dumps(section, sort_keys=True).encode())
     for name in (section.get("adapter"), (section.get("draft_head") or {}).get("file")):
         place = checkpoint.home / name if name else None
         if place is None or not place.exists():
             continue
-        for file in sorted(place.iterdir()) if place.is_dir() else [place]:  # a folder as peft writes it
+        for file in sorted(place.iterdir()) if place.is_dir() else [place]:  # peft writes a folder
             if file.suffix in {".safetensors", ".json"}:
                 with file.open("rb") as stream:
                     digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -58,7 +58,7 @@ def parts_digest(checkpoint: Checkpoint) -> str:
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
-    """Raises InvalidPlan where `out` holds another run. A state of before a digest was kept is not judged by it."""
+    """Raise InvalidPlan if `out` holds another run. Digests that an older state lacks are not compared."""
     for name in sorted(set(before) & set(now)):
         if name not in RESUMABLE and before[name] != now[name]:
             raise InvalidPlan(

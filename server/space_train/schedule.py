@@ -1,7 +1,7 @@
-"""How far a run has come, and what the learning rate is there.
+"""Progress of a run, and the learning rate as a function of it.
 
-Everything is a function of progress in 0..1, and progress of the budget: so a slow or interrupted machine still ends
-with a fully decayed model.
+Progress is the share of the budget that is used, in 0..1, so a run on a slow or interrupted machine also ends
+with a fully decayed learning rate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Budget:
-    """A run ends when one of these is used up, whichever comes first."""
+    """Limits of a run, which ends when the first of them is reached."""
 
     minutes: float | None = None  # of work: time between a kill and a restart does not count
     tokens: int | None = None  # real tokens read, masks not counted
@@ -30,14 +30,14 @@ class Budget:
     def progress(
         self, elapsed_seconds: float, num_tokens: int, *, step: int = 0, epoch: float = 0.0, flops: float = 0.0
     ) -> float:
-        """The share used, at most 1."""
+        """Return the share used, at most 1."""
         minutes = elapsed_seconds / 60
         used = ((minutes, self.minutes), (num_tokens, self.tokens), (step, self.steps), (epoch, self.epochs))
         shares = [done / most if most else 1.0 for done, most in (*used, (flops, self.flops)) if most is not None]
         return min(1.0, max(shares))
 
     def as_json(self) -> dict[str, float]:
-        """What was given."""
+        """Return the limits that are set."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -55,7 +55,7 @@ class LearningRate:
 
     def at(self, progress: float) -> float:
         if progress < self.warmup:
-            # Never exactly zero, so that the first step already learns.
+            # Never zero, so that the first step already learns.
             return max(progress / self.warmup, 0.02)
         if self.cosine:
             through = (progress - self.warmup) / (1.0 - self.warmup)
@@ -66,5 +66,5 @@ class LearningRate:
 
 
 def between(start: float, end: float, progress: float) -> float:
-    """Linear from `start` to `end`."""
+    """Interpolate linearly from `start` to `end`."""
     return start + (end - start) * progress

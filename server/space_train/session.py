@@ -39,12 +39,12 @@ from space_train.training.trainer import on_cpu, train
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
 
 LOOK_SHARE = 0.5
-"""Rows that all looks at the held-out records read, of those trained on: reading one is a third of the work."""
+"""Most held-out rows over all evaluations, as a share of the trained rows: evaluating a row is a third of the work."""
 
 _CPU = torch.device("cpu")
 
 PATIENCE = timedelta(days=7)
-"""How long processes wait for the first, which writes the model's own texts."""
+"""How long the other processes wait while the first generates the model's own texts."""
 
 
 def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
@@ -68,7 +68,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     if options.restart and processes.is_main_process:
         forget(out, but=(OWN_TEXT_FILE, LEDGER) if options.self_generate else ())
     processes.wait_for_everyone()
-    # The kind of model and the data before its weights: what is wrong with them is said at once.
+    # Model config and data are checked before the weights are loaded, so that errors appear at once.
     config = family.read_config(checkpoint)
     with torch.device("meta"), malformed_is_unsupported():
         check_is_trainable(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
@@ -100,7 +100,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     data = MixedRows(streams, plan.seed)
     if len(data.streams) > 1 and processes.is_main_process:
         print(f"rows: {data}.", file=sys.stderr, flush=True)
-    # What the chats were rendered with is what the server must render with.
+    # The server must use the chat template of the training data.
     has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
     if has_own and checkpoint.gguf is not None and not plan.trains_base:
         raise InvalidPlan(
@@ -132,7 +132,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
 
 
 def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:
-    """The plan with rows that the model has positions for."""
+    """Return the plan with the row length limited to the model's window."""
     window = getattr(family.read_config(checkpoint), "max_position_embeddings", None)
     if window is None or plan.length <= window:
         return plan
@@ -142,7 +142,7 @@ def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool
 
 
 def choose_precision(*, cpu: bool) -> tuple[str, str]:
-    """The precision of products on this machine, and why: on a CPU by the server's own rule."""
+    """Return the matmul precision for this machine and the reason; on a CPU by the server's rule."""
     if not cpu:
         return "bf16", "an accelerator has such products"
     if multiplies_bfloat16():
@@ -151,19 +151,19 @@ def choose_precision(*, cpu: bool) -> tuple[str, str]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """The checkpoint's own."""
+    """Load the checkpoint's tokenizer."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(checkpoint.folder), trust_remote_code=False
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())  # of several lines
+        reason = " ".join(str(error).split())  # may have several lines
         raise UnusableTokenizer(f"The tokenizer of {checkpoint.name} cannot be read: {reason}") from error
     return tokenizer
 
 
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
-    """The model to train: as it was saved, but in float32 where its weights move, where products are, and on a CPU."""
+    """Load the model as saved, but in float32 if its weights are trained, if matmuls are float32 or on a CPU."""
     config = family.read_config(checkpoint)
     as_saved = not plan.trains_base and plan.precision == "bf16" and torch.cuda.is_available()
     if checkpoint.gguf is not None:
@@ -191,19 +191,19 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
 
 
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id the tokenizer gives."""
+    """Return one more than the tokenizer's largest id."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def packed(examples: list[Example], plan: TrainPlan, fill: int) -> PackedExamples:
-    """Rows as the plan wants them."""
+    """Pack examples into rows as the plan sets."""
     return PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=fill, pack=plan.pack)
 
 
 def rows_of_a_look(plan: TrainPlan, epoch: int) -> int:
-    """How many rows each look at the held-out records reads, or those of a short run would take longer than it does.
+    """Return the held-out rows per evaluation, limited so that a short run does not spend most of its time on them.
 
-    `epoch`: rows of one. Of minutes and operations nobody knows yet how many rows they are.
+    `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance.
     """
     budget, known = plan.budget, [math.inf]
     for limit, rows in ((budget.steps, plan.rows_per_step), (budget.epochs, epoch), (budget.tokens, 1 / plan.length)):
@@ -214,7 +214,7 @@ def rows_of_a_look(plan: TrainPlan, epoch: int) -> int:
 
 
 def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int = MOST_HELD_OUT_ROWS) -> Texts:
-    """The first rows of the held-out examples, at most so many."""
+    """Return the first rows of the held-out examples, at most `most`."""
     data = PackedExamples(examples, length=plan.length, seed=0, pad_id=fill)
     rows = data.rows(0, min(len(data), most))
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
@@ -226,7 +226,7 @@ def write_own(
     checkpoint: Checkpoint,
     examples: list[Example],
 ) -> None:
-    """Let the model write, through a worker process of ours, and note what it took."""
+    """Generate the model's own texts through a worker process, and record the cost."""
     file: Path = options.out / OWN_TEXT_FILE
     most = plan.length - options.self_generate_tokens
     if most < 1:
@@ -244,6 +244,6 @@ def write_own(
 
 
 def own_cost(out: Path, model: PreTrainedModel) -> dict[str, float]:
-    """The compute that the model's own texts took, as counters of a run."""
+    """Return the compute spent on the model's own texts, as counters of a run."""
     spent = json.loads((out / LEDGER).read_text())
     return {"flops": 2.0 * model.num_parameters() * spent["rows"], "seconds": spent["seconds"]}

@@ -1,7 +1,7 @@
-"""transformers' own assisted generation on the same weights and prompts: a draft model, or lookup in the prompt.
+"""transformers' assisted generation on the same weights and prompts: a draft model, or lookup in the prompt.
 
-The loop is transformers', not ours: its plain decoding is slower or faster than ours for reasons that have nothing to
-do with drafting. So each ratio is over the plain decoding of its own loop, and absolute times stand beside it.
+The decoding loop is transformers', whose plain decoding differs in speed from ours for reasons unrelated to drafting.
+So each ratio is over plain decoding in the same loop, and absolute times are reported beside it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class AssistedError(PromptError):
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """What `--against` names: a draft model's folder, or lookup in the prompt (None)."""
+    """A value of `--against`: a draft model's folder, or prompt lookup (None)."""
 
     draft: str | None
 
     @classmethod
     def parse(cls, text: str) -> DraftMethod:
-        """`assisted:FOLDER` or `prompt-lookup`."""
+        """Parse `assisted:FOLDER` or `prompt-lookup`."""
         kind, _, draft = text.partition(":")
         if text == LOOKUP:
             return cls(None)
@@ -56,16 +56,16 @@ class DraftMethod:
 
 @dataclass(frozen=True)
 class AssistedAnswer:
-    """One text of transformers' `generate`."""
+    """One output of transformers' `generate`."""
 
     ids: tuple[int, ...]
-    num_forwards: int  # of the base, the prompt's own included
+    num_forwards: int  # of the base, including the prefill
     num_draft_forwards: int
     seconds: float  # prompt and answer
 
 
 class AssistedDecoder:
-    """The base in transformers, plain and assisted; greedy, one sequence at a time."""
+    """The base model in transformers, decoding plain or assisted; greedy, one sequence at a time."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AssistedDecoder:
         num_draft_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`facts` of our own model of the same checkpoint: dtype, device, end and mask ids are taken from there.
+        """`facts` of our model of the same checkpoint give dtype, device, and end and mask ids.
 
         `num_draft_tokens`: drafts per pass of the base; None leaves it to transformers (10 for lookup).
         """
@@ -91,7 +91,7 @@ class AssistedDecoder:
             "do_sample": False,
             "eos_token_id": list(facts.eos_ids) or None,
             "pad_token_id": facts.eos_ids[0] if facts.eos_ids else 0,
-            "suppress_tokens": sorted(set(facts.mask_ids)) or None,  # ours never says a mask either
+            "suppress_tokens": sorted(set(facts.mask_ids)) or None,  # our model never samples masks either
         }
         self._plain = GenerationConfig(**common)
         self._assisted = GenerationConfig(**common)
@@ -110,11 +110,11 @@ class AssistedDecoder:
         self.draft_kv_bytes_per_token = 2 * layers * kv_heads * head_dim * facts.dtype.itemsize
 
     def plain(self, prompt: Sequence[int], max_tokens: int) -> AssistedAnswer:
-        """transformers' own plain decoding."""
+        """Decode without drafts in transformers."""
         return self._generate(prompt, max_tokens, self._plain, None)
 
     def assisted(self, prompt: Sequence[int], max_tokens: int) -> AssistedAnswer:
-        """The same with drafts."""
+        """Decode with drafts in transformers."""
         return self._generate(prompt, max_tokens, self._assisted, self._draft)
 
     def _generate(
@@ -132,14 +132,14 @@ class AssistedDecoder:
                 generation_config=bounded,
                 **words,
             )
-            new = made[0, len(prompt) :].tolist()  # waits for the device
+            new = made[0, len(prompt) :].tolist()  # synchronises with the device
             seconds = self._clock() - started
         return AssistedAnswer(tuple(new), of_base[0], of_draft[0], seconds)
 
 
 @contextmanager
 def _counted(model: PreTrainedModel | None) -> Iterator[list[int]]:
-    """Forward passes of a model, in the only item of a list."""
+    """Count the forward passes of a model in the single item of the yielded list."""
     count = [0]
     if model is None:
         yield count
@@ -157,7 +157,7 @@ def _counted(model: PreTrainedModel | None) -> Iterator[list[int]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from transformers."""
+    """Silence progress bars and warnings of transformers."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
-    """As transformers loads it, in our model's dtype and on its device."""
+    """Load the checkpoint with transformers in our model's dtype and on its device."""
     try:
         with _quiet():
             if checkpoint.gguf is not None:

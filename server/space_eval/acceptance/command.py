@@ -29,7 +29,7 @@ its 4-grams have occurred earlier in it.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `spaceserve eval acceptance`."""
+    """Add the flags of `spaceserve eval acceptance`."""
     parser.add_argument("--model", default="demo", help="folder of a checkpoint, or demo (default: demo)")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
     parser.add_argument("--limit", type=int, help="only so many prompts (default: all)")
@@ -51,21 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class AcceptanceRow:
-    """One setting over all prompts. Shares are of 1; means are over steps, not over prompts."""
+    """One setting over all prompts. Shares are in 0..1; means are over steps, not over prompts."""
 
     temperature: float
     max_drafts: int  # k
     num_outputs: int
-    num_tokens: int  # emitted after the prefill's own
+    num_tokens: int  # emitted after the prefill's token
     tokens_per_step: float
-    tokens_per_step_not_looping: float  # over the outputs that do not loop; nan where all do
-    tokens_per_step_no_blanks: float  # whitespace-only tokens left out of the count, their steps kept
-    accepted_by_position: tuple[float, ...]  # share of the drafts laid out at position 1, 2, … that were accepted
-    repeated_4grams: float  # mean share of 4-grams that occurred earlier in the output
+    tokens_per_step_not_looping: float  # over outputs that do not loop; nan if all loop
+    tokens_per_step_no_blanks: float  # whitespace-only tokens are not counted, their steps are
+    accepted_by_position: tuple[float, ...]  # accepted share of the drafts at position 1, 2, …
+    repeated_4grams: float  # mean share of 4-grams that occurred before in the output
     looping: float  # share of outputs that loop
     characters_per_step: float
     accepted_filler: float  # share of accepted tokens that are only whitespace or punctuation
-    speedup: float  # seconds per token of plain decoding / of this, same prompts, same run
+    speedup: float  # plain decoding's seconds per token / this one's, same prompts, same run
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class AcceptanceRow:
         temperature: float,
         max_drafts: int,
     ) -> AcceptanceRow:
-        """From the generations of one setting and those of plain decoding on the same prompts."""
+        """Build the row from one setting's generations and plain decoding's on the same prompts."""
         steps = [step for g in generations for step in g.steps]
         steady = [g for g in generations if not is_looping(g.tokens)]
         accepted = [token for step in steps for token in step.tokens[: step.num_accepted]]
@@ -109,7 +109,7 @@ def _seconds_per_token(generations: Sequence[Generation]) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table; exit status 0."""
+    """Print the table. Return exit status 0."""
     rows, facts = measure(options)
     page = to_markdown(rows, facts)
     print(page)
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
-    """All settings of the options over all prompts."""
+    """Measure all settings of the options over all prompts."""
     model = load_model(
         options.model,
         dtype=options.dtype,
@@ -175,7 +175,7 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
 
 
 def to_markdown(rows: Sequence[AcceptanceRow], facts: Mapping[str, object]) -> str:
-    """The facts of the run, then the table."""
+    """Return the facts of the run and the table as Markdown."""
     head = ["T", "k", "tokens/step", "not looping", "no blanks", "accepted at 1, 2, …", "repeated 4-grams", "looping"]
     head += ["chars/step", "accepted filler", "speed-up"]
     cells = [

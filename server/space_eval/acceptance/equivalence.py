@@ -67,7 +67,7 @@ class CellResult:
     num_texts: int = 0
     num_equal: int = 0
     num_tokens: int = 0
-    num_steps: int = 0  # that had drafts to judge, but for the last of each text, which may be cut
+    num_steps: int = 0  # steps with drafts, except the last of each text, which may be cut
     accepted_none: int = 0  # of these steps: a = 0
     accepted_part: int = 0  # 0 < a < k
     accepted_whole: int = 0  # a = k, or all of a shorter chain
@@ -75,7 +75,7 @@ class CellResult:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `spaceserve eval equivalence`."""
+    """Add the flags of `spaceserve eval equivalence`."""
     parser.add_argument("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the cells; exit status 0 if every text is equal and the cells prove something, else 1."""
+    """Print the cells. Return exit status 0 if all texts are equal and every accepted length occurred, else 1."""
     if not all(1 <= k <= MOST_DRAFTS for k in options.k):
         raise InvalidSetting(f"--k must lie in 1..{MOST_DRAFTS}; got {' '.join(map(str, options.k))}.")
     if not all(0 <= seed < 1 << 64 for seed in options.seed):
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _cells(options: argparse.Namespace, num_masks: int) -> Iterator[EquivalenceCell]:
-    """Greedy texts have no seed, and own drafts are at most as many as there are masks."""
+    """Yield the cells: greedy texts have one seed, and own drafts are limited to the number of masks."""
     for heat, seed in product(options.temperature, options.seed):
         if heat == 0.0 and seed != options.seed[0]:
             continue
@@ -153,7 +153,7 @@ def _cells(options: argparse.Namespace, num_masks: int) -> Iterator[EquivalenceC
 
 
 class EquivalenceCheck:
-    """One checkpoint and its prompts; plain texts are kept as they become known."""
+    """One checkpoint and its prompts; plain texts are cached."""
 
     def __init__(self, model: SpaceModel, prompts: list[list[int]], max_tokens: int) -> None:
         self._model, self._prompts, self._max_tokens = model, prompts, max_tokens
@@ -164,11 +164,11 @@ class EquivalenceCheck:
 
     @property
     def compared(self) -> str:
-        """What must agree."""
+        """Describe what is compared."""
         return "ids, ends, log-probabilities to the last bit" if self._is_bitwise else "ids and ends"
 
     def run(self, cell: EquivalenceCell) -> CellResult:
-        """Decode every prompt under the cell's conditions, and compare."""
+        """Decode every prompt under the cell's conditions, and compare with plain decoding."""
         key = (cell.temperature, cell.seed)
         numbers = list(range(len(self._prompts)))
         if key not in self._plain:
@@ -193,7 +193,7 @@ class EquivalenceCheck:
     def _decode(
         self, group: list[int], temperature: float, seed: int, *, k: int = 0, source: ScriptedDrafts | None = None
     ) -> dict[int, Generation]:
-        """The prompts of one batch, joining one step after the other, to their ends; by their numbers."""
+        """Decode one batch, whose prompts join one step after the other. Return the generations by prompt number."""
         longest = max(len(self._prompts[number]) for number in group)
         worker = Worker(
             self._model,
@@ -240,7 +240,7 @@ class EquivalenceCheck:
 
 
 class TokensWithLogprobs(Protocol):
-    """A text's ids and their log-probabilities."""
+    """Ids of a text with their log-probabilities."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -250,14 +250,14 @@ class TokensWithLogprobs(Protocol):
 
 
 def first_difference(ours: Sequence[object], wanted: Sequence[object]) -> int | None:
-    """The first place at which two sequences differ, their lengths included; None where they are equal."""
+    """Return the first index at which two sequences differ, or None if they are equal, including in length."""
     pairs = enumerate(zip(ours, wanted, strict=False))
     shorter = min(len(ours), len(wanted)) if len(ours) != len(wanted) else None
     return next((i for i, (a, b) in pairs if a != b), shorter)
 
 
 def describe_difference(at: int, ours: TokensWithLogprobs, plain: TokensWithLogprobs, *, start: int) -> str:
-    """What two texts, whose prompt has `start` ids, chose at place `at`, and between what."""
+    """Describe the ids that two texts, whose prompt has `start` ids, chose at index `at`, and the alternatives."""
     chosen = [text.tokens[at] if at < len(text.tokens) else None for text in (ours, plain)]
     words = f"First difference at position {start + at}: {chosen[0]}, plain decoding {chosen[1]}."
     for name, text in (("ours", ours), ("plain", plain)):
@@ -269,7 +269,7 @@ def describe_difference(at: int, ours: TokensWithLogprobs, plain: TokensWithLogp
 
 
 def faults_of(results: list[CellResult]) -> list[str]:
-    """The first text that differs; and every k at which some accepted length never occurred."""
+    """Return the first difference, and every k for which some accepted length never occurred."""
     faults = [result.difference for result in results if result.difference is not None][:1]
     for k in sorted({result.cell.num_drafts for result in results}):
         of_k = [result for result in results if result.cell.num_drafts == k]
@@ -288,7 +288,7 @@ def faults_of(results: list[CellResult]) -> list[str]:
 
 
 def _table(results: list[CellResult]) -> str:
-    """One row per cell."""
+    """Return a table with one row per cell."""
     head = ["T", "seed", "k", "drafts", "company", "texts equal", "tokens", "steps with drafts", "a=0", "0<a<k", "a=k"]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""Generate straight from a worker object, without router or sockets: for measuring."""
+"""Generates directly with a worker object, without router or sockets, for measurements."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from space_server.worker import Worker
 class DecodeStep:
     """One decode step of one sequence."""
 
-    tokens: tuple[int, ...]  # emitted: the accepted drafts, then the bonus
+    tokens: tuple[int, ...]  # emitted: accepted drafts, then the bonus token
     num_drafted: int
     num_accepted: int
 
 
 @dataclass
 class Generation:
-    """What one prompt yielded."""
+    """The generation of one prompt."""
 
     prompt_ids: list[int]
-    first: list[int] = field(default_factory=list)  # the prefill's own token
+    first: list[int] = field(default_factory=list)  # the prefill's token
     steps: list[DecodeStep] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of all emitted ids, where they were asked for
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # of all emitted ids, if requested
     finish: pb.Finish.ValueType = pb.FINISH_NONE
     seconds: float = 0.0  # of all steps while this sequence ran
-    decode_seconds: float = 0.0  # of those after the prompt
-    num_rows: int = 0  # chain and mask rows of these, of the whole batch
+    decode_seconds: float = 0.0  # of the steps after the prefill
+    num_rows: int = 0  # chain and mask rows of the decode steps, of the whole batch
 
     @property
     def tokens(self) -> list[int]:
@@ -39,7 +39,7 @@ class Generation:
 
     @property
     def num_decoded(self) -> int:
-        """Emitted ids without the prefill's own."""
+        """Number of emitted ids without the prefill's token."""
         return sum(len(step.tokens) for step in self.steps)
 
 
@@ -51,8 +51,8 @@ class GenerationFailed(RuntimeError):
 class CompletionRequest:
     """One text to complete."""
 
-    key: str  # the name of its record
-    sample: int  # number of the text among those of the record
+    key: str  # name of its record
+    sample: int  # index of the text among those of the record
     ids: Sequence[int]
     sampling: pb.Sampling
     num_logprobs: int | None = None  # most probable ids to report at each position; None: no log-probabilities
@@ -95,11 +95,11 @@ def complete(
     one_by_one: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[CompletionRequest, Generation]]:
-    """Yield each request with its generation, several at a time, in the order in which they end.
+    """Yield each request with its generation, running several at a time, in order of completion.
 
-    The worker's pages are shared out evenly among `max_sequences` (default: the worker's own), so that each sequence
-    has all its pages at once and none pauses. `is_whole(ids)` gets the emitted ids after each step; true ends the text.
-    `one_by_one`: at most one request joins the batch in each step. The worker knows the requests as 1, 2, 3, …
+    The worker's pages are divided evenly among `max_sequences` (default: the worker's limit), so that each sequence
+    has all its pages from the start and none pauses. `is_whole(ids)` gets the emitted ids after each step; if true,
+    the text ends. `one_by_one`: at most one request joins the batch per step. Sequence ids are 1, 2, 3, …
     """
     at_once = max_sequences or worker.max_sequences
     share = worker.num_blocks // at_once
@@ -156,7 +156,7 @@ def complete(
 
 
 def _add(generation: Generation, sequence: pb.SequenceReport, stats: pb.StepStats, seconds: float) -> None:
-    """Add what a step of `seconds` reported about the sequence."""
+    """Add a step's report on the sequence; the step took `seconds`."""
     if sequence.finish == pb.FINISH_ERROR:
         raise GenerationFailed(sequence.error)
     if sequence.paused:

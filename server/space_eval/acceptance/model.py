@@ -18,7 +18,7 @@ from space_eval.prompts import Prompt
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer beside the checkpoint. Raises CheckpointNotFound where there is none in the fast form."""
+    """Load the checkpoint's tokenizer. Raises CheckpointNotFound without a fast tokenizer."""
     file = Checkpoint.open(model).folder / "tokenizer.json"
     if not file.is_file():
         raise CheckpointNotFound(
@@ -28,19 +28,19 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt], *, window: int, max_tokens: int) -> list[list[int]]:
-    """The ids of each prompt: its end, where `window` and `max_tokens` leave no room for all of it."""
+    """Return the ids of each prompt, truncated on the left to leave `max_tokens` in `window`."""
     if max_tokens >= window:
         raise InvalidSetting(f"--max-tokens is {max_tokens}; it must be below the window of {window}.")
     return [tokenizer.encode(prompt.text).ids[max_tokens - window :] for prompt in prompts]
 
 
 def describe_prompts(name: str, prompts: Sequence[Sequence[int]]) -> str:
-    """`humaneval.jsonl (12, 180 tokens each)`."""
+    """Format as `humaneval.jsonl (12, 180 tokens each)`."""
     return f"{name} ({len(prompts)}, {statistics.fmean(map(len, prompts)):.0f} tokens each)"
 
 
 def environment_facts(model: SpaceModel) -> dict[str, object]:
-    """What figures must be read with: arithmetic, device, machine, commit, date."""
+    """Return the environment of the figures: arithmetic, device, machine, commit, date."""
     return {
         "dtype": str(model.facts.dtype).removeprefix("torch."),
         "device": str(model.facts.device),

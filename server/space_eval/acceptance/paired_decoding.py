@@ -1,4 +1,4 @@
-"""The same prompt plain and with drafts, in turn: one machine, one set of weights, one run."""
+"""Decodes each prompt plain and with drafts in turn, on one machine, with the same weights, in one run."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _FINISH = {pb.FINISH_EOS: "eos", pb.FINISH_STOP_ID: "stop", pb.FINISH_LENGTH: "l
 
 
 class TextsDiffer(AssertionError):
-    """Speculation changed a text: never right, ties of floating point on a GPU aside."""
+    """Speculation changed a text: always a defect, except for floating-point ties on a GPU."""
 
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """What one setting gave for one prompt, computed `len(seconds)` times; only the seconds differ in between."""
+    """One setting's answer to one prompt, computed `len(seconds)` times; only the seconds differ."""
 
-    ids: tuple[int, ...]  # emitted, the prefill's own token included
+    ids: tuple[int, ...]  # emitted, including the prefill's token
     finish: str  # eos, stop or length
-    num_steps: int  # decode steps: the prompt's own forward passes do not count
+    num_steps: int  # decode steps, without prefill
     num_decoded: int  # ids of the decode steps
     num_drafted: int
     num_accepted: int
     num_rows: int  # chain and mask rows of the decode steps
-    seconds: tuple[float, ...]  # prompt and answer, each time
-    decode_seconds: tuple[float, ...]  # the decode steps alone, each time
+    seconds: tuple[float, ...]  # prefill and decode, of each run
+    decode_seconds: tuple[float, ...]  # decode steps only, of each run
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> TimedAnswer:
@@ -50,7 +50,7 @@ class TimedAnswer:
 
     @classmethod
     def of(cls, made: Sequence[Generation]) -> TimedAnswer:
-        """From generations of the same ids."""
+        """Build from several generations of the same ids."""
         first = made[0]
         return cls(
             ids=tuple(first.tokens),
@@ -66,30 +66,30 @@ class TimedAnswer:
 
     @property
     def is_looping(self) -> bool:
-        """By the rule of `text_statistics.is_looping`."""
+        """Whether the answer loops, see `text_statistics.is_looping`."""
         return is_looping(self.ids)
 
 
 class PairedDecoder:
-    """One model behind one worker per k, plain decoding being k = 0, all of them for one sequence at a time."""
+    """One model with one worker per k (plain decoding is k = 0), each for one sequence at a time."""
 
     def __init__(self, model: SpaceModel, ks: Sequence[int], *, layout: str = "full") -> None:
-        """`layout`: full, the paper's (k+1)² rows; auto, what the server would lay out."""
+        """`layout`: full, the paper's (k+1)² rows; auto, the server's choice."""
         self.model = model
         self.ks = (PLAIN, *ks)
         self._workers = {k: make_worker(model, k, layout) for k in self.ks}
 
     def warm_up(self, prompt: Sequence[int]) -> None:
-        """A few untimed tokens at every k: the first products of a process are slower than all others."""
+        """Generate a few untimed tokens at every k, because the first matmuls of a process are slow."""
         for k in self.ks:
             self.once(k, prompt, sampling=pb.Sampling(), max_tokens=4)
 
     def run(
         self, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int, rounds: int
     ) -> dict[int, TimedAnswer]:
-        """Every k in turn, `rounds` times, every other round from the last k to the first.
+        """Decode with every k in turn, `rounds` times, in reverse order in every other round.
 
-        Raises TextsDiffer where a k does not repeat itself; whether the ks agree is `check_same_text`.
+        Raises TextsDiffer if a k's rounds differ from each other; `check_same_text` compares the ks.
         """
         made: dict[int, list[Generation]] = {k: [] for k in self.ks}
         for number in range(rounds):
@@ -102,7 +102,7 @@ class PairedDecoder:
         return {k: TimedAnswer.of(of_k) for k, of_k in made.items()}
 
     def once(self, k: int, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int) -> Generation:
-        """One answer, timed once."""
+        """Generate one answer, timed once."""
         (made,) = generate(
             self._workers[k],
             [prompt],
@@ -115,14 +115,14 @@ class PairedDecoder:
 
 
 def make_worker(model: SpaceModel, k: int, layout: str) -> Worker:
-    """A worker for one sequence at a time with at most k drafts; `layout` is full or auto (by measured cost)."""
+    """Make a worker for one sequence with at most k drafts; `layout` is full or auto (by measured cost)."""
     controller: Controller | None = None if layout == "auto" else FixedLayout.full(k)
     num_blocks = -(-(model.facts.window + model.facts.num_masks + 1) // 16)
     return Worker(model, num_blocks=num_blocks, max_sequences=1, max_draft_length=k, controller=controller)
 
 
 def space_files(checkpoint: Checkpoint) -> list[Path]:
-    """What makes a checkpoint more than its base, mask rows of the embedding aside: adapter and draft head."""
+    """Return the files of adapter and draft head, which a SPACE checkpoint has besides its base."""
     section = checkpoint.config.get("space") or {}
     head = section.get("draft_head")
     named = [section.get("adapter"), head.get("file") if isinstance(head, dict) else None]
@@ -131,7 +131,7 @@ def space_files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def check_same_text(answers: Mapping[int, TimedAnswer], name: str) -> None:
-    """Raise TextsDiffer unless all ks gave the same ids; `name` is the prompt's."""
+    """Raise TextsDiffer unless all ks gave the same ids; `name`: of the prompt."""
     plain = answers[PLAIN].ids
     for k, answer in answers.items():
         if answer.ids != plain:
@@ -141,18 +141,18 @@ def check_same_text(answers: Mapping[int, TimedAnswer], name: str) -> None:
 
 
 def tokens_per_step(answers: Sequence[TimedAnswer]) -> float:
-    """Of the decode steps."""
+    """Return the mean tokens per decode step."""
     return ratio(sum(answer.num_decoded for answer in answers), sum(answer.num_steps for answer in answers))
 
 
 def rates(answers: Sequence[TimedAnswer], *, decode_only: bool = False) -> list[float]:
-    """Tokens per second of each round, over all answers."""
+    """Return the tokens per second of each round, over all answers."""
     num_tokens = sum(answer.num_decoded if decode_only else len(answer.ids) for answer in answers)
     times = [answer.decode_seconds if decode_only else answer.seconds for answer in answers]
     return [ratio(num_tokens, sum(seconds)) for seconds in zip(*times, strict=True)]
 
 
 def speedup(answers: Sequence[TimedAnswer], others: Sequence[TimedAnswer], *, decode_only: bool = False) -> Spread:
-    """Rate of `answers` over that of `others`, of each round's pair."""
+    """Return the rate of `answers` over that of `others`, paired by round."""
     pairs = zip(rates(answers, decode_only=decode_only), rates(others, decode_only=decode_only), strict=True)
     return Spread.of([ratio(rate, other) for rate, other in pairs])

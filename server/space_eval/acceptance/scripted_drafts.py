@@ -1,4 +1,4 @@
-"""Drafts from outside, right and wrong on purpose: a random model's own are almost never accepted."""
+"""Scripted right and wrong drafts, because a random model's own drafts are almost never accepted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Right = Callable[[int, int], int]
 
 
 def all_right(num_known: int, k: int) -> int:
-    """The oracle."""
+    """All drafts are right."""
     return k
 
 
 def half_right(num_known: int, k: int) -> int:
-    """1 to k-1 right ones, another number each time; with a chain of one, every second one."""
+    """A varying number of 1 to k-1 right drafts; for k = 1, every second draft is right."""
     return 1 + num_known % (k - 1) if k > 1 else num_known % 2
 
 
 def none_right(num_known: int, k: int) -> int:
-    """Nothing to accept."""
+    """No draft is right."""
     return 0
 
 
 DRAFTS = ("own", "oracle", "half", "wrong")
-"""Kinds of drafts: the masks' own, and those of RIGHT."""
+"""Kinds of drafts: the masks' own, and the scripted ones."""
 
 RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
 
@@ -39,18 +39,18 @@ class Future:
 
 
 class ScriptedDrafts:
-    """A DraftSource that knows the plain text and strays from it where `num_right` says.
+    """A DraftSource that drafts the known plain text for the first `num_right` drafts, then a wrong token.
 
-    Behind the first wrong draft the others are right again, every second time: only the longest prefix counts.
+    After the first wrong draft the rest is right again every second time, to test that only the longest prefix counts.
     """
 
     def __init__(self, num_right: Right, live_ids: Sequence[int]) -> None:
         self._num_right = num_right
         self._live_ids = list(live_ids)
-        self.futures: dict[int, Future] = {}  # by seq_id; without one a sequence gets no drafts
+        self.futures: dict[int, Future] = {}  # by seq_id; a sequence without one gets no drafts
 
     def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """`max_drafts` ids; behind the end of the plain text arbitrary ones."""
+        """Return `max_drafts` ids, arbitrary ones after the end of the plain text."""
         future = self.futures.get(seq_id)
         if future is None:
             return ()
@@ -62,6 +62,6 @@ class ScriptedDrafts:
         return drafts
 
     def _other(self, id_: int) -> int:
-        """Another id that could be sampled."""
+        """Return another id that could be sampled."""
         at = self._live_ids.index(id_) if id_ in self._live_ids else 0
         return self._live_ids[(at + 1) % len(self._live_ids)]

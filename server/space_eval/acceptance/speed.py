@@ -55,7 +55,7 @@ class FlagError(PromptError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `spaceserve eval speed`."""
+    """Add the flags of `spaceserve eval speed`."""
     parser.epilog = EPILOG
     parser.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
     parser.add_argument("--prompts", type=Path, help="JSONL (prompt, question, turns, …) or text [function heads]")
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the tables; 0, or 1 where speculation changed a text."""
+    """Print the tables. Return exit status 0, or 1 if speculation changed a text."""
     for flag, value in (("--rounds", options.rounds), ("--max-tokens", options.max_tokens)):
         if value < 1:
             raise FlagError(f"{flag} is {value}; it must be at least 1.")
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 def measure(
     options: argparse.Namespace, methods: Sequence[DraftMethod]
 ) -> tuple[list[SpeedRow], list[MethodRow], dict[str, object]]:
-    """All temperatures, ks and methods over all prompts."""
+    """Measure all temperatures, ks and methods over all prompts."""
     model = load_model(
         options.model,
         dtype=options.dtype,
@@ -167,7 +167,7 @@ def measure(
 def _paired(
     other: AssistedDecoder, prompt: Sequence[int], options: argparse.Namespace
 ) -> list[tuple[AssistedAnswer, AssistedAnswer]]:
-    """(plain, assisted) of each round, in turn first."""
+    """Return (plain, assisted) of each round; they alternate in running first."""
     made = []
     for number in range(options.rounds):
         order = [other.plain, other.assisted]
@@ -199,7 +199,7 @@ def _ours(model: SpaceModel, k: int, answers: Sequence[Mapping[int, TimedAnswer]
 
 
 def extra_weight_bytes(model: SpaceModel) -> int:
-    """What SPACE adds to the base: the files that config.json's `space` names, and an embedding row per mask id."""
+    """Return the bytes SPACE adds to the base: the files named in config.json's `space`, and a row per mask id."""
     checkpoint = Checkpoint.open(model.facts.name)
     section = checkpoint.config.get("space") or {}
     in_files: int = sum(file.stat().st_size for file in space_files(checkpoint))
@@ -237,12 +237,12 @@ def _row_of(
 
 
 OURS = "ours"
-"""The runtime that is not transformers'."""
+"""Name of our own runtime."""
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One temperature and k over all prompts. Ranges are over the rounds, each a pair with plain decoding."""
+    """One temperature and k over all prompts. Ranges are over rounds, each paired with plain decoding."""
 
     temperature: float
     k: int
@@ -250,9 +250,9 @@ class SpeedRow:
     num_tokens: int  # emitted, in one round
     tokens_per_step: float
     rows_per_step: float
-    speedup: Spread  # tokens per second over plain decoding's, prompt included
-    decode_speedup: Spread  # without the prompt
-    speedup_not_looping: Spread | None  # None where all outputs loop
+    speedup: Spread  # tokens per second over plain decoding's, with prefill
+    decode_speedup: Spread  # without prefill
+    speedup_not_looping: Spread | None  # None if all outputs loop
     plain_ms_per_token: Spread
     space_ms_per_token: Spread
     looping: float  # share of prompts
@@ -260,7 +260,7 @@ class SpeedRow:
 
     @classmethod
     def of(cls, temperature: float, k: int, pairs: Sequence[Mapping[int, TimedAnswer]]) -> SpeedRow:
-        """From what each prompt gave: its answers by k, plain decoding's among them."""
+        """Build from each prompt's answers by k, including plain decoding's."""
         space = [pair[k] for pair in pairs]
         plain = [pair[PLAIN] for pair in pairs]
         steady = [pair for pair in pairs if not pair[k].is_looping]
@@ -283,25 +283,25 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One way of drafting: ours, or one of transformers'. What it needs beside the base, and what it gains."""
+    """One drafting method, ours or transformers': its extra memory and its speed-up."""
 
     name: str
     runtime: str
     num_prompts: int
-    tokens_per_pass: float  # ids emitted per forward pass of the base, the prompt's pass included in both
+    tokens_per_pass: float  # emitted ids per forward pass of the base, both including prefill
     num_passes: int  # of the base, in one round
     num_other_passes: int  # of a draft model, in one round
-    accepted_share: float  # of drafts; nan where their number is not known
-    speedup: Spread  # over plain decoding of the same runtime, prompt included
+    accepted_share: float  # of drafts; nan if their number is unknown
+    speedup: Spread  # over plain decoding of the same runtime, with prefill
     ms_per_token: Spread
     plain_ms_per_token: Spread
     extra_weight_bytes: int
-    extra_kv_bytes: int  # at the longest prompt and answer
+    extra_kv_bytes: int  # at the longest prompt plus answer
     num_identical: int  # texts equal to plain decoding's of the same runtime
 
 
 def to_markdown(rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> str:
-    """The facts of the run, the tables, and what their columns mean."""
+    """Return the facts of the run, the tables and their column descriptions as Markdown."""
     head = ["T", "k", "tokens/step", "rows/step", "speed-up", "decode only", "not looping"]
     head += ["ms/token plain", "ms/token SPACE", "looping", "same text"]
     cells = [
@@ -359,7 +359,7 @@ NOTES_ON_OTHERS = """
 
 
 def size(num_bytes: int) -> str:
-    """`10.0 MiB`."""
+    """Format bytes, such as `10.0 MiB`."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     value, unit = num_bytes / 1024, "KiB"

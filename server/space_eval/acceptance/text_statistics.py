@@ -1,4 +1,4 @@
-"""What kind of text was generated (repetition flatters acceptance), and the text of ids behind a prompt."""
+"""Statistics of generated text (repetition inflates acceptance), and the text of ids that follow a prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PUNCTUATION_AND_SPACE = frozenset(string.punctuation + string.whitespace)
 
 
 def repeated_share(ids: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams of `ids` that have occurred earlier in `ids`; 0 for texts shorter than n."""
+    """Return the share of n-grams of `ids` that occurred before in `ids`; 0 for texts shorter than n."""
     num_grams = len(ids) - n + 1
     if num_grams < 1:
         return 0.0
@@ -19,21 +19,21 @@ def repeated_share(ids: Sequence[int], n: int = 4) -> float:
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """The rule: an output loops if at least half of its 4-grams have occurred earlier in it."""
+    """Return whether an output loops: at least half of its 4-grams occurred before in it."""
     return repeated_share(ids) >= LOOP_SHARE
 
 
 def is_filler(text: str) -> bool:
-    """Only whitespace or punctuation: tokens that any drafter guesses."""
+    """Return whether the text is only whitespace or punctuation, which any drafter predicts."""
     return all(character in PUNCTUATION_AND_SPACE for character in text)
 
 
 def is_blank(text: str) -> bool:
-    """Only whitespace."""
+    """Return whether the text is only whitespace."""
     return not text.strip()
 
 
 def text_behind(decode: Callable[[Sequence[int]], str], prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of the ids `answer` behind those of `prompt`: some tokenizers drop a space at a text's beginning."""
+    """Decode `answer` as it follows `prompt`: some tokenizers drop a space at the start of a text."""
     before, whole = decode(prompt), decode([*prompt, *answer])
     return whole[len(before) :] if whole.startswith(before) else decode(answer)

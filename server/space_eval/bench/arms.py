@@ -1,4 +1,4 @@
-"""One side of a comparison: a server, the API it is asked by, and what each request says besides its prompt."""
+"""One arm of a comparison: a server, its API, and the request fields besides the prompt."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from space_eval.bench.polling import joules
 
 @dataclass(frozen=True)
 class Arm:
-    """A server as it is measured. Two arms may be one server, with and without drafts."""
+    """A measured server with its settings. Two arms may share a server, with and without drafts."""
 
     name: str
     endpoint: Endpoint
     api: LoadApi
     temperature: float = 0.0  # 0: greedy
-    seed: int = 1  # of request 0; the others count up from it
-    is_spaceserve: bool = False  # it takes our fields and reports tokens and steps
+    seed: int = 1  # of request 0; request n uses seed + n
+    is_spaceserve: bool = False  # it accepts our fields and reports tokens and steps
     counts_energy: bool = False  # its /metrics count joules
-    has_synthetic_acceptance: bool = False  # its drafts are accepted at a given rate, whatever they are
+    has_synthetic_acceptance: bool = False  # drafts are accepted at a given rate, regardless of their ids
     speculation: str | int | None = None  # of each request; None: the server's default
     model: str | None = None  # of each request
     window: int | None = None  # prompt and answer together, in tokens
-    usage: bool = True  # it counts the tokens at the end of a stream when asked
-    ignore_eos: bool = True  # every answer has its full length; spaceserve only
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of every body, given by the user
-    is_baseline: bool = False  # the arms after it are compared with it
+    usage: bool = True  # it reports token usage at the end of a stream on request
+    ignore_eos: bool = True  # every answer has full length; spaceserve only
+    fields: Mapping[str, Any] = field(default_factory=dict)  # added by the user to every body
+    is_baseline: bool = False  # later arms are compared with it
 
     def body(self, request: LoadRequest, salt: str | None) -> dict[str, Any]:
-        """The body of `request`. Another `salt` shares no prefix with it, so that every prompt is computed."""
+        """Return the body of `request`. Different `salt`s share no cached prefix, so every prompt is computed."""
         body = self.api.body(request, self)
         if self.is_spaceserve:
             max_prompt = None if self.window is None else self.window - request.max_tokens
@@ -42,7 +42,7 @@ class Arm:
         return merged(body, self.fields)
 
     async def answer(self, request: LoadRequest, salt: str | None, exchange: Exchange, begun: float) -> None:
-        """Fill `exchange` from the stream; `begun`: when the request began, in the loop's time. Raises LoadError."""
+        """Fill `exchange` from the stream; `begun`: event-loop time at which the request began. Raises LoadError."""
         clock = asyncio.get_running_loop().time
         exchange.late = clock() - begun
         try:
@@ -73,13 +73,13 @@ class LoadApi(Protocol):
     def path(self) -> str: ...
 
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
-        """What every server of this API takes."""
+        """Return the fields that every server of this API accepts."""
 
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
-        """What only spaceserve takes besides."""
+        """Return the extra fields that only spaceserve accepts."""
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
-        """Note an event that came `seconds` after the begin; True if no other can follow. Raises LoadError."""
+        """Record an event `seconds` after the start. Return True if it is the last one. Raises LoadError."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Tgi:
         return {"inputs": request.prompt, "parameters": parameters}
 
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
-        # This API has no field for a salt, nor for EOS.
+        # This API has no fields for the salt and for ignoring EOS.
         return {"parameters": _given({"speculation": arm.speculation, "truncate": max_prompt_tokens})}
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
@@ -148,7 +148,7 @@ class Tgi:
             text, id_ = token.get("text") or "", token.get("id")
             exchange.text += text
             event = TokenEvent(seconds, 1, () if id_ is None else (id_,), len(text))
-            if exchange.events and exchange.events[-1].seconds == seconds:  # events that came together are one burst
+            if exchange.events and exchange.events[-1].seconds == seconds:  # events that arrived together are one burst
                 last = exchange.events.pop()
                 num_characters = last.num_characters + len(text)
                 event = TokenEvent(seconds, last.num_tokens + 1, last.token_ids + event.token_ids, num_characters)
@@ -164,11 +164,11 @@ APIS: Mapping[str, LoadApi] = {
     "chat": OpenAI("chat", "/v1/chat/completions", chat=True),
     "tgi": Tgi(),
 }
-"""By the name that `--api` takes."""
+"""APIs by their `--api` name."""
 
 
 async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
-    """The arm with what its server reports of itself, and its /info (empty if it has none). Raises LoadError."""
+    """Return the arm completed from its server's reports, and its /info (empty if none). Raises LoadError."""
     try:
         info = await get_json(arm.endpoint, "/info")
     except LoadError as error:
@@ -190,7 +190,7 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
 
 
 async def _first_model(endpoint: Endpoint) -> str:
-    """The name that requests must give."""
+    """Return the server's model name for requests."""
     listed = (await get_json(endpoint, "/v1/models")).get("data") or []
     if not listed:
         raise LoadError("/v1/models lists no model. Give its name with --served-model.")
@@ -198,7 +198,7 @@ async def _first_model(endpoint: Endpoint) -> str:
 
 
 async def _with_usage(arm: Arm) -> Arm:
-    """Send one short request; a server that refuses `stream_options` is not asked to count."""
+    """Probe with one short request; disable `usage` if the server rejects `stream_options`."""
     begun = asyncio.get_running_loop().time()
     try:
         await arm.answer(LoadRequest(0, "Hello", 1), None, Exchange(), begun)
@@ -210,7 +210,7 @@ async def _with_usage(arm: Arm) -> Arm:
 
 
 async def token_ids(endpoint: Endpoint, text: str) -> list[int] | None:
-    """The text as the server's tokens; None if it has no /tokenize that answers with ids."""
+    """Tokenize the text on the server. Return None if it has no /tokenize that returns ids."""
     for body in ({"prompt": text, "add_special_tokens": False}, {"inputs": text}):
         try:
             answer = await post_json(endpoint, "/tokenize", body)
@@ -226,7 +226,7 @@ async def token_ids(endpoint: Endpoint, text: str) -> list[int] | None:
 
 
 def merged(body: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """`body` with the fields of `more`, objects joined field by field."""
+    """Return `body` updated with `more`; nested objects are merged."""
     result = dict(body)
     for name, value in more.items():
         old = result.get(name)

@@ -1,7 +1,7 @@
-"""A load generator's HTTP client: one request per connection, server-sent events read as they come.
+"""HTTP client of the load generator: one request per connection, server-sent events read as they arrive.
 
-Nothing but asyncio: the client shares the machine with the server it measures, and a general client costs more per
-event than the server does. Time is the event loop's.
+It uses only asyncio, because it shares the machine with the measured server and a general client costs more CPU per
+event than the server does. Times are the event loop's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ MAX_LINE = 1 << 20  # bytes of one header or chunk-size line
 
 
 class LoadError(RuntimeError):
-    """A request that was refused or broken off; the message has the server's words."""
+    """A request failed or its stream broke; the message has the server's text."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
-        self.status = status  # of a refusal; None where the connection or the stream failed
+        self.status = status  # HTTP status of an error; None if the connection or the stream failed
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server is, and the key it wants."""
+    """Address of a server, and its API key."""
 
     host: str
     port: int
@@ -52,9 +52,9 @@ class Endpoint:
 
 
 async def stream_events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> AsyncGenerator[list[bytes]]:
-    """`POST` with `body`; the data of the events that come together, the closing `[DONE]` included. Raises LoadError.
+    """`POST` `body` and yield the data of events that arrive together, including `[DONE]`. Raises LoadError.
 
-    Leave it with `aclosing`: the connection is its own.
+    Use it in `aclosing`, which closes its connection.
     """
     async with _request(endpoint, "POST", path, body) as pieces:
         async for events in _events(pieces):
@@ -62,13 +62,13 @@ async def stream_events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) 
 
 
 async def get_text(endpoint: Endpoint, path: str) -> str:
-    """The text at `path`. Raises LoadError."""
+    """Return the text at `path`. Raises LoadError."""
     async with _request(endpoint, "GET", path, None) as pieces:
         return b"".join([piece async for piece in pieces]).decode(errors="replace")
 
 
 async def get_json(endpoint: Endpoint, path: str) -> dict[str, Any]:
-    """The JSON object at `path`. Raises LoadError."""
+    """Return the JSON object at `path`. Raises LoadError."""
     async with _request(endpoint, "GET", path, None) as pieces:
         value = json.loads(b"".join([piece async for piece in pieces]))
     if not isinstance(value, dict):
@@ -77,7 +77,7 @@ async def get_json(endpoint: Endpoint, path: str) -> dict[str, Any]:
 
 
 async def post_json(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Any:
-    """What `path` answers to `body`. Raises LoadError."""
+    """POST `body` to `path` and return the JSON response. Raises LoadError."""
     async with _request(endpoint, "POST", path, body) as pieces:
         return json.loads(b"".join([piece async for piece in pieces]))
 
@@ -86,7 +86,7 @@ async def post_json(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> A
 async def _request(
     endpoint: Endpoint, method: str, path: str, body: Mapping[str, Any] | None
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The pieces of the answer's body; LoadError for any status but 200."""
+    """Yield an iterator over the chunks of the response body. Raises LoadError for any status except 200."""
     content = b"" if body is None else json.dumps(body).encode()
     head = [f"{method} {endpoint.prefix}{path} HTTP/1.1", f"Host: {endpoint.host}:{endpoint.port}", "Connection: close"]
     if body is not None:
@@ -114,7 +114,7 @@ async def _request(
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers (names in lower case)."""
+    """Read the status and headers (names in lower case)."""
     status = await reader.readline()
     words = status.split(maxsplit=2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
@@ -127,7 +127,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The body's pieces: chunked, of a known length, or up to the end of the connection."""
+    """Yield the body's chunks: chunked, of a known length, or until the connection closes."""
     if headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]
@@ -140,13 +140,13 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
-    """The `data` of server-sent events, those of one piece together; comments and other fields are passed over."""
+    """Yield the `data` of server-sent events, grouped by chunk; comments and other fields are skipped."""
     rest = b""
     async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")  # one line of data is one event: no server here writes more
+        *lines, rest = (rest + piece).split(b"\n")  # one data line per event: these servers never write more
         if events := _data(lines):
             yield events
-    if events := _data([rest]):  # of a stream that ends without an empty line
+    if events := _data([rest]):  # for a stream that ends without an empty line
         yield events
 
 
@@ -155,7 +155,7 @@ def _data(lines: Sequence[bytes]) -> list[bytes]:
 
 
 def parsed(event: bytes) -> Mapping[str, Any]:
-    """An event's object. Raises LoadError."""
+    """Parse an event's JSON object. Raises LoadError."""
     try:
         value = json.loads(event)
     except ValueError:

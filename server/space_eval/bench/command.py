@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "a checkpoint with random weights, to measure a size that one has no model of",
     ),
 }
-"""What may follow `spaceserve bench`: a module, loaded when asked for, whose `main(argv)` gives the exit code."""
+"""Subcommands of `spaceserve bench`: a module, imported on use, whose `main(argv)` returns the exit code."""
 
 IN_A_CHECKOUT = "in a checkout, `.venv/bin/python tests/perf %s` measures this"
 MOVED = {
@@ -56,7 +56,7 @@ MOVED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after a measurement, 1 if a server failed, 2 for unusable flags."""
+    """Return the exit code: 0 after a measurement, 1 if a server failed, 2 for unusable flags."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in MOVED:
         print(f"spaceserve bench {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)
@@ -84,12 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """What was measured on one start of the servers."""
+    """Measurements of one start of the servers."""
 
     arms: Sequence[Arm]
     infos: Mapping[str, Mapping[str, Any]]  # by server
     work: Workload
-    rounds: list[list[list[Round]]]  # by shape and round, every arm's
+    rounds: list[list[list[Round]]]  # [shape][round][arm]
 
 
 async def _measure(settings: BenchSettings, work: Workload, servers: Sequence[Target], number: int) -> Start:
@@ -119,7 +119,7 @@ def _workload(settings: BenchSettings) -> Workload:
 
 
 def _report(settings: BenchSettings, serve_flags: Sequence[str], starts: Sequence[Start]) -> None:
-    """Print the table, and write the files that were asked for."""
+    """Print the table, and write the requested files."""
     first = starts[0]
     shapes = zip(*(start.rounds for start in starts), strict=True)
     result = summarize(settings, first.arms, [list(chain.from_iterable(rounds)) for rounds in shapes])
@@ -134,7 +134,7 @@ def _report(settings: BenchSettings, serve_flags: Sequence[str], starts: Sequenc
 
 
 def _load(settings: BenchSettings, work: Workload) -> dict[str, Any]:
-    """The load, for the record."""
+    """Return the load's settings for the record."""
     return {
         "shapes": [shape.name for shape in settings.shapes],
         "num_starts": settings.num_starts,
@@ -177,7 +177,7 @@ def _print(settings: BenchSettings, known: Mapping[str, Any], work: Workload, re
 
 
 def _write(out: Path, result: BenchResult, made: Mapping[str, Any]) -> None:
-    """The record alone into a .json file, else the whole report into a folder."""
+    """Write the record to a .json file, or the whole report to a folder."""
     text = json.dumps(made, indent=1) + "\n"
     if out.suffix == ".json":
         out.parent.mkdir(parents=True, exist_ok=True)

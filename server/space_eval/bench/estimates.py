@@ -1,4 +1,4 @@
-"""The statistics of paired rounds: percentiles, ranges, and how sure a median is."""
+"""Statistics of paired rounds: percentiles, ranges, and confidence bounds of medians."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 NUM_RESAMPLES = 4000
-"""Enough that the bounds move by less than 1 % of their distance from one seed to another."""
+"""Enough that another seed moves the bounds by less than 1 % of their distance."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed; nan of none."""
+    """Return the smallest value that at least `share` of the values do not exceed; nan for no values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 9)) - 1)] if ordered else math.nan
 
@@ -26,11 +26,11 @@ def bootstrap(
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The bounds within which the median lies in `share` of the samples drawn from `values` with replacement.
+    """Return bounds that contain the median of `share` of the resamples of `values` with replacement.
 
-    The percentile bootstrap (Efron 1979): each resample has as many values as there are; half of what is left out lies
-    below the lower bound and half above the upper one. `groups`, one for each value: values of one have something in
-    common, so that groups are drawn first, and then as many values of each as it has.
+    The percentile bootstrap (Efron 1979): each resample has as many values as `values`; the remaining share is split
+    evenly below and above the bounds. `groups`: the group of each value; values of a group are correlated, so groups
+    are drawn first, and then as many values of each as it has.
     """
     source = random.Random(seed)
     grouped: dict[Hashable, list[float]] = {}
@@ -49,7 +49,7 @@ def bootstrap(
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of several rounds, and how far they lie apart."""
+    """Median of several rounds, and their range."""
 
     median: float
     low: float
@@ -65,7 +65,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of ratios, each of one round, and its 95 % bootstrap bounds."""
+    """Median of per-round ratios, and its 95 % bootstrap bounds."""
 
     median: float
     low: float
@@ -74,10 +74,10 @@ class Ratio:
 
     @classmethod
     def of(cls, ratios: Sequence[float], starts: Sequence[int] = ()) -> Ratio:
-        """`starts`: of each, which start of the servers it was measured on."""
+        """`starts`: the number of the servers' start that each ratio was measured on."""
         low, high = bootstrap(ratios, starts)
         return cls(statistics.median(ratios), low, high, len(ratios))
 
     def shown(self) -> str:
-        """With its lower bound first, which is what a promise is held to."""
+        """Format with the lower bound first, as claims must be based on it."""
         return f"{self.median:.3f} (≥ {self.low:.3f}, ≤ {self.high:.3f})" if self.num > 1 else f"{self.median:.3f}"

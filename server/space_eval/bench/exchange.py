@@ -1,4 +1,4 @@
-"""One request of the load, and its streamed answer as the client saw it: which tokens came when."""
+"""One request of the load, and its streamed answer with the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class LoadRequest:
     number: int  # within its round
     prompt: str | tuple[int, ...]  # text or token ids
     max_tokens: int
-    arrival: float = 0.0  # seconds after the round's begin; open loop only
+    arrival: float = 0.0  # seconds after the round's start; open loop only
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One event of a stream that carried tokens."""
+    """One stream event that has tokens."""
 
     seconds: float  # since the request began
     num_tokens: int
@@ -30,21 +30,21 @@ class TokenEvent:
 
 @dataclass
 class Exchange:
-    """One request and its answer, whole or as far as it came.
+    """One request and its complete or partial answer.
 
-    A request begins when it is sent; in open loop when it was due, so that a client that falls behind hides nothing.
+    A request begins when it is sent; in open loop when it was due, so that client delay counts as latency.
     """
 
-    started: float = 0.0  # seconds after the round's begin
-    late: float = 0.0  # seconds between begin and sending
+    started: float = 0.0  # seconds after the round's start
+    late: float = 0.0  # seconds from the request's beginning to its sending
     events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
     statistics: Mapping[str, Any] = field(default_factory=dict)  # the `spaceserve` object
-    num_prompt_tokens: int | None = None  # as the server counts
-    num_counted: int | None = None  # tokens of the answer, as the server counts
-    seconds: float = 0.0  # from the begin to the end of the stream
-    finished: bool = False  # the stream came to its own end
-    error: str | None = None  # the status of a refusal, or "broken"
+    num_prompt_tokens: int | None = None  # as counted by the server
+    num_counted: int | None = None  # tokens of the answer, as counted by the server
+    seconds: float = 0.0  # from the beginning to the end of the stream
+    finished: bool = False  # the stream ended normally
+    error: str | None = None  # HTTP status of an error, or "broken"
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -60,12 +60,12 @@ class Exchange:
 
     @property
     def event_gaps(self) -> list[float]:
-        """Seconds between events: how long the reader saw nothing new."""
+        """Seconds between consecutive events."""
         return [after.seconds - before.seconds for before, after in itertools.pairwise(self.events)]
 
     @property
     def token_gaps(self) -> list[float]:
-        """Seconds per token after the first event: an event's gap is shared among its tokens, once for each."""
+        """Seconds per token after the first event: an event's gap is divided by its tokens, one entry per token."""
         gaps: list[float] = []
         for gap, event in zip(self.event_gaps, self.events[1:], strict=True):
             gaps += [gap / event.num_tokens] * event.num_tokens
@@ -73,12 +73,12 @@ class Exchange:
 
     @property
     def seconds_per_token(self) -> float:
-        """The mean after the first event; 0 if nothing came after it."""
+        """Mean seconds per token after the first event; 0 if there is no later event."""
         num_tokens = self.num_tokens - self.events[0].num_tokens
         return (self.events[-1].seconds - self.events[0].seconds) / num_tokens if num_tokens else 0.0
 
     def share_counted_tokens(self) -> None:
-        """Share the tokens that the server has counted among events that came without token ids."""
+        """Distribute the server's token count over events that have no token ids."""
         if self.num_counted is None or self.token_ids or not self.events:
             return
         counts = shared(self.num_counted, [event.num_characters for event in self.events])
@@ -87,7 +87,7 @@ class Exchange:
 
 
 def shared(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole parts of `total` in proportion to `weights`, at least 1 for each if the total allows; they sum to it."""
+    """Split `total` into integers in proportion to `weights`, each at least 1 if possible."""
     if total < len(weights):
         return [1] * total + [0] * (len(weights) - total)
     if not any(weights):

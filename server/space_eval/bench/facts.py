@@ -1,4 +1,4 @@
-"""What a figure must be read with: the machine, the commit, the model, the flags."""
+"""The environment of a figure: machine, commit, model, flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "a
 
 
 def facts(info: Mapping[str, Any]) -> dict[str, Any]:
-    """`info`: the server's /info. The machine is the one this runs on."""
+    """Return the facts of this machine and of the server's /info, `info`."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version(),
@@ -31,7 +31,7 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def synthetic_acceptance_label(infos: Mapping[str, Mapping[str, Any]]) -> str:
-    """The label of every figure if a server accepts drafts at a synthetic rate; "" if none does."""
+    """Return the label for every figure if a server accepts drafts at a synthetic rate, else ""."""
     rates = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
     labels = {name: label(rate) for name, rate in rates.items() if rate}
     if len(infos) == 1:
@@ -40,7 +40,7 @@ def synthetic_acceptance_label(infos: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def machine() -> str:
-    """Processor, cores, memory."""
+    """Describe processor, cores and memory."""
     name = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     memory = _field(Path("/proc/meminfo"), "MemTotal").split()
     gib = f", {int(memory[0]) / 1024**2:.0f} GiB" if memory else ""
@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout this code lies in, `-dirty` where it has changes; None without one."""
+    """Return the commit of this checkout, with `-dirty` if it has changes; None without a checkout."""
     try:
         made = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
@@ -63,7 +63,7 @@ def commit() -> str | None:
 
 
 def _field(path: Path, name: str) -> str:
-    """The first value of `name` in a file of `name : value` lines; "" where there is none."""
+    """Return the first value of `name` in a file of `name : value` lines, or ""."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:

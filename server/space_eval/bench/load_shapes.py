@@ -1,4 +1,4 @@
-"""How requests come: so many at once, so many a second, or in a swing between two numbers of streams."""
+"""Arrival patterns: a fixed concurrency, a request rate, or a swing between two concurrencies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from space_eval.bench.client import LoadError
 from space_eval.bench.exchange import LoadRequest
 
 Send = Callable[[LoadRequest, float | None], Awaitable[None]]
-"""Sends a request and waits for its end; the number: when it was due, after the round's begin (None: now)."""
+"""Sends a request and waits for its end; the number is its due time after the round's start (None: now)."""
 
 
 class LoadShape(ABC):
-    """How a round's requests follow one another."""
+    """The arrival pattern of a round's requests."""
 
     @property
     @abstractmethod
@@ -24,12 +24,12 @@ class LoadShape(ABC):
 
     @property
     def default_requests(self) -> int | None:
-        """Of a round; None if time ends it."""
+        """Requests per round; None if time ends the round."""
         return None
 
     @property
     def default_seconds(self) -> float | None:
-        """Of a round; None if the number of requests ends it."""
+        """Duration of a round; None if the number of requests ends it."""
         return None
 
     @property
@@ -39,12 +39,12 @@ class LoadShape(ABC):
 
     @abstractmethod
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
-        """Until `requests` end, or for `seconds`: what still runs then is cut off. Raises LoadError."""
+        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises LoadError."""
 
 
 @dataclass(frozen=True)
 class Closed(LoadShape):
-    """Each of `num_streams` takes the next request as soon as it is done with one."""
+    """Closed loop: each of `num_streams` streams sends its next request when the previous one is done."""
 
     num_streams: int
 
@@ -69,9 +69,9 @@ class Closed(LoadShape):
 
 @dataclass(frozen=True)
 class Open(LoadShape):
-    """Requests come when they are due, whatever the server does. A refused one is counted, and the rest go on."""
+    """Open loop: requests are sent when due, regardless of the server. Failed ones are counted; the round continues."""
 
-    rate: float | None  # per second, Poisson; None: as the file says
+    rate: float | None  # per second, Poisson; None: arrivals of the file
 
     @property
     def name(self) -> str:
@@ -79,15 +79,15 @@ class Open(LoadShape):
 
     @property
     def default_seconds(self) -> float:
-        return 10.0  # of arrivals: a few hundred requests at common rates
+        return 10.0  # a few hundred requests at common rates
 
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
-        """`seconds`: of arrivals; every request that came is waited for."""
+        """Send arrivals for `seconds`, then wait for all of them."""
         clock = asyncio.get_running_loop().time
         begun = clock()
 
         async def send_one(request: LoadRequest) -> None:
-            with suppress(LoadError):  # its exchange says so
+            with suppress(LoadError):  # recorded in its exchange
                 await send(request, request.arrival)
 
         async with asyncio.TaskGroup() as group:
@@ -100,7 +100,7 @@ class Open(LoadShape):
 
 @dataclass(frozen=True)
 class Swing(LoadShape):
-    """`low` streams and `high` streams in turn, `period` seconds each; a stream that is too many is cut off."""
+    """Alternates `low` and `high` streams, `period` seconds each; surplus streams are cancelled."""
 
     low: int
     high: int
@@ -120,19 +120,19 @@ class Swing(LoadShape):
 
     @property
     def moment_seconds(self) -> float:
-        """Of one point of a timeline: a second, or less where a half is short."""
+        """Seconds per point of a timeline: 1, or less if a half is short."""
         return min(1.0, self.period / 4)
 
     @classmethod
     def parse(cls, text: str, seconds_of: Callable[[str], float]) -> Swing:
-        """`1:64:5s`. Raises ValueError."""
+        """Parse `1:64:5s`. Raises ValueError."""
         parts = text.split(":")
         if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()) or not 0 < int(parts[0]) < int(parts[1]):
             raise ValueError(f"{text!r} is no swing: give LOW:HIGH:PERIOD, such as 1:64:5s")
         return cls(int(parts[0]), int(parts[1]), seconds_of(parts[2]))
 
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
-        """For `seconds`, which a swing needs, the low half first."""
+        """Run for `seconds` (required), the low half first."""
         clock = asyncio.get_running_loop().time
         begun, number = clock(), 0
         end = begun + (2 * self.period if seconds is None else seconds)
@@ -157,7 +157,7 @@ async def _stream(requests: Iterator[LoadRequest], send: Send) -> None:
 
 @asynccontextmanager
 async def _first_failure() -> AsyncIterator[None]:
-    """Of a group of failures, the first."""
+    """Raise the first failure of an exception group."""
     try:
         yield
     except ExceptionGroup as failures:

@@ -1,4 +1,4 @@
-"""The flags of `spaceserve bench`, durations, and the limits that make a request a good one."""
+"""The flags of `spaceserve bench`, durations, and goodput limits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BenchError(ValueError):
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is measured, and of whom. `None`: as it is best for what is found."""
+    """Settings of a measurement. `None`: chosen by the servers found."""
 
     urls: tuple[tuple[str, str], ...] = ()  # (name, address); empty: a server is started
     model: str = "demo"
@@ -66,7 +66,7 @@ class BenchSettings:
     api: str = "openai"
     served_model: str | None = None
     concurrency: tuple[int, ...] = (1, 8, 32)
-    rate: tuple[float | None, ...] = ()  # None: as the file says
+    rate: tuple[float | None, ...] = ()  # None: arrivals of the file
     swing: Swing | None = None
     num_rounds: int = 4
     num_requests: int | None = None
@@ -83,7 +83,7 @@ class BenchSettings:
     limits: Limits | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     api_key_file: Path | None = None
-    carbon_intensity: float | None = None  # grams of CO2e for a kWh
+    carbon_intensity: float | None = None  # grams of CO2e per kWh
     out: Path | None = None
 
     @property
@@ -95,15 +95,15 @@ class BenchSettings:
         return [Closed(num_streams) for num_streams in self.concurrency]
 
     def requests_of(self, shape: LoadShape) -> int | None:
-        """Requests of a round; None if time ends it."""
+        """Return the requests of a round; None if time ends it."""
         return None if self.duration is not None else self.num_requests or shape.default_requests
 
     def seconds_of(self, shape: LoadShape) -> float | None:
-        """Duration of a round; None if the number of requests ends it."""
+        """Return the duration of a round; None if the number of requests ends it."""
         return shape.default_seconds if self.duration is None and self.num_requests is None else self.duration
 
     def warm_up_of(self, shape: LoadShape) -> int:
-        """Requests of each arm before the first round."""
+        """Return the warm-up requests of each arm before the first round."""
         return shape.warm_up_streams if self.num_warm_up is None else self.num_warm_up
 
 
@@ -111,7 +111,7 @@ _SMOKE: Mapping[str, Any] = {"concurrency": (1, 4), "num_rounds": 1, "output_tok
 
 
 def parse(argv: Sequence[str], commands: str) -> tuple[BenchSettings, list[str]]:
-    """Our settings, and the flags for `serve` behind `--`. `commands`: the end of the help."""
+    """Return the settings, and the `serve` flags after `--`. `commands`: text at the end of the help."""
     cut = list(argv).index("--") if "--" in argv else len(argv)
     options = _parser(commands).parse_args(argv[:cut])
     given = {
@@ -212,18 +212,18 @@ def _add(
 
 
 def _switch(group: argparse._ActionsContainer, flag: str, words: str) -> None:
-    """None unless given, so that presets can be told from flags."""
+    """Add a switch whose default is None, so that presets do not override given flags."""
     group.add_argument(flag, action="store_const", const=True, help=words)
 
 
 def _url(text: str) -> tuple[str, str]:
-    """Name and address; without a name it is the address itself."""
+    """Parse name and address; the default name is the address."""
     named = re.fullmatch(r"([^=/:]+)=(.*)", text)
     return (named[1], named[2]) if named else (text, text)
 
 
 def _checked(read: Callable[[str], Read]) -> Callable[[str], Read]:
-    """`read`, whose own message argparse then shows."""
+    """Wrap `read` so that argparse shows its error message."""
 
     def checked(text: str) -> Read:
         try:
@@ -235,7 +235,7 @@ def _checked(read: Callable[[str], Read]) -> Callable[[str], Read]:
 
 
 def _float(low: float, high: float, what: str) -> Callable[[str], float]:
-    """Reads a number from `low` to `high`."""
+    """Return a parser of numbers from `low` to `high`."""
 
     def read(text: str) -> float:
         try:
@@ -250,7 +250,7 @@ def _float(low: float, high: float, what: str) -> Callable[[str], float]:
 
 
 def _whole(low: int) -> Callable[[str], int]:
-    """Reads a whole number of at least `low`."""
+    """Return a parser of integers of at least `low`."""
 
     def read(text: str) -> int:
         if not text.isdigit() or int(text) < low:
@@ -298,7 +298,7 @@ NAMES = {"ttft": "to the first token", "itl": "per token after it, mean", "gap":
 
 
 def seconds_of(text: str) -> float:
-    """`500ms`, `5s`, `2m`; a bare number is seconds. Raises ValueError."""
+    """Parse `500ms`, `5s` or `2m`; a bare number is seconds. Raises ValueError."""
     number = text.rstrip("ushm")
     unit = text[len(number) :] or "s"
     try:
@@ -312,13 +312,13 @@ def seconds_of(text: str) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request must keep to count as goodput; seconds by name, see NAMES."""
+    """Latency limits of goodput in seconds, by name, see NAMES."""
 
     seconds: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, text: str) -> Limits:
-        """`ttft=500ms,itl=50ms`. Raises ValueError."""
+        """Parse `ttft=500ms,itl=50ms`. Raises ValueError."""
         found = []
         for part in text.split(","):
             name, _, value = part.partition("=")
@@ -328,7 +328,7 @@ class Limits:
         return cls(tuple(found))
 
     def kept(self, exchange: Exchange) -> bool:
-        """Whether the answer came whole and within every limit."""
+        """Return whether the answer is complete and within every limit."""
         if not exchange.finished or not exchange.events:
             return False
         taken = {

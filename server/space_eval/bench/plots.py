@@ -1,4 +1,4 @@
-"""The figures of a load: ratios by streams, latency, and a swing in time."""
+"""Plots of a load: ratios by streams, latency, and a swing over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from space_eval.plots import Bar, bar_plot, line_plot
 
 
 def draw(folder: Path, result: BenchResult, note: str) -> list[str]:
-    """The names of the files. Raises PlotError."""
+    """Draw the plots. Return the file names. Raises PlotError."""
     rows = result.rows
     made = [path.name for path in (_ratios(folder, rows, note),) if path is not None]
     closed = [row for row in rows if row.num_streams is not None]

@@ -1,4 +1,4 @@
-"""What a server's /metrics and /load report while a round runs: power drawn, draft lengths, and when it is idle."""
+"""Polls a server's /metrics and /load during a round: power, draft lengths, and idleness."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from space_eval.bench.client import Endpoint, LoadError, get_json, get_text
 ENERGY = "spaceserve_energy_joules_total"
 DRAFTS = ("spaceserve_draft_length_sum", "spaceserve_draft_length_count")
 POWER_SECONDS = 0.25
-"""As often as a worker reports what it has counted."""
+"""The interval at which workers report their counters."""
 
 JOULES_PER_KWH = 3.6e6
 IDLE_SECONDS = 30.0
-"""Longest wait for requests that were cut off to leave a server."""
+"""Longest wait for cancelled requests to leave a server."""
 
 
 @asynccontextmanager
 async def polled(endpoint: Endpoint, every: float | None, read: Callable[[float, str], bool]) -> AsyncIterator[None]:
-    """Every `every` seconds while the block runs, give `read` the seconds since its begin and the text of /metrics.
+    """While the block runs, call `read` every `every` seconds with the elapsed seconds and the text of /metrics.
 
-    Stops when `read` returns False or the server does not answer; without `every` nothing is asked.
+    Stops when `read` returns False or the server does not answer; without `every` it does not poll.
     """
     if every is None:
         yield
@@ -51,10 +51,10 @@ async def _poll(endpoint: Endpoint, every: float, read: Callable[[float, str], b
 
 
 class PowerMeter:
-    """Power by a counter that moves in steps: known between its first and its last movement."""
+    """Power from a counter that updates in steps, measured from its first to its last update."""
 
     def __init__(self) -> None:
-        self._moves: list[tuple[float, float]] = []  # seconds, joules: when a new value was first seen
+        self._moves: list[tuple[float, float]] = []  # (seconds, joules) when a new value was first seen
         self._last: float | None = None
 
     def read(self, seconds: float, text: str) -> bool:
@@ -70,7 +70,7 @@ class PowerMeter:
 
     @property
     def watts(self) -> float | None:
-        """None if the counter has not moved often enough to tell."""
+        """Mean watts; None if the counter has not changed often enough."""
         if len(self._moves) < 3:
             return None
         (begun, first), (ended, last) = self._moves[0], self._moves[-1]
@@ -78,13 +78,13 @@ class PowerMeter:
 
 
 def energy_figure(text: str) -> float | None:
-    """Joules of all devices so far; None if nothing is counted."""
+    """Return the joules of all devices so far; None if there is no counter."""
     values = [line.rsplit(" ", 1)[1] for line in text.splitlines() if line.startswith(ENERGY + "{")]
     return sum(map(float, values)) if values else None
 
 
 async def joules(endpoint: Endpoint) -> float | None:
-    """What a server has counted so far; None if it counts nothing."""
+    """Return the joules that a server has counted so far; None if it has no counter."""
     try:
         return energy_figure(await get_text(endpoint, "/metrics"))
     except LoadError:
@@ -93,14 +93,14 @@ async def joules(endpoint: Endpoint) -> float | None:
 
 @dataclass(frozen=True)
 class DraftSample:
-    """The draft length between two looks at a server."""
+    """The draft length between two polls of a server."""
 
-    seconds: float  # after the round's begin, at the second look
+    seconds: float  # after the round's start, at the second poll
     draft_length: float  # mean over the steps of all sequences
 
 
 class DraftMeter:
-    """The mean draft length from look to look."""
+    """The mean draft length from poll to poll."""
 
     def __init__(self) -> None:
         self.samples: list[DraftSample] = []
@@ -118,7 +118,7 @@ class DraftMeter:
 
 
 def draft_figures(text: str) -> tuple[float, float] | None:
-    """Drafts so far, and steps of sequences; None if the text has no such series."""
+    """Return drafts and sequence steps so far; None if the text has no such series."""
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(DRAFTS))
     try:
         drafted, steps = (float(values[name]) for name in DRAFTS)
@@ -128,7 +128,7 @@ def draft_figures(text: str) -> tuple[float, float] | None:
 
 
 async def idle(endpoint: Endpoint, *, is_ours: bool) -> None:
-    """Wait until nothing runs there and every block is given back; a second, if the server is not `is_ours`."""
+    """Wait until no request runs and every block is free; one second, if the server is not `is_ours`."""
     clock = asyncio.get_running_loop().time
     end = clock() + (IDLE_SECONDS if is_ours else 1.0)
     while clock() < end:

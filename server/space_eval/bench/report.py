@@ -1,4 +1,4 @@
-"""Rounds as figures: medians with their ranges, ratios with their bounds; a table to read and a record to keep."""
+"""Summarises rounds: medians with ranges, ratios with bounds; as a table and as a JSON record."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class ArmSummary:
 
     load: str
     num_streams: int | None  # the batch; None if it is not one number
-    rate: float | None  # requests per second that came; open loop only
+    rate: float | None  # arrivals per second; open loop only
     arm: str
     speculation: str | int | None  # k, or "auto" and "off"; None: the server's default
     num_rounds: int
     num_requests: int
-    prompt_tokens: float | None  # mean, as the server counts
-    output_tokens: float  # mean of the answers that came whole
+    prompt_tokens: float | None  # mean, as counted by the server
+    output_tokens: float  # mean of complete answers
     tokens_per_second: Spread
     requests_per_second: Spread
     ratios: Mapping[str, Ratio]  # of tokens per second, within each round, to each baseline
     ratio: Ratio | None  # to the first baseline; None for that arm itself, and in open loop
-    latency_ratios: Mapping[str, Ratio]  # of the mean whole answer, open loop only; below 1 is faster
+    latency_ratios: Mapping[str, Ratio]  # of the mean complete answer, open loop only; below 1 is faster
     tokens_per_step: Spread | None
     drafts_per_step: Spread | None
     first_token_ms: Mapping[str, float]  # percentiles over all requests of all rounds
-    token_gap_ms: Mapping[str, float]  # per token after the first event, an event's gap shared among its tokens
-    event_gap_ms: Mapping[str, float]  # between events, whatever they carry
-    request_ms: Mapping[str, float]  # answers that came whole
+    token_gap_ms: Mapping[str, float]  # per token after the first event; an event's gap is divided by its tokens
+    event_gap_ms: Mapping[str, float]  # between events
+    request_ms: Mapping[str, float]  # complete answers
     goodput: Spread | None  # requests per second within the limits
     kept: float | None  # share of the requests within the limits
     errors: Mapping[str, int]  # by status
-    late_ms: float  # p99 of the time by which the client itself sent late
+    late_ms: float  # p99 of the client's own delay in sending
     cpu_shares: Mapping[str, float]  # processor seconds per second: medians over the rounds
-    identical: str | None  # answers equal to the first arm's, of those that can be compared; None of none
+    identical: str | None  # answers equal to the first arm's, of the comparable ones; None without any
     phases: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)  # of a swing: low and high, by arm
-    watts: Spread | None = None  # of all devices that the server counts; None of none
-    joules_per_token: Spread | None = None  # generated, the reading of prompts included
-    grams_per_million_tokens: Spread | None = None  # CO2e, at the carbon intensity that was given
+    watts: Spread | None = None  # of all devices with a counter; None without any
+    joules_per_token: Spread | None = None  # per generated token, including prefill
+    grams_per_million_tokens: Spread | None = None  # CO2e, at the given carbon intensity
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BenchResult:
 
 
 def summarize(settings: BenchSettings, arms: Sequence[Arm], rounds: Sequence[Sequence[Sequence[Round]]]) -> BenchResult:
-    """The figures of `rounds`: by shape and round, every arm's."""
+    """Summarise `rounds`, [shape][round][arm]."""
     same_prompts = PrefixIsolation.of(arms).same_prompts
     rows: list[ArmSummary] = []
     swings: dict[str, Sequence[SwingTimeline]] = {}
@@ -87,15 +87,15 @@ def summaries(
     limits: Limits | None = None,
     grams: float | None = None,
 ) -> list[ArmSummary]:
-    """One row for each arm. `rounds`: in each round, every arm's, in the arms' order. `same_prompts`: the answers of
-    the arms can be compared. `grams`: of CO2e for a kWh.
+    """Return one row per arm. `rounds`: [round][arm]. `same_prompts`: the arms' answers can be compared. `grams`: of
+    CO2e per kWh.
     """
     by_arm = list(zip(*rounds, strict=True))
     rows = []
     for place, (arm, own) in enumerate(zip(arms, by_arm, strict=True)):
         bases = {other.name: by_arm[base] for base, other in enumerate(arms[:place]) if other.is_baseline}
         row = replace(_summary(shape, own, limits), speculation=arm.speculation)
-        if isinstance(shape, Open):  # its throughput is what came, whatever the arm: only latency can be compared
+        if isinstance(shape, Open):  # arrivals fix its throughput, so only latency can be compared
             row = replace(row, latency_ratios=_ratios(own, bases, lambda one: one.request_seconds))
         else:
             ratios = _ratios(own, bases, lambda one: one.tokens_per_second)
@@ -117,18 +117,18 @@ def summaries(
 def _ratios(
     own: Sequence[Round], bases: Mapping[str, Sequence[Round]], figure: Callable[[Round], float]
 ) -> dict[str, Ratio]:
-    """Of a figure to each baseline's in the same round, by the baseline's name."""
+    """Return the ratio of a figure to each baseline's in the same round, by the baseline's name."""
     ratios = {}
     for name, base in bases.items():
         pairs = [(figure(one), figure(other), one.start) for one, other in zip(own, base, strict=True)]
-        known = [(mine / other, start) for mine, other, start in pairs if mine >= 0 and other > 0]  # neither is nan
+        known = [(mine / other, start) for mine, other, start in pairs if mine >= 0 and other > 0]  # excludes nan
         if known:
             ratios[name] = Ratio.of(*map(list, zip(*known, strict=True)))
     return ratios
 
 
 def _summary(shape: LoadShape, rounds: Sequence[Round], limits: Limits | None) -> ArmSummary:
-    """What one arm's own rounds come to."""
+    """Summarise one arm's own rounds."""
     every = [exchange for one in rounds for exchange in one.exchanges]
     answered = [exchange for exchange in every if exchange.events]
     whole = [exchange for exchange in answered if exchange.finished]
@@ -189,7 +189,7 @@ Cell = Callable[[ArmSummary], str]
 
 
 def _columns(rows: Sequence[ArmSummary]) -> dict[str, Cell]:
-    """What each column shows of a row; "–" or nothing if the row has no such figure."""
+    """Return the function of each column that formats a row; "–" or "" if the row has no such figure."""
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     latencies = list(dict.fromkeys(name for row in rows for name in row.latency_ratios))
     return {
@@ -234,14 +234,14 @@ def _joined(values: Mapping[str, float], digits: int) -> str:
 
 
 def cells(rows: Sequence[ArmSummary]) -> list[list[str]]:
-    """The table, its head first; a column without any figure is left out."""
+    """Return the table, header first, without empty columns."""
     columns = {name: [cell(row) for row in rows] for name, cell in _columns(rows).items()}
     shown = {name: column for name, column in columns.items() if any(cell not in ("–", "") for cell in column)}
     return [list(shown), *map(list, zip(*shown.values(), strict=True))]
 
 
 def table(rows: Sequence[ArmSummary]) -> str:
-    """All rows in columns of even width."""
+    """Return the rows as an aligned text table."""
     lines = cells(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -249,7 +249,7 @@ def table(rows: Sequence[ArmSummary]) -> str:
 
 
 def phase_lines(rows: Sequence[ArmSummary]) -> list[str]:
-    """The ratios in a swing's halves."""
+    """Return the ratios in a swing's halves, one per line."""
     return [
         f"{row.arm} / {base}, {half} half: {ratio.shown()}"
         for row in rows
@@ -259,7 +259,7 @@ def phase_lines(rows: Sequence[ArmSummary]) -> list[str]:
 
 
 def record(facts: Mapping[str, Any], load: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
-    """Everything, for the JSON file."""
+    """Return the content of the JSON file."""
     moments = {
         name: [asdict(one) | {"share_below": one.share_below} for one in lines]
         for name, lines in result.timelines.items()
@@ -269,7 +269,7 @@ def record(facts: Mapping[str, Any], load: Mapping[str, Any], result: BenchResul
 
 
 def markdown(record: Mapping[str, Any], rows: Sequence[ArmSummary], pictures: Sequence[str] = ()) -> str:
-    """The record as a page."""
+    """Return the record as a Markdown page."""
     head, *lines = cells(rows)
     synthetic = record["facts"].get("synthetic_acceptance")
     text = [f"# Load, {synthetic}" if synthetic else "# Load", ""]

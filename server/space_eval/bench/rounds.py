@@ -1,4 +1,4 @@
-"""Rounds of load on every arm, in rotating order, so that what slows the machine slows all arms."""
+"""Runs rounds of load on every arm, in rotating order, so that drift of the machine affects all arms equally."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from space_eval.bench.polling import POWER_SECONDS, DraftMeter, DraftSample, Pow
 from space_eval.bench.workload import Workload
 
 CpuCounter = Callable[[], Mapping[str, float]]
-"""Reads the processor seconds so far, by process."""
+"""Returns the CPU seconds so far, by process."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of one arm took."""
+    """Measurements of one round of one arm."""
 
     arm: str
-    seconds: float  # from the first request's begin to the last one's end, or to the cut
+    seconds: float  # from the first request's start to the last one's end, or to the cut-off
     exchanges: Sequence[Exchange]  # by request number
-    cpu_shares: Mapping[str, float]  # processor seconds per second, by process
-    drafts: Sequence[DraftSample] = ()  # the server's draft lengths meanwhile
-    watts: float | None = None  # drawn by its devices; None if nothing is counted, or for too short a time
-    start: int = 0  # of the servers, by number
+    cpu_shares: Mapping[str, float]  # CPU seconds per second, by process
+    drafts: Sequence[DraftSample] = ()  # the server's draft lengths during the round
+    watts: float | None = None  # mean power; None without a counter, or if the round is too short
+    start: int = 0  # number of the servers' start
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came before the end."""
+        """Tokens that arrived before the end."""
         return sum(
             event.num_tokens
             for exchange in self.exchanges
@@ -56,12 +56,12 @@ class Round:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Per generated token, the reading of prompts included."""
+        """Joules per generated token, including prefill."""
         return self.watts * self.seconds / self.num_tokens if self.watts is not None and self.num_tokens else None
 
     @property
     def request_seconds(self) -> float:
-        """The mean of the answers that came whole; nan of none."""
+        """Mean seconds of complete answers; nan without any."""
         whole = [exchange.seconds for exchange in self.exchanges if exchange.finished]
         return sum(whole) / len(whole) if whole else math.nan
 
@@ -73,12 +73,12 @@ class Round:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Over the decode steps of all streams; None if the server counts none."""
+        """Mean over the decode steps of all streams; None if the server counts no steps."""
         return self._mean_per_step(lambda one: (one["tokens_per_step"] or 0.0) * one["steps"])
 
     @property
     def drafts_per_step(self) -> float | None:
-        """The mean chosen draft length; None if the server counts no steps."""
+        """Mean draft length; None if the server counts no steps."""
         return self._mean_per_step(lambda one: int(one.get("drafted") or 0))
 
     def _mean_per_step(self, total_of: Callable[[Mapping[str, float]], float]) -> float | None:
@@ -87,7 +87,7 @@ class Round:
         return sum(map(total_of, counted)) / steps if steps else None
 
     def timeline(self, width: float) -> list[float]:
-        """Tokens per second in each `width` seconds from the begin; a rest shorter than that is left out."""
+        """Return the tokens per second in each interval of `width` seconds; an incomplete last one is dropped."""
         counts = [0] * int(self.seconds / width + 1e-9)
         for exchange in self.exchanges:
             for event in exchange.events:
@@ -108,9 +108,9 @@ async def run_round(
     cpu_seconds: CpuCounter = dict,
     on_done: Callable[[], object] = lambda: None,
 ) -> Round:
-    """All of `requests` in `shape`, or for `seconds`. Raises LoadError if one fails and `shape` does not tolerate it.
+    """Run `requests` in `shape`, or for `seconds`. Raises LoadError if one fails and `shape` does not tolerate it.
 
-    `poll_seconds`: between looks at the server's draft lengths. `on_done` is called after each request.
+    `poll_seconds`: interval of polling draft lengths. `on_done` is called after each request.
     """
     clock = asyncio.get_running_loop().time
     exchanges: list[Exchange] = []
@@ -140,7 +140,7 @@ async def run_round(
 
 
 def num_identical(ones: Round, others: Round) -> tuple[int, int]:
-    """Answers with the same ids in both rounds, and those that came whole in both and whose ids are known."""
+    """Return the number of answers with the same ids in both rounds, and of those complete with known ids in both."""
     pairs = zip(ones.exchanges, others.exchanges, strict=False)
     both = [(a.token_ids, b.token_ids) for a, b in pairs if a.finished and b.finished and a.token_ids and b.token_ids]
     return sum(a == b for a, b in both), len(both)
@@ -148,30 +148,30 @@ def num_identical(ones: Round, others: Round) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PrefixIsolation:
-    """How a round's prompts are kept from being known from another round."""
+    """How a round avoids prefix-cache hits on prompts of other rounds."""
 
-    salted: bool  # by a field of the request: no prompt needs a mark
-    same_prompts: bool  # all arms get the same ones
+    salted: bool  # by a cache salt in the request, so prompts need no mark
+    same_prompts: bool  # all arms get the same prompts
 
     @classmethod
     def of(cls, arms: Sequence[Arm]) -> PrefixIsolation:
         salted = all(arm.is_spaceserve and arm.api.name != "tgi" for arm in arms)
-        shared = len({arm.endpoint for arm in arms}) < len(arms)  # a server with two arms would know the other's
+        shared = len({arm.endpoint for arm in arms}) < len(arms)  # a server with two arms would have cached the other's
         return cls(salted, salted or not shared)
 
 
 class PlainAnswers:
-    """Which requests a server with synthetic acceptance has answered without drafts, and how far.
+    """Tracks the requests, and their lengths, that a server with synthetic acceptance has answered without drafts.
 
-    Such a server drafts from answers that it has written before. A drafting arm that met a request for the first time
-    would have the drafts of untrained masks, all wrong, and the server's controller would learn not to draft.
+    Such a server drafts from its earlier answers. On a new request, a drafting arm would use the drafts of untrained
+    masks, all wrong, and the server's controller would learn not to draft.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[Endpoint, str | tuple[int, ...], int], int] = {}
 
     def missing(self, arm: Arm, requests: Iterable[LoadRequest]) -> list[LoadRequest]:
-        """Requests to send without drafts before `arm` gets `requests`: each new one once, at its greatest length."""
+        """Return requests to send without drafts before `arm` gets `requests`: each new one once, at its longest."""
         longest: dict[tuple[Endpoint, str | tuple[int, ...], int], LoadRequest] = {}
         for request in requests if arm.has_synthetic_acceptance and arm.speculation != "off" else ():
             key = arm.endpoint, request.prompt, arm.seed + request.number if arm.temperature else 0
@@ -183,7 +183,7 @@ class PlainAnswers:
 
 @dataclass
 class LoadRun:
-    """Every load on every arm, on servers that were started for the `start`-th time."""
+    """Runs every load on every arm, on the `start`-th start of the servers."""
 
     settings: BenchSettings
     arms: Sequence[Arm]
@@ -196,7 +196,7 @@ class LoadRun:
         self._answered = PlainAnswers()
 
     async def measure(self) -> list[list[list[Round]]]:
-        """By shape and round, every arm's. Raises LoadError."""
+        """Return [shape][round][arm]. Raises LoadError."""
         settings, arms = self.settings, self.arms
         per_arm = [
             settings.warm_up_of(shape) + settings.num_rounds * (settings.requests_of(shape) or 0)
@@ -227,7 +227,7 @@ class LoadRun:
     async def _round(
         self, arm: Arm, shape: LoadShape, number: int, num_requests: int | None, seconds: float | None
     ) -> Round:
-        """`number`: from 1 over all starts; 0 of a warm-up."""
+        """`number`: from 1 over all starts; 0 for a warm-up."""
         run = os.getpid()
         salted, same_prompts = self._isolation.salted, self._isolation.same_prompts
         mark = "" if salted else f"# {run}.{shape.name}.{number}" + ("" if same_prompts else f".{arm.name}")
@@ -255,6 +255,6 @@ class LoadRun:
             cpu_seconds=self.cpu_counter(arm),
             on_done=self._progress.update,
         )
-        if seconds is not None and not isinstance(shape, Open):  # what was cut off must not slow the next arm
+        if seconds is not None and not isinstance(shape, Open):  # cancelled requests must not slow the next arm
             await idle(arm.endpoint, is_ours=arm.is_spaceserve)
         return replace(made, start=self.start)

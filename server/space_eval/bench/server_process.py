@@ -1,4 +1,4 @@
-"""A whole server as processes of this machine: `spaceserve serve` on a free port, given back by scope."""
+"""Runs `spaceserve serve` as a local process on a free port, stopped at the end of a scope."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from types import TracebackType
 from space_common.python_process import module_command, safe_environment
 
 STOP_SECONDS = 60.0
-"""From SIGTERM to SIGKILL: longer than a server may need to drain and end its workers."""
+"""From SIGTERM to SIGKILL: longer than a server may need to drain and stop its workers."""
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or did not end well; its own last words are in the message."""
+    """The server failed to start or to exit cleanly; the message has its last output."""
 
 
 class ServerProcess:
-    """`spaceserve serve`, ready once entered; left, it gets SIGTERM and must exit 0.
+    """`spaceserve serve`: entering waits until it is ready; leaving sends SIGTERM and requires exit code 0.
 
     with ServerProcess(["--model", "demo"]) as server:
         ... http requests to server.url ...
@@ -45,7 +45,7 @@ class ServerProcess:
         free_port = [] if "--port" in flags or "SPACESERVE_PORT" in environment else ["--port", "0"]
         self.url = ""  # http://host:port, once it listens
         self.grpc_address = ""  # host:port, once it listens there, with --grpc-port
-        self.lines: collections.deque[str] = collections.deque(maxlen=400)  # what it said last, both pipes
+        self.lines: collections.deque[str] = collections.deque(maxlen=400)  # its last output, from both pipes
         self._command = module_command("space_router", "serve", *flags, *free_port)
         self._environment = safe_environment(environment)
         self._start_seconds = start_seconds
@@ -84,16 +84,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the router."""
+        """Process id of the router."""
         return self.process.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Exit code of the router; None while it runs."""
         return self.process.poll()
 
     def worker_pids(self) -> list[int]:
-        """Processes the router has started and that live, the oldest first (Linux)."""
+        """Return the router's live child processes, oldest first (Linux)."""
         return [pid for pid in children(self.pid) if b"space_server" in _command_line(pid)]
 
     def last_words(self) -> str:
@@ -101,7 +101,7 @@ class ServerProcess:
             return "\n".join(f"    {line}" for line in self.lines) or "    (nothing)"
 
     def start(self) -> None:
-        """Start without waiting; its process group is its own, so that a Ctrl-C here is not one there."""
+        """Start without waiting, in a new process group, so that Ctrl-C does not reach the server."""
         with _unbroken():
             self._process = subprocess.Popen(
                 self._command,
@@ -120,12 +120,12 @@ class ServerProcess:
                 reader.start()
 
     def wait_ready(self) -> None:
-        """Until the model is loaded. Raises ServerError if the process ends, or takes too long, before that."""
+        """Wait until the model is loaded. Raises ServerError if the process exits or times out before."""
         with self._news:
             self._news.wait_for(lambda: self._ready or not self._alive(), self._start_seconds)
             if self._ready:
                 return
-        if not self._alive():  # its pipes close a moment before it has ended
+        if not self._alive():  # its pipes close slightly before it exits
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
         code = self.code
@@ -136,7 +136,7 @@ class ServerProcess:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = STOP_SECONDS) -> int:
-        """The exit code. Raises ServerError if there is none in time."""
+        """Wait for the exit code. Raises ServerError on timeout."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ class ServerProcess:
         return code
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM and return the exit code."""
         if self.code is None:
             self.signal(signal.SIGTERM)
         try:
@@ -155,7 +155,7 @@ class ServerProcess:
             raise
 
     def kill(self) -> None:
-        """End the router at once; its workers notice and end themselves."""
+        """Kill the router; its workers notice and exit."""
         if self.code is None:
             self.process.kill()
         self.process.wait()
@@ -188,10 +188,10 @@ class ServerProcess:
 
 @contextmanager
 def _unbroken() -> Iterator[None]:
-    """Signals that end this process by an exception do so after the block: there is no moment then in which a process
-    runs and nobody knows of it. A mask would be handed on to that process.
+    """Delay signals that raise an exception until after the block, so that no started process is left untracked. A
+    signal mask would be inherited by that process.
     """
-    if threading.current_thread() is not threading.main_thread():  # the exceptions are that one's
+    if threading.current_thread() is not threading.main_thread():  # signal handlers run only in the main thread
         yield
         return
     arrived: list[int] = []
@@ -209,7 +209,7 @@ def _unbroken() -> Iterator[None]:
 
 
 def unwind_when_told_to_end() -> None:
-    """For a program, before it starts servers: SIGTERM leaves its scopes from now on, and so ends them too."""
+    """Make SIGTERM unwind the program's scopes, and so stop its servers. Call before starting servers."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -217,8 +217,8 @@ _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """For a process that must be told its port: never the same twice. Below those that the system gives to others,
-    which might be given this one before it is taken.
+    """Return a free port, never the same twice. It is below the system's ephemeral range, so that the system does not
+    assign it before it is bound.
     """
     for port in range(20_000 + os.getpid() % 10_000, 32_768):
         if port in _given_ports:
@@ -230,7 +230,7 @@ def free_port() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`, by number (Linux; empty elsewhere)."""
+    """Return the child processes of `pid`, by number (Linux; empty elsewhere)."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         fields = _stat(entry)
@@ -240,13 +240,13 @@ def children(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time a process has used so far, all threads (Linux; 0 elsewhere, and for one that is gone)."""
+    """Return the CPU seconds of a process, all threads (Linux; 0 elsewhere, or if it is gone)."""
     fields = _stat(Path(f"/proc/{pid}/stat"))
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def _stat(path: Path) -> list[str]:
-    """The fields behind the name, which may hold anything: state, parent, ..."""
+    """Return the fields after the name, which may contain any character: state, parent, ..."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

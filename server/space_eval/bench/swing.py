@@ -1,4 +1,4 @@
-"""A swinging load second by second: throughput of each arm, and whether any moment is below plain decoding."""
+"""A swinging load second by second: throughput of each arm, and the share of moments below plain decoding."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class SwingTimeline:
     """One arm's timeline: medians over the rounds."""
 
     arm: str
-    seconds: tuple[float, ...]  # the middle of each moment
+    seconds: tuple[float, ...]  # middle of each moment
     tokens_per_second: tuple[float, ...]
-    ratios: tuple[float, ...]  # to the first arm, the median of the rounds' ratios; empty for that arm itself
+    ratios: tuple[float, ...]  # median over rounds of the ratio to the first arm; empty for that arm
     draft_lengths: tuple[tuple[float, float, float, float], ...]  # (seconds, median, lowest, highest) of the rounds
     draft_change: float | None  # mean change of the draft length between samples within a half; None without samples
 
     @property
     def share_below(self) -> float:
-        """Moments in which more than half of the rounds were slower than the first arm."""
+        """Share of moments in which more than half of the rounds were slower than the first arm."""
         return sum(ratio < 1 for ratio in self.ratios) / len(self.ratios) if self.ratios else 0.0
 
 
 def timelines(swing: Swing, rounds: Sequence[Sequence[Round]]) -> list[SwingTimeline]:
-    """Of each arm. `rounds`: in each round, every arm's, in the arms' order."""
+    """Return the timeline of each arm. `rounds`: [round][arm]."""
     wide = swing.moment_seconds
     lines = [[one.timeline(wide) for one in arms] for arms in rounds]
     moments = range(min(len(line) for arms in lines for line in arms))
@@ -70,7 +70,7 @@ def _draft_lengths(wide: float, rounds: Sequence[Round]) -> tuple[tuple[float, f
 
 def _draft_change(swing: Swing, rounds: Sequence[Round]) -> float | None:
     pairs = [pair for one in rounds for pair in itertools.pairwise(one.drafts)]
-    middle = swing.moment_seconds / 2  # a sample is of the time before it
+    middle = swing.moment_seconds / 2  # a sample covers the time before it
 
     def half(sample: DraftSample) -> int:
         return int((sample.seconds - middle) / swing.period)
@@ -80,7 +80,7 @@ def _draft_change(swing: Swing, rounds: Sequence[Round]) -> float | None:
 
 
 def half_ratios(swing: Swing, mine: Sequence[Round], others: Sequence[Round]) -> dict[str, Ratio]:
-    """Tokens in all low halves, and in all high ones, over the other arm's in the same round."""
+    """Return the ratios of tokens in all low and in all high halves to the other arm's in the same round."""
     found: dict[str, list[float]] = {name: [] for name in HALVES}
     for one, other in zip(mine, others, strict=True):
         for name, made, plain in zip(HALVES, _tokens(swing, one), _tokens(swing, other), strict=True):
@@ -90,7 +90,7 @@ def half_ratios(swing: Swing, mine: Sequence[Round], others: Sequence[Round]) ->
 
 
 def _tokens(swing: Swing, one: Round) -> tuple[int, int]:
-    """In the low and in the high halves."""
+    """Return the tokens in the low and in the high halves."""
     counts = [0, 0]
     for exchange in one.exchanges:
         for event in exchange.events:

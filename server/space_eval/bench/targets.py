@@ -1,4 +1,4 @@
-"""The servers of a run, started here or found at their URLs, and the arms that are measured on them."""
+"""The servers of a run, started here or reached by URL, and the arms measured on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN_SERVER = "plain server"
 
 @dataclass(frozen=True)
 class Target:
-    """A server that is measured, and its process if it was started here."""
+    """A measured server, and its process if it was started here."""
 
     name: str
     url: str
@@ -32,7 +32,7 @@ class Target:
 def targets(
     settings: BenchSettings, serve_flags: Sequence[str], stack: ExitStack, log: Callable[[str], None], start: int = 0
 ) -> list[Target]:
-    """The servers, started if need be for the `start`-th time; `stack` stops them. Raises ServerError."""
+    """Return the servers, starting them if needed for the `start`-th time; `stack` stops them. Raises ServerError."""
     if settings.urls:
         return [Target(name, url) for name, url in settings.urls]
     flags = ["--model", settings.model, *serve_flags]
@@ -40,7 +40,7 @@ def targets(
     if settings.plain_server:
         wanted[PLAIN_SERVER] = ([*_without_port(flags), "--speculation", PLAIN], " that never speculates")
     started: dict[str, Target] = {}
-    for name in list(wanted)[:: -1 if start % 2 else 1]:  # neither is always the first
+    for name in list(wanted)[:: -1 if start % 2 else 1]:  # alternate the order
         words, what = wanted[name]
         log(f"starting a server for {settings.model}{what}")
         server = stack.enter_context(ServerProcess(words))
@@ -49,7 +49,7 @@ def targets(
 
 
 def _without_port(flags: Sequence[str]) -> list[str]:
-    """The flags of a second server, which takes a free port."""
+    """Return the flags without a port, for a second server on a free port."""
     kept = list(flags)
     while "--port" in kept:
         place = kept.index("--port")
@@ -58,9 +58,9 @@ def _without_port(flags: Sequence[str]) -> list[str]:
 
 
 async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple[list[Arm], dict[str, dict[str, Any]]]:
-    """The arms in order, and their servers' /info by name. Raises LoadError, BenchError.
+    """Return the arms in order, and their servers' /info by name. Raises LoadError, BenchError.
 
-    One spaceserve alone is several arms: plain, with a control plain again, and each way of speculating.
+    A single spaceserve gives several arms: plain, with a control plain again, and each speculation setting.
     """
     arms: list[Arm] = []
     infos: dict[str, dict[str, Any]] = {}
@@ -91,7 +91,7 @@ async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple
 
 
 def cpu_counter(servers: Sequence[Target], arm: Arm) -> Callable[[], Mapping[str, float]]:
-    """Return what reads the processor seconds so far by process of an arm's server; none of one that runs elsewhere."""
+    """Return a counter of CPU seconds by process of an arm's server; it is empty for a remote server."""
     local = [server.process for server in servers if server.process is not None]
     process = next((one for one in local if Endpoint.parse(one.url).port == arm.endpoint.port), None)
     if process is None:
@@ -104,7 +104,7 @@ def cpu_counter(servers: Sequence[Target], arm: Arm) -> Callable[[], Mapping[str
 
 
 async def tokenized(work: Workload, arms: Sequence[Arm]) -> Workload:
-    """Prompts of given length as token ids if every arm takes the same ones, else as text of about that length."""
+    """Make prompts of given length: token ids if all arms' servers tokenize alike, else text of about that length."""
     if not work.has_given_lengths:
         return work
     by_server = {arm.endpoint: await token_ids(arm.endpoint, work.text) for arm in arms}
@@ -118,7 +118,7 @@ async def tokenized(work: Workload, arms: Sequence[Arm]) -> Workload:
 
 
 def check_window(work: Workload, arms: Sequence[Arm]) -> None:
-    """Raises BenchError if an answer cannot fit."""
+    """Raise BenchError if the longest answer does not fit an arm's window."""
     for arm in arms:
         if arm.window is not None and work.max_output_tokens >= arm.window:
             raise BenchError(
@@ -128,7 +128,7 @@ def check_window(work: Workload, arms: Sequence[Arm]) -> None:
 
 
 def _api_key(file: Path | None) -> str | None:
-    """The first key of a file; keys are never given on the command line, where every process can read them."""
+    """Return the first key of a file; keys on a command line would be visible to other processes."""
     if file is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The requests of a round: prompts, lengths and arrivals, drawn anew for every round."""
+"""The requests of a round: prompts, lengths and arrivals, redrawn for every round."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from space_eval.bench.exchange import LoadRequest
 from space_eval.prompts import FIELDS, PromptError, json_lines, load_prompts, text_of
 
 CHARACTERS_PER_TOKEN = 4.0
-"""Of English under a common vocabulary; used only for servers that do not tokenize for us."""
+"""For English with common vocabularies; used only if the server has no /tokenize."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked for, request by request."""
+    """Generates the requests of a round."""
 
-    recorded: Sequence[Recorded]  # taken in turn
+    recorded: Sequence[Recorded]  # used in turn
     output_tokens: Lengths
     prompt_tokens: Lengths | None = None  # None: each prompt as it is
-    text: str = ""  # what prompts of a given length are cut from
-    ids: Sequence[int] = ()  # the same as token ids, for prompts of exact length; empty: text is sent
+    text: str = ""  # source of prompts of a given length
+    ids: Sequence[int] = ()  # `text` as token ids, for prompts of exact length; empty: text is sent
     characters_per_token: float = CHARACTERS_PER_TOKEN
     seed: int = 1
 
@@ -39,9 +39,9 @@ class Workload:
         return max([self.output_tokens.high, *(one.output_tokens or 1 for one in self.recorded)])
 
     def requests(self, round_number: int, rate: float | None = None, *, mark: str = "") -> Iterator[LoadRequest]:
-        """Requests without end. `rate`: Poisson arrivals per second; None: those of the file, where it has any.
+        """Yield requests endlessly. `rate`: Poisson arrivals per second; None: arrivals of the file, if it has any.
 
-        `mark`: stands before every prompt that is text, so that a server without salts finds no prefix it knows.
+        `mark`: prefix of every text prompt, so that a server without salts has no cached prefix of it.
         """
         source = random.Random(f"{self.seed} {round_number}")
         clock = 0.0
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def _length(self) -> float:
-        """Seconds from one turn of the file to the next: its own length, and one mean gap."""
+        """Seconds from one pass over the file to the next: its duration plus one mean gap."""
         first, last = self.recorded[0].arrival or 0.0, self.recorded[-1].arrival or 0.0
         return (last - first) * len(self.recorded) / max(1, len(self.recorded) - 1)
 
@@ -79,18 +79,18 @@ FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SPREAD[:LOW:HIGH] or lognormal:MEDIAN:
 
 
 class LengthError(ValueError):
-    """A law that cannot be read; the message has the forms there are."""
+    """A length distribution that cannot be parsed; the message lists the known forms."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A law of lengths, in tokens, all from `low` to `high`.
+    """A distribution of lengths in tokens, from `low` to `high`.
 
-    normal: mean and standard deviation. lognormal: median, and standard deviation of the logarithm. What falls outside
-    the bounds is moved to the nearer one.
+    normal: mean and standard deviation. lognormal: median, and standard deviation of the logarithm. Values are clamped
+    to the bounds.
     """
 
-    form: str  # as it was given
+    form: str  # as given by the user
     sampling_params: str
     figures: tuple[float, ...]
     low: int
@@ -98,7 +98,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises LengthError."""
+        """Parse a distribution. Raises LengthError."""
         sampling_params, *rest = text.split(":") if ":" in text else ("fixed", text)
         try:
             figures = [float(part) for part in rest]
@@ -121,13 +121,13 @@ class Lengths:
         return cls(text, sampling_params, tuple(figures), int(low), int(high))
 
     def draw(self, source: random.Random) -> int:
-        """The next length."""
+        """Draw the next length."""
         drawn = round(_LAWS[self.sampling_params](source, self.figures))
         return min(max(drawn, self.low), self.high)
 
 
 def _far(sampling_params: str, figures: Sequence[float]) -> float:
-    """An upper bound where none is given: 4 standard deviations."""
+    """Return the default upper bound: 4 standard deviations."""
     mean, spread = figures[0], figures[1]
     return math.ceil(mean + 4 * spread if sampling_params == "normal" else mean * math.exp(4 * min(spread, 5.0)))
 
@@ -147,16 +147,16 @@ OUTPUT_LENGTHS = ("output_tokens", "max_tokens", "output_length")
 
 @dataclass(frozen=True)
 class Recorded:
-    """One line."""
+    """One line of a workload file."""
 
-    text: str | None  # None: only its length is known
+    text: str | None  # None: only its length is given
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     arrival: float | None = None  # seconds after the first
 
 
 def load_recorded(path: Path) -> list[Recorded]:
-    """The lines of `path`; a file that does not end in .jsonl is one prompt. Raises PromptError.
+    """Read the lines of `path`; a file that does not end in .jsonl is one prompt. Raises PromptError.
 
     A line has a text (`prompt`, `question`, `turns`, ...) or a length (`prompt_tokens`, `input_length`), and may have
     the answer's (`output_tokens`, `max_tokens`, `output_length`) and an arrival: `arrival` in seconds, or `timestamp`

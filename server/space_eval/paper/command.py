@@ -76,7 +76,7 @@ class FlagError(PromptError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `spaceserve eval paper`."""
+    """Add the flags of `spaceserve eval paper`."""
     parser.epilog = EPILOG
     parser.add_argument("--model", default="demo", help="folder of a SPACE checkpoint, hub id, or demo [demo]")
     parser.add_argument(
@@ -121,14 +121,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Amounts:
-    """A number for every task, and other ones for some."""
+    """A default number for all tasks, with overrides for some."""
 
     general: int | None
     special: Mapping[str, int]
 
     @classmethod
     def parse(cls, text: str | None, flag: str) -> Amounts:
-        """`1024,cip=512`."""
+        """Parse `1024,cip=512`."""
         general, special = None, {}
         for part in (text or "").split(","):
             name, equals, number = part.rpartition("=")
@@ -147,7 +147,7 @@ class Amounts:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table and write the report; 0, 1 where a text differs, 130 where it was interrupted."""
+    """Print the table and write the report. Return exit status 0, 1 if a text differs, 130 if interrupted."""
     tasks = parse_tasks(options.tasks)
     sources = parse_sources(options.data, tasks)
     max_tokens = Amounts.parse(options.max_tokens, "--max-tokens")
@@ -197,7 +197,7 @@ def _run_task(
     max_tokens: int,
     most_new: int | None,
 ) -> tuple[list[MeasuredQuestion], bool]:
-    """What is there of the task when all is done, or when the run was stopped; and whether by the keyboard."""
+    """Run the task. Return the questions measured so far, and whether Ctrl-C stopped the run."""
     interrupted = False
     with tqdm(total=len(asked), desc=task.title, unit="question", file=sys.stderr, disable=None) as bar:
         try:
@@ -218,7 +218,7 @@ def _run_task(
 
 
 def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, object]]:
-    """The models, warm, and what the figures must be read with."""
+    """Load and warm up the models. Return the protocol and the environment facts."""
     model = load_model(
         options.model,
         dtype=options.dtype,
@@ -261,7 +261,7 @@ def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, obje
 
 
 def _problems(task: PaperTask, source: str) -> dict[str, CodingProblem]:
-    """By task id."""
+    """Load the coding problems by task id."""
     try:
         return {problem.task_id: problem for problem in load_problems(place_and_split(source)[0])}
     except RecordError as error:
@@ -297,7 +297,7 @@ def _report(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object],
 
 
 def parse_tasks(text: str) -> list[PaperTask]:
-    """`xsum,human_eval`, each once; `mt-bench` is taken for `mt_bench`."""
+    """Parse `xsum,human_eval`, without duplicates; `mt-bench` is read as `mt_bench`."""
     names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
@@ -306,7 +306,7 @@ def parse_tasks(text: str) -> list[PaperTask]:
 
 
 def parse_sources(texts: Sequence[str], tasks: Sequence[PaperTask]) -> dict[str, str]:
-    """`xsum=PATH,cip=OWNER/NAME`, once or several times; tasks without one are read from the hub."""
+    """Parse one or several `xsum=PATH,cip=OWNER/NAME`; the other tasks are read from the hub."""
     sources = {task.name: task.hub_id for task in tasks}
     for text in texts:
         for part in text.split(","):

@@ -1,4 +1,4 @@
-"""The paper's protocol over one task: plain and SPACE in turn on each prompt; finished ones are kept in a journal."""
+"""The paper's protocol for one task: plain and SPACE in turn on each prompt; a journal keeps finished prompts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from space_eval.quality.answers import complete_lines
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_P = 0.95
-"""Of the samples for pass@10, as usual since HumanEval."""
+"""Top-p of the samples for pass@10, as in HumanEval."""
 
 
 class StoppedEarly(Exception):
-    """The run has measured as many new questions as it was allowed to; the journal has them."""
+    """The run reached its limit of new questions; the journal has their results."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of the model, plain and with SPACE, and of the base."""
+    """One turn's answers: of the model, plain and with SPACE, and of the base."""
 
     num_prompt_ids: int
-    truncated: bool  # the prompt's beginning was cut off to leave room for the answer
+    truncated: bool  # the prompt was truncated on the left to fit the answer
     plain: TimedAnswer
     space: TimedAnswer
-    text: str  # of SPACE
+    text: str  # answer with SPACE
     base: TimedAnswer | None = None
     base_text: str = ""
 
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class MeasuredQuestion:
-    """One question with all its turns, and samples of its answer if they were asked for."""
+    """One question with all its turns, and sampled answers if requested."""
 
     question: Question
     turns: tuple[Turn, ...]
@@ -62,25 +62,25 @@ class MeasuredQuestion:
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A prompt in ids, as long as it may be."""
+    """Prompt ids, truncated to fit the window."""
 
     ids: list[int]
-    truncated: bool  # its beginning was cut off
-    room: int  # new ids that fit behind it, at most as many as asked for
+    truncated: bool  # truncated on the left
+    room: int  # new ids that fit after it, at most the requested number
 
 
 @dataclass(frozen=True)
 class PromptedModel:
-    """A model, its tokenizer, and how it is spoken to."""
+    """A model, its tokenizer and its prompt format."""
 
     decoder: PairedDecoder
     tokenizer: Tokenizer
     family: PromptFamily
 
     def prompt(self, question: Question, answers: Sequence[str], max_tokens: int) -> FittedPrompt:
-        """The prompt of turn `len(answers)`.
+        """Return the prompt of turn `len(answers)`.
 
-        Its beginning is cut off only where less than `max_tokens` and less than half of the window would remain.
+        It is truncated on the left only if less than `max_tokens` and less than half of the window would remain.
         """
         window = self.decoder.model.facts.window
         turns = question.turns if self.family.is_chat else question.plain_turns
@@ -89,17 +89,17 @@ class PromptedModel:
         return FittedPrompt(kept, len(kept) < len(ids), min(max_tokens, window - len(kept)))
 
     def answers(self, prompt: FittedPrompt, sampling: pb.Sampling, rounds: int) -> dict[int, TimedAnswer]:
-        """By k, plain decoding included."""
+        """Return the answers by k, including plain decoding."""
         return self.decoder.run(prompt.ids, sampling=sampling, max_tokens=prompt.room, rounds=rounds)
 
     def text(self, prompt: FittedPrompt, answer: Sequence[int]) -> str:
-        """The text of the ids `answer` behind the prompt, without special tokens."""
+        """Decode `answer` as it follows the prompt, without special tokens."""
         return text_behind(lambda ids: str(self.tokenizer.decode(list(ids))), prompt.ids, answer)
 
 
 @dataclass(frozen=True)
 class PaperProtocol:
-    """What is the same for every question."""
+    """Settings and models shared by all questions."""
 
     model: PromptedModel
     k: int
@@ -110,7 +110,7 @@ class PaperProtocol:
     num_samples: int = 0  # for pass@10
 
     def measure(self, question: Question, number: int, max_tokens: int) -> MeasuredQuestion:
-        """All turns of a question; the second turn's prompt holds the first answer, the base's its own."""
+        """Measure all turns of a question; later prompts include each model's own earlier answers."""
         sampling = pb.Sampling(seed=self.seed + number, temperature=self.temperature)
         turns: list[Turn] = []
         while len(turns) < len(question.turns):
@@ -135,7 +135,7 @@ class PaperProtocol:
         return MeasuredQuestion(question, tuple(turns))
 
     def with_samples(self, measured: MeasuredQuestion, number: int, max_tokens: int) -> MeasuredQuestion:
-        """The same, and `num_samples` sampled first answers of the model (with SPACE) and of the base."""
+        """Return `measured` with `num_samples` sampled first answers of the model (with SPACE) and of the base."""
         made = self._samples(self.model, self.k, measured.question, number, max_tokens)
         base = self._samples(self.base, PLAIN, measured.question, number, max_tokens) if self.base is not None else ()
         return replace(measured, samples=made, base_samples=base)
@@ -164,9 +164,9 @@ def run_task(
     most_new: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> None:
-    """Measure every question that the journal does not have; raises StoppedEarly before new question `most_new` + 1.
+    """Measure every question not in the journal. Raises StoppedEarly before new question `most_new` + 1.
 
-    `progress` is called once for each question that is there.
+    `progress` is called once for each finished question.
     """
     num_new = 0
     for number, question in enumerate(questions):
@@ -185,19 +185,19 @@ def run_task(
 def measured_so_far(
     protocol: PaperProtocol, task: PaperTask, questions: Sequence[Question], journal: Journal, *, max_tokens: int
 ) -> list[MeasuredQuestion]:
-    """What the journal has of these questions."""
+    """Return the journal's results for these questions."""
     keys = [(q, _key(protocol, task, q, number, max_tokens)) for number, q in enumerate(questions)]
     return [_of_line(question, journal[key]) for question, key in keys if key in journal]
 
 
 def _key(protocol: PaperProtocol, task: PaperTask, question: Question, number: int, max_tokens: int) -> str:
-    """Everything an answer depends on that may change between two calls on one journal."""
+    """Return a key of everything an answer depends on that may change between two calls on one journal."""
     samples = protocol.num_samples if task.quality == "pass" else 0
     return f"{task.name} {number} {_digest(question)} {max_tokens}" + (f" {samples} samples" if samples else "")
 
 
 def _digest(question: Question) -> str:
-    """Of what is asked: a journal is not reused for other questions."""
+    """Return a digest of the question, so that a journal is not reused for other questions."""
     return hashlib.sha256("\0".join((*question.turns, *question.plain_turns)).encode()).hexdigest()[:12]
 
 
@@ -220,7 +220,7 @@ _SAMPLE_BYTES = 4096
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Of config, weights, adapter and draft head: 64 places of each file are read, so a large one takes no time."""
+    """Return a hash of config, weights, adapter and draft head, from 64 samples of each file to be fast."""
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for file in [*checkpoint.weights, *space_files(checkpoint)]:
         size = file.stat().st_size
@@ -233,14 +233,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 class JournalError(PromptError):
-    """A folder with a journal of something else; the message names what differs and the cure."""
+    """The journal belongs to another run; the message names what differs and the cure."""
 
 
 class Journal:
-    """An append-only JSONL file: the settings first, then one line per key. A line torn by a kill is dropped."""
+    """An append-only JSONL file: the settings first, then one line per key. An incomplete last line is dropped."""
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        """Read `file`, or begin it; a journal under other settings is refused, not mixed in."""
+        """Open or create `file`. Raises JournalError if its settings differ."""
         self.file = file
         self._lines: dict[str, dict[str, Any]] = {}
         found = self._read()
@@ -265,7 +265,7 @@ class Journal:
         return len(self._lines)
 
     def add(self, key: str, line: Mapping[str, Any]) -> None:
-        """Write a line down for good."""
+        """Append a line and flush it to disk."""
         self._append({"key": key, **line})
         self._lines[key] = json.loads(json.dumps(dict(line)))
 
@@ -276,7 +276,7 @@ class Journal:
             os.fsync(stream.fileno())
 
     def _read(self) -> dict[str, Any] | None:
-        """The settings the journal was begun with; None without one."""
+        """Read the journal. Return its settings, or None if it does not exist."""
         settings: dict[str, Any] | None = None
         for number, text in enumerate(complete_lines(self.file), start=1):
             try:

@@ -1,4 +1,4 @@
-"""What the paper published: its Table 1, and the options of its evaluation script beside ours."""
+"""The paper's published Table 1, and the options of its evaluation script beside ours."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLaMA-2-70B  | llama-2  | 2.54 / 2.35 | 4.32 / 4.01 | 2.09 / 1.91
 """
 
 FOR_SCALE = "LLaMA-2-7B"
-"""Shown beside models of no family of the paper's."""
+"""Reference for models of families not in the paper."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ def _parse(table: str) -> dict[str, PublishedModel]:
 
 
 PUBLISHED = _parse(_TABLE_1)
-"""By the name of the model."""
+"""Published rows by model name."""
 
 
 def published_for(family: str, model_name: str) -> PublishedModel:
-    """The row of the family, of the size in `model_name` if there is one (13b), else the family's smallest.
+    """Return the family's row of the size in `model_name` (such as 13b), else of its smallest size.
 
-    A family that the paper has not measured gets LLaMA-2-7B, for scale: another model, on another machine.
+    A family that the paper has not measured gets LLaMA-2-7B as a rough reference.
     """
     rows = [row for row in PUBLISHED.values() if row.family == family.removesuffix("-chat")]
     sizes = {size.upper() for size in re.findall(r"\d+b(?![a-z])", model_name.lower())}
@@ -84,4 +84,4 @@ EVALUATION_OPTIONS = (
     PublishedOption("--save_data true", "(always)", "OUT/answers.jsonl: ids, text, steps and seconds of every prompt"),
     PublishedOption("--assist_generation", "spaceserve eval speed --against assisted:DRAFT", "transformers' own loop"),
 )
-"""Of tests/eval_infer.py in the paper's repository."""
+"""Options of tests/eval_infer.py in the paper's repository."""

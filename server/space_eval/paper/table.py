@@ -1,4 +1,4 @@
-"""The paper's Table 1 from what was measured: scores and one row per task, the published figures beside ours."""
+"""The paper's Table 1 from our measurements: scores and one row per task, with the published figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from space_eval.report.tables import markdown_facts, markdown_table, ratio, writ
 
 @dataclass(frozen=True)
 class TaskQuality:
-    """A task's score of 1, of the model and, where it was run, of the base."""
+    """A task's score in 0..1, of the model and, if run, of the base."""
 
     name: str
     model: float
@@ -30,17 +30,17 @@ class TaskQuality:
 
     @property
     def has_signal(self) -> bool:
-        """A measure on which everybody scores 0 says nothing about what was kept."""
+        """Whether any score is above 0; otherwise the task cannot show a loss of quality."""
         return self.model > 0 or (self.base or 0) > 0
 
 
 def rouge_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
-    """Mean ROUGE-L (F-measure) against the questions' references."""
+    """Return mean ROUGE-L (F-measure) against the questions' references."""
     return _mean("ROUGE-L", measured, rouge_l)
 
 
 def exact_match_quality(measured: Sequence[MeasuredQuestion]) -> TaskQuality:
-    """Share of answers whose last number is the reference's."""
+    """Return the share of answers whose last number is the reference's."""
     return _mean("exact match", measured, lambda reference, text: float(_last_number(text) == _last_number(reference)))
 
 
@@ -52,9 +52,9 @@ def pass_quality(
     k: int = 1,
     progress: Callable[[], object] = lambda: None,
 ) -> TaskQuality:
-    """pass@1 of the greedy answers, or pass@k of the samples where k is more than 1.
+    """Return pass@1 of the greedy answers, or pass@k of the samples if k > 1.
 
-    Runs the programs (`quality.code_execution`); of equal texts only one.
+    Runs the programs (`quality.code_execution`), equal texts only once.
     """
     known: dict[tuple[str, str], bool] = {}
 
@@ -89,30 +89,30 @@ def _last_number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One task. Means are over steps, not over prompts; ranges are over the rounds."""
+    """One task. Means are over steps, not over prompts; ranges are over rounds."""
 
     task: str
     title: str
     num_questions: int  # measured so far
-    num_asked: int  # of so many
+    num_asked: int  # in total
     num_answers: int  # a question with two turns has two
     tokens_per_step: float
-    tokens_per_step_not_looping: float  # nan where all outputs loop
-    tokens_per_forward: float  # the prompt's own pass counted, as the published script counts
+    tokens_per_step_not_looping: float  # nan if all outputs loop
+    tokens_per_forward: float  # including prefill, as in the published script
     rows_per_step: float
-    accepted_share: float  # of the drafts that were verified
+    accepted_share: float  # of verified drafts
     looping: float  # share of answers
-    speedup: Spread  # tokens per second over plain decoding's, prompt and answer, as published
-    decode_speedup: Spread  # without the prompt
+    speedup: Spread  # tokens per second over plain decoding's, with prefill, as published
+    decode_speedup: Spread  # without prefill
     speedup_not_looping: Spread | None
-    plain_tokens_per_second: Spread  # prompt and answer
+    plain_tokens_per_second: Spread  # with prefill
     space_tokens_per_second: Spread
     speedup_over_base: Spread | None  # over plain decoding of the base
     num_identical: int  # answers equal to plain decoding's
-    num_truncated: int  # prompts whose beginning was cut off
+    num_truncated: int  # prompts truncated on the left
     quality: TaskQuality | None
     published: PublishedFigure | None
-    categories: Mapping[str, float]  # tokens per step of each, where the task has categories
+    categories: Mapping[str, float]  # tokens per step by category, if the task has categories
 
     @property
     def is_whole(self) -> bool:
@@ -126,7 +126,7 @@ def summarise(
     quality: TaskQuality | None,
     published: PublishedModel,
 ) -> PaperRow:
-    """A task's row; `measured` holds at least one question."""
+    """Return a task's row; `measured` has at least one question."""
     turns = [turn for one in measured for turn in one.turns]
     steady = [turn for turn in turns if not turn.space.is_looping]
     space = [turn.space for turn in turns]
@@ -163,7 +163,7 @@ def summarise(
 
 
 def to_markdown(rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> str:
-    """The facts of the run, the table, and what its columns mean."""
+    """Return the facts of the run, the table and its column descriptions as Markdown."""
     head = ["task", "questions", "tokens/step", "not looping", "published", "speed-up", "not looping", "published"]
     head += ["looping", "quality", "base", "same text"]
     text = f"# The paper's Table 1, measured here\n\n{markdown_facts(facts)}\n"

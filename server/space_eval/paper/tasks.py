@@ -17,18 +17,18 @@ _SUMMARY = "Document: {}\nBased on the previous text, provide a brief single sum
 
 
 class DataError(PromptError):
-    """Questions that cannot be had or read; the message names the place and the cure."""
+    """Questions that cannot be found or parsed; the message names the place and the cure."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt of a task, before a family's frame is put around it."""
+    """One prompt of a task, before a model family's format is applied."""
 
     name: str
-    turns: tuple[str, ...]  # what the user says, one answer after each
-    plain_turns: tuple[str, ...]  # the same for a base model, which continues text and takes no instructions
+    turns: tuple[str, ...]  # user messages, each followed by an answer
+    plain_turns: tuple[str, ...]  # the same for a base model, which continues text and does not follow instructions
     category: str = ""
-    reference: str = ""  # what an answer is compared with
+    reference: str = ""  # reference answer
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class PaperTask:
 
     name: str
     title: str
-    hub_id: str  # of `datasets`, with :CONFIG and @SPLIT; "" where there is none to be relied on
-    read: Callable[[Mapping[str, Any], str], Question]  # a record, and the name to give it if it has none
-    quality: str = ""  # what answers are judged by: ROUGE-L, pass, exact match; "" by nothing
+    hub_id: str  # for `datasets`, with :CONFIG and @SPLIT; "" if there is no reliable one
+    read: Callable[[Mapping[str, Any], str], Question]  # (record, default name) -> question
+    quality: str = ""  # metric: ROUGE-L, pass, exact match; "" for none
 
 
 def _text(record: Mapping[str, Any], *fields: str) -> str:
@@ -90,12 +90,12 @@ TASKS = {
         PaperTask("spec_bench", "Spec-Bench", "", _turns),
     )
 }
-"""CIP: chatbot instruction prompts. The published script has no prompt for XSum; ours is that of its authors' next one
-(BiTA), and their script for CIP read the first 100 records and stopped at 512 new tokens."""
+"""CIP: chatbot instruction prompts. The published script has no prompt for XSum; ours is from the authors' next paper
+(BiTA). Their script for CIP reads the first 100 records and stops at 512 new tokens."""
 
 
 def load_questions(task: PaperTask, source: str, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions of `source`: a JSONL or JSON file, or a hub id with optional :CONFIG and @SPLIT."""
+    """Load the first `limit` questions of `source`: a JSON(L) file, or a hub id with optional :CONFIG and @SPLIT."""
     if not source:
         raise DataError(f"{task.title} has no home on the hub. Give --data {task.name}=FILE, a JSONL file.")
     place, split = place_and_split(source)
@@ -116,7 +116,7 @@ def load_questions(task: PaperTask, source: str, limit: int | None = None) -> li
 
 
 def place_and_split(source: str) -> tuple[str, str]:
-    """`owner/name:config@split` in two; a path is left whole. The split is `test` where none is given."""
+    """Split `owner/name:config@split` at the `@`; a path is not split. The default split is `test`."""
     place, at, split = source.rpartition("@")
     return (source, "test") if not at or Path(source).expanduser().exists() else (place, split)
 
@@ -136,18 +136,18 @@ _LLAMA_2_CHAT = (
 
 @dataclass(frozen=True)
 class PromptFamily:
-    """The frame around a dialogue: what stands before it, around each turn of the user's, and after each answer."""
+    """The prompt format of a model family: text before a dialogue, around each user turn, and after each answer."""
 
     name: str
     system: str
-    turn: str  # with {} for what the user says
-    between: str = ""  # after an answer, before the next line
-    is_chat: bool = True  # else the text is continued as it stands
+    turn: str  # with {} for the user's message
+    between: str = ""  # after an answer, before the next turn
+    is_chat: bool = True  # False: the text is continued as it is
 
     def prompt(self, turns: Sequence[str], answers: Sequence[str]) -> str:
-        """The text before answer number `len(answers)`; `turns` holds one more than `answers`.
+        """Return the text before answer number `len(answers)`; `turns` has one more item than `answers`.
 
-        Published: the parts are joined by one newline each, also where `system` is empty.
+        As published, the parts are joined by newlines, even if `system` is empty.
         """
         if not self.is_chat:
             parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
@@ -164,7 +164,7 @@ FAMILIES = {
     family.name: family
     for family in (
         PromptFamily("llama-2", _ASSISTANT, _HUMAN),  # fine-tuned from the base, as in Table 1
-        PromptFamily("vicuna", _ASSISTANT, _HUMAN),  # the published Vicuna checkpoint was measured as `llama`
+        PromptFamily("vicuna", _ASSISTANT, _HUMAN),  # the paper measured its Vicuna checkpoint as `llama`
         PromptFamily("llama-2-chat", _LLAMA_2_CHAT, "[INST]{} [/INST]", " </s><s>"),
         PromptFamily("chatglm", "", "[Round 0]\n\n问：{}\n\n答："),
         PromptFamily(
@@ -182,9 +182,9 @@ _IN_NAMES = ("vicuna", "chatglm", "internlm", "qwen", "falcon")
 
 
 def family_of(model_name: str) -> PromptFamily:
-    """The family that the last part of a model's name speaks of; `plain` where it speaks of none.
+    """Return the family named in the last part of a model's name, else `plain`.
 
-    A last part `model` says nothing: every trained checkpoint is in such a folder of its run's.
+    A last part `model` is skipped, because every trained checkpoint is in a folder of that name.
     """
     name = model_name.rstrip("/").removesuffix("/model").rpartition("/")[2].lower().replace("_", "-")
     for family in _IN_NAMES:

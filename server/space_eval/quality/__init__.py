@@ -1,1 +1,1 @@
-"""How good the answers are: HumanEval, ROUGE-L and bits per byte, of a model and against its base."""
+"""Answer quality: HumanEval, ROUGE-L and bits per byte, of a model and against its base."""

@@ -1,4 +1,4 @@
-"""Finished answers on disk: appended one line at a time, so that a killed run goes on where it was."""
+"""Finished answers on disk, appended one line at a time, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-Answer = dict[str, Any]  # has `record` and `sample`, and what the task wrote down
+Answer = dict[str, Any]  # has `record`, `sample` and the task's own fields
 
 
 class SettingsDiffer(ValueError):
-    """The folder holds the answers of another run; the message names the setting and the cure."""
+    """The folder has answers of a run with other settings; the message names the setting and the cure."""
 
 
 class AnswerFile:
-    """The answers of one model to one task; without a file they are only remembered. Taken by `with`."""
+    """The answers of one model to one task; without a file they are kept in memory. A context manager."""
 
     def __init__(self, file: Path | None) -> None:
-        """Read the answers that are in the file."""
+        """Read the answers already in the file."""
         self._by_key: dict[tuple[str, int], Answer] = {}
         self._stream = None
         if file is None:
@@ -45,14 +45,14 @@ class AnswerFile:
         return len(self._by_key)
 
     def add(self, answer: Answer) -> None:
-        """Keep it, and have it on disk before returning."""
+        """Add an answer and flush it to disk."""
         if self._stream is not None:
             self._stream.write(json.dumps(answer) + "\n")
             self._stream.flush()
         self._keep(answer)
 
     def sorted(self) -> list[Answer]:
-        """By sample, records in the order in which they came."""
+        """Return the answers by sample, with records in the order they were added."""
         return sorted(self._by_key.values(), key=lambda answer: int(answer["sample"]))
 
     def _keep(self, answer: Answer) -> None:
@@ -60,7 +60,7 @@ class AnswerFile:
 
 
 def complete_lines(file: Path) -> list[str]:
-    """The lines of a file that may not exist; a last one without its end, of a run that was killed, is cut off."""
+    """Return the lines of a file that may not exist, dropping an incomplete last line of a killed run."""
     if not file.is_file():
         return []
     raw = file.read_bytes()
@@ -71,7 +71,7 @@ def complete_lines(file: Path) -> list[str]:
 
 
 def open_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder, or make sure that what it holds was made with the same settings; SettingsDiffer if not."""
+    """Create the folder, or check that its answers have the same settings. Raises SettingsDiffer."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""Two models on the same records: the difference of their scores, with a confidence interval by bootstrap."""
+"""Compares two models on the same records: the difference of scores with a bootstrap confidence interval."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy.typing as npt
 
 NUM_RESAMPLES = 10_000
 LEVEL = 0.95
-_NUMBERS_AT_ONCE = 200_000  # drawn records held at a time: a few MB
+_NUMBERS_AT_ONCE = 200_000  # drawn records in memory at a time: a few MB
 Parts = Mapping[str, tuple[float, float]]
-"""Per record a numerator and a denominator: a score is their sums' ratio (a mean where every denominator is 1)."""
+"""Numerator and denominator per record; a score is the ratio of their sums (a mean if all denominators are 1)."""
 
 
 class Finding(StrEnum):
-    """What a comparison says."""
+    """Result of a comparison."""
 
-    NO_SIGNAL = "no signal"  # both score 0: the task is too hard for both and shows nothing
+    NO_SIGNAL = "no signal"  # both score 0, so the task shows nothing
     EQUAL = "equal on every record"
     BETTER = "better"
     WORSE = "worse"
-    OPEN = "not told apart"  # the interval holds 0
-    TOO_FEW = "too few records"  # one: there is no interval
+    OPEN = "not told apart"  # the interval contains 0
+    TOO_FEW = "too few records"  # a single record has no interval
 
 
 @dataclass(frozen=True)
 class ConfidenceInterval:
-    """A value and where it would lie with other records of the same kind; nan bounds for fewer than two records."""
+    """A value and its confidence bounds over records; the bounds are nan for fewer than two records."""
 
     value: float
     low: float
@@ -39,33 +39,33 @@ class ConfidenceInterval:
 
 @dataclass(frozen=True)
 class Score:
-    """One figure of one model on one task."""
+    """One score of one model on one task."""
 
     name: str
     parts: Parts
-    exponential: bool = False  # the figure is e to the ratio: perplexity
+    exponential: bool = False  # the value is exp(ratio): perplexity
     lower_is_better: bool = False
 
     @property
     def value(self) -> float:
-        """Over all records; nan without any."""
+        """The score over all records; nan without any."""
         return float(_figures(self, _array(self, list(self.parts)).sum(axis=0)[None])[0])
 
     @property
     def has_signal(self) -> bool:
-        """Some record scores above 0."""
+        """Whether any record scores above 0."""
         return any(numerator for numerator, _ in self.parts.values())
 
 
 def interval(score: Score, *, seed: int = 0) -> ConfidenceInterval:
-    """The score and the interval of its bootstrap over records."""
+    """Return the score with its bootstrap interval over records."""
     resampled = _resampled(score, list(score.parts), seed)
     return ConfidenceInterval(score.value, *_bounds(resampled, len(score.parts)))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`model` minus `base` over the records both have."""
+    """`model` minus `base` over their common records."""
 
     difference: ConfidenceInterval
     finding: Finding
@@ -73,7 +73,7 @@ class Comparison:
 
 
 def compare(model: Score, base: Score, *, seed: int = 0) -> Comparison:
-    """Paired: each resample draws records, and takes both models' parts of them."""
+    """Compare with a paired bootstrap: each resample draws records and uses both models' parts of them."""
     keys = [key for key in model.parts if key in base.parts]
     if not keys:
         raise ValueError(f"There is no record that both models did for {model.name}.")
@@ -88,7 +88,7 @@ def compare(model: Score, base: Score, *, seed: int = 0) -> Comparison:
 def _finding(
     score: Score, ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], low: float, high: float
 ) -> Finding:
-    if not ours[:, 0].any() and not theirs[:, 0].any():  # Score.has_signal, of the records both have
+    if not ours[:, 0].any() and not theirs[:, 0].any():  # Score.has_signal on the common records
         return Finding.NO_SIGNAL
     if np.array_equal(ours, theirs):
         return Finding.EQUAL
@@ -104,14 +104,14 @@ def _array(score: Score, keys: Sequence[str]) -> npt.NDArray[np.float64]:
 
 
 def _figures(score: Score, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[N, 2] -> [N]."""
+    """Return the values [N] of numerator and denominator sums [N, 2]."""
     ratios = np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] != 0)
     figures: npt.NDArray[np.float64] = np.exp(ratios) if score.exponential else ratios
     return figures
 
 
 def _resampled(score: Score, keys: Sequence[str], seed: int) -> npt.NDArray[np.float64]:
-    """The figure of each resample [NUM_RESAMPLES]; the same seed and number of keys draw the same records."""
+    """Return the value of each resample [NUM_RESAMPLES]; equal seed and number of keys draw the same records."""
     numbers = _array(score, keys)
     generator = np.random.default_rng(seed)
     sums = np.empty((NUM_RESAMPLES, 2))

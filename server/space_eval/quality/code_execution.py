@@ -1,7 +1,7 @@
-"""Run a program that a model wrote: in a process of its own, with bounded time and memory.
+"""Runs a model-written program in a separate process with bounded time and memory.
 
-This is no sandbox: the program can read, write and send what the user can. It runs only where the user allowed it
-(`--allow-code-execution`).
+This is no sandbox: the program can read, write and send whatever the user can. It runs only with
+`--allow-code-execution`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class End(StrEnum):
     FAILED = "failed"  # an assertion, an exception, an early exit
     TIMED_OUT = "timed out"
     OUT_OF_MEMORY = "out of memory"
-    KILLED = "killed"  # by a signal: a crash, or the system
+    KILLED = "killed"  # by a signal: a crash or the system
 
 
 @dataclass(frozen=True)
 class ExecutionLimits:
-    """What one program may use."""
+    """Resource limits of one program."""
 
-    seconds: float = 10.0  # by the clock: tests of HumanEval take milliseconds, a busy machine some more
-    cpu_seconds: int | None = None  # of the processor; None: `seconds`, rounded up
+    seconds: float = 10.0  # wall clock: HumanEval tests take milliseconds, more on a busy machine
+    cpu_seconds: int | None = None  # CPU time; None: `seconds`, rounded up
     memory: int = 1 << 30  # bytes of address space: the interpreter itself takes about 30 MB
-    file_bytes: int = 1 << 20  # of one file
+    file_bytes: int = 1 << 20  # size limit of one file
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Outcome:
 
     end: End
     detail: str  # the exception, the signal or the limit; "" for a pass
-    seconds: float  # by the clock, the start of the interpreter included
+    seconds: float  # wall clock, including the interpreter's start
 
     @property
     def passed(self) -> bool:
         return self.end is End.PASSED
 
 
-# A program passes only by running to its last line: its process then writes back a secret that an early exit, or text
-# on stdout, does not have. The program's own output goes nowhere.
+# A program passes only if it runs to its last line: its process then returns a secret, which an early exit or text on
+# stdout cannot. The program's own output is discarded.
 _CHILD = """
 import json, os, resource, sys, types
 order = json.load(sys.stdin)
@@ -135,7 +135,7 @@ def run_program(program: str, limits: ExecutionLimits | None = None) -> Outcome:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the program and what it started, which are one process group."""
+    """Kill the program and its children, which are one process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -147,7 +147,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _judge(reported: bytes, secret: str, status: int, cpu_seconds: int, memory: int) -> tuple[End, str]:
-    """From what the program's process reported and how it ended."""
+    """Return the outcome and its detail from the process's report and exit status."""
     lines = [words for line in reported.splitlines() if isinstance(words := _parsed(line), dict)]
     last = lines[-1] if lines else {}
     if status == -signal.SIGXCPU:

@@ -54,7 +54,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `spaceserve eval quality`."""
+    """Add the flags of `spaceserve eval quality`."""
     what = parser.add_argument_group("what is measured")
     what.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
     what.add_argument("--base", help="the model to compare with, decoded plainly (default: none)")
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table; 0, or 1 where the self-check fails or a sequence does, 2 for unusable settings or data."""
+    """Print the table. Return 0, 1 if the self-check or a sequence fails, or 2 for unusable settings or data."""
     try:
         return _self_check(options) if options.self_check else _measure(options)
     except (QualityError, RecordError, SettingsDiffer, ModelError) as error:
@@ -267,7 +267,7 @@ def _device(name: str) -> str:
 
 
 def _digest(source: str) -> str:
-    """What the data is: the hash of a file, the names and sizes of a folder's, or a hub id."""
+    """Return an identity of the data: a file's hash, a folder's file names and sizes, or a hub id."""
     path = Path(source).expanduser()
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()

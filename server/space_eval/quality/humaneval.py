@@ -1,4 +1,4 @@
-"""HumanEval and HumanEval-X (Python): the tests of a problem decide whether the function that a model wrote is right.
+"""HumanEval and HumanEval-X (Python): a problem's tests check the function that a model wrote.
 
 A record has a `prompt` (imports, the head of a function, its docstring) and a `test`; a completion is what follows the
 prompt, or, of a chat model, an answer with the whole function in a code block.
@@ -17,8 +17,8 @@ from space_eval.records import RecordError, load_records
 FIELDS = (("task_id", "prompt", "test"),)
 
 STOPS = ("\nclass ", "\ndef ", "\nasync def ", "\nif ", "\nprint", "\n#", "\n@", "\n```")
-"""A line at the left edge that begins something new ends a base model's function body (arXiv 2107.03374, §2.2; a
-decorator and the end of a code block besides)."""
+"""A new unindented statement ends a base model's function body (arXiv 2107.03374, §2.2; decorators and the end of a
+code block are added)."""
 
 CHAT_REQUEST = """\
 Complete the following python code. Answer with the whole function in one code block.
@@ -34,26 +34,26 @@ class CodingProblem:
 
     task_id: str
     prompt: str
-    test: str  # defines check(candidate), and calls it or not
+    test: str  # defines check(candidate), and may call it
     entry_point: str  # the function's name
-    canonical_solution: str | None  # a right body
+    canonical_solution: str | None  # a correct body
 
     @property
     def preamble(self) -> str:
-        """The prompt in front of the function's head: imports, and functions it may call."""
+        """Return the prompt before the function's head: imports, and functions it may call."""
         head = re.search(rf"^(async )?def {re.escape(self.entry_point)}\b", self.prompt, re.MULTILINE)
         return self.prompt if head is None else self.prompt[: head.start()]
 
     def program(self, body: str) -> str:
-        """What is run: the prompt with this body (or, where `body` defines the function itself, the preamble and
-        `body`), then the tests."""
+        """Return the program to run: the prompt with this body (or the preamble and `body`, if it defines the function
+        itself), then the tests."""
         begun = self.preamble if _defines(body, self.entry_point) else self.prompt
         call = "" if re.search(r"^check\(", self.test, re.MULTILINE) else f"\ncheck({self.entry_point})\n"
         return f"{begun}{body}\n{self.test}\n{call}"
 
 
 def load_problems(source: str, limit: int | None = None) -> list[CodingProblem]:
-    """The problems of a JSONL file or a hub data set; RecordError where they are none."""
+    """Load the problems of a JSONL file or a hub data set. Raises RecordError."""
     problems = []
     for record in load_records(source, needs=FIELDS)[:limit]:
         entry_point = record.get("entry_point")
@@ -83,19 +83,19 @@ def load_problems(source: str, limit: int | None = None) -> list[CodingProblem]:
 
 
 def cut(completion: str, stops: Sequence[str] = STOPS) -> str:
-    """A base model's completion up to the first stop."""
+    """Return a base model's completion up to the first stop."""
     found = [at for stop in stops if (at := completion.find(stop)) >= 0]
     return completion[: min(found)] if found else completion
 
 
 def is_whole(completion: str) -> bool:
-    """Nothing behind this can matter: the stop that ends it is there."""
+    """Return whether the completion contains a stop, so that later text is irrelevant."""
     return any(stop in completion for stop in STOPS)
 
 
 def extract(answer: str, entry_point: str) -> str:
-    """The code of a chat answer: of its code blocks the first that defines the function, else the first, else, without
-    any block, the answer itself. A block that lacks its end (a length limit) counts up to the end."""
+    """Return the code of a chat answer: the first code block that defines the function, else the first block, else the
+    whole answer. An unclosed block (length limit) extends to the end."""
     blocks = re.findall(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", answer, re.MULTILINE | re.DOTALL)
     defining = [block for block in blocks if _defines(block, entry_point)]
     code: str = (defining or blocks or [answer])[0]
@@ -105,7 +105,7 @@ def extract(answer: str, entry_point: str) -> str:
 def check(
     problem: CodingProblem, completion: str, *, seconds: float = 10.0, memory: int = 1 << 30, chat: bool = False
 ) -> Outcome:
-    """Run the problem's tests on this completion: cut at the first stop, or (`chat`) taken out of its code block.
+    """Run the problem's tests on this completion, cut at the first stop or (`chat`) extracted from its code block.
 
     `seconds` of clock and processor and `memory` bytes bound it. The program runs with the user's rights."""
     body = extract(completion, problem.entry_point) if chat else cut(completion)
@@ -139,7 +139,7 @@ class SelfCheck:
 
     @property
     def holds(self) -> bool:
-        """Right solutions pass without exception, broken ones fail without exception."""
+        """Whether all right solutions pass and all broken ones fail."""
         return len(self.passed) == (self.num_problems if self.kind == "canonical" else 0)
 
 

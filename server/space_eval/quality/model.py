@@ -1,4 +1,4 @@
-"""One model doing the quality tasks: its worker, its tokenizer, and what it has answered so far."""
+"""Runs the quality tasks with one model: its worker and tokenizer."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from space_eval.quality.perplexity import PerplexityMeter
 from space_eval.quality.tasks import Perplexity, TaskPrompt, WritingTask
 
 _BLOCK = 16
-_TAIL = 32  # ids, from the end of the output, in which a stop is looked for after each step
+_TAIL = 32  # ids at the end of the output that are searched for a stop after each step
 
 
 class QualityError(ValueError):
-    """A setting that this model cannot do; the message names bound, value and cure."""
+    """A setting that this model does not support; the message names bound, value and cure."""
 
 
 @dataclass(frozen=True)
 class WritingSettings:
-    """How texts are generated."""
+    """Generation settings."""
 
     samples: int  # per record
     temperature: float  # 0 is greedy
@@ -43,8 +43,8 @@ class WritingSettings:
     seed: int  # of the first record; each has its own
     chat: bool
     speculate: bool  # SPACE; False: plain decoding
-    layout: str  # of SPACE: full is every draft and mask in every step, auto is as served
-    batch: int  # texts at once
+    layout: str  # of SPACE: full (every draft and mask in every step) or auto (as served)
+    batch: int  # concurrent texts
 
 
 class QualityModel:
@@ -61,7 +61,7 @@ class QualityModel:
         weights: str = "plain",
         kv_dtype: str = "auto",
     ) -> None:
-        """`label`: what it is called in files and tables: model or base."""
+        """`label`: its name in files and tables, model or base."""
         self.label = label
         self.model: SpaceModel = load_model(
             path, dtype=dtype, weights=weights, kv_dtype=kv_dtype, device=device, num_threads=num_threads
@@ -69,7 +69,7 @@ class QualityModel:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(path).folder), local_files_only=True)
 
     def write(self, task: WritingTask, answers: AnswerFile, writing: WritingSettings) -> None:
-        """Generate and judge every text of the task that `answers` lacks."""
+        """Generate and score every text of the task that is missing in `answers`."""
         wanted = [(key, sample) for key in task.keys for sample in range(writing.samples)]
         missing = [pair for pair in wanted if pair not in answers]
         if not missing:
@@ -110,7 +110,7 @@ class QualityModel:
             _collect(pending, answers, progress, most_left=0)
 
     def read(self, task: Perplexity, answers: AnswerFile, *, length: int, stride: int | None) -> None:
-        """Score every text of the task that `answers` lacks."""
+        """Score every text of the task that is missing in `answers`."""
         missing = [key for key in task.texts if (key, 0) not in answers]
         if not missing:
             return
@@ -121,7 +121,7 @@ class QualityModel:
                 progress.update()
 
     def prompt_ids(self, asked: TaskPrompt, writing: WritingSettings) -> list[int]:
-        """The request as ids, its text cut so that prompt and new tokens fit the window."""
+        """Return the prompt ids, with the text cut so that prompt and new tokens fit the window."""
         room = self.model.facts.window - writing.max_tokens
         empty = len(self._encoded(asked.template.replace("{prompt}", ""), chat=writing.chat))
         if room <= empty:
@@ -131,7 +131,7 @@ class QualityModel:
             )
         ids = self._encoded(asked.template.replace("{prompt}", asked.text), chat=writing.chat)
         text = asked.text
-        while len(ids) > room:  # once, as a rule: the cut text can be other tokens than those that were cut
+        while len(ids) > room:  # usually once: the cut text may tokenize differently
             own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             left = max(0, len(own) - (len(ids) - room))
             text = self._text(own[len(own) - left :] if asked.keep_end else own[:left])
@@ -172,7 +172,7 @@ class QualityModel:
             "num_tokens": len(generation.tokens),
             "num_decoded": generation.num_decoded,
             "num_steps": len(generation.steps),
-            "finish": pb.Finish.Name(generation.finish),  # FINISH_NONE: whole before its end
+            "finish": pb.Finish.Name(generation.finish),  # FINISH_NONE: stopped early because complete
             "looping": is_looping(generation.tokens),
             **task.verify_sequences(request.key, text),
         }
@@ -183,7 +183,7 @@ class QualityModel:
 
 
 def fingerprint(path: str) -> dict[str, object]:
-    """What tells a checkpoint from another under the same name, without reading its weights."""
+    """Return facts that distinguish checkpoints of the same name, without reading weights."""
     checkpoint = Checkpoint.open(path)
     files: Iterable[Path] = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
     return {
@@ -196,7 +196,7 @@ def fingerprint(path: str) -> dict[str, object]:
 def _collect(
     pending: set[Future[Answer]], answers: AnswerFile, progress: Any, *, most_left: int
 ) -> set[Future[Answer]]:
-    """Keep what is judged; wait while more than `most_left` are not."""
+    """Store finished scores; wait while more than `most_left` are pending."""
     while True:
         done = {future for future in pending if future.done()}
         if not done and len(pending) > most_left:
@@ -210,6 +210,6 @@ def _collect(
 
 
 def _progress(text: str, total: int, unit: str) -> Any:
-    """With the time that is left; in a log, a line now and then."""
+    """Return a progress bar with the remaining time; in a log, it prints a line occasionally."""
     seconds = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, desc=text, unit=unit, file=sys.stderr, mininterval=seconds, maxinterval=2 * seconds)

@@ -1,7 +1,7 @@
 """Perplexity and bits per byte of a checkpoint on given texts, through the worker's own network and pages.
 
-Long texts are read in windows that overlap, so that every token but the first few has at least `length - stride`
-tokens before it, and each token counts once:
+Long texts are read in overlapping windows, so that every token except the first few has at least `length - stride`
+tokens of context, and each token counts once:
 
     window 0   [0 ................ L)             counts 1 .. L
     window 1           [s ................ s+L)   counts L .. s+L
@@ -22,32 +22,32 @@ from space_model.space_model import SpaceModel
 from space_eval.records import RecordError, load_records
 
 TEXT_FIELDS = (("text",), ("content",), ("document",), ("article",), ("code",))
-_ROWS = 256  # per forward pass and head product: 256 rows of a vocabulary of 128k are 131 MB of logits
+_ROWS = 256  # per forward pass and logits matmul: 256 rows of a vocabulary of 128k are 131 MB of logits
 _BLOCK = 16
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a text costs a model."""
+    """A model's log-loss on a text."""
 
     nats: float  # -log p of the counted tokens
     num_tokens: int  # counted
-    num_bytes: int  # of UTF-8, which the counted tokens stand for
+    num_bytes: int  # UTF-8 bytes of the counted tokens
 
     @property
     def perplexity(self) -> float:
-        """Per token: to be compared only between models of one tokenizer."""
+        """Perplexity per token; comparable only between models with the same tokenizer."""
         return math.exp(self.nats / self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between any two models."""
+        """Bits per byte; comparable between any two models."""
         return self.nats / math.log(2) / self.num_bytes
 
 
 @dataclass(frozen=True)
 class Window:
-    """A run of ids read from position 0 on, and which of them count."""
+    """A range of ids that is read from position 0, and the part that counts."""
 
     start: int
     first_counted: int  # absolute
@@ -55,7 +55,7 @@ class Window:
 
 
 def windows(num_ids: int, length: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `length` ids, `stride` apart; every id but the first counts in exactly one."""
+    """Yield windows of at most `length` ids, `stride` apart; every id except the first counts in exactly one."""
     if not 1 <= stride < length:
         raise ValueError(f"stride must lie in 1..{length - 1}, below the window; got {stride}.")
     start, counted = 0, 1
@@ -66,22 +66,22 @@ def windows(num_ids: int, length: int, stride: int) -> Iterator[Window]:
 
 
 class PerplexityMeter:
-    """Scores texts with one model and its tokenizer (of transformers)."""
+    """Scores texts with one model and its transformers tokenizer."""
 
     def __init__(self, model: SpaceModel, tokenizer: Any, *, length: int = 1024, stride: int | None = None) -> None:
-        """`length`: most ids of a window, at most the model's own; `stride`: half a window unless given."""
+        """`length`: most ids of a window, limited by the model's window; `stride`: default half a window."""
         self.length = min(length, model.facts.window)
         self.stride = self.length // 2 if stride is None else stride
-        next(windows(2, self.length, self.stride))  # a stride that cannot be is refused now
+        next(windows(2, self.length, self.stride))  # reject an invalid stride now
         self._model, self._tokenizer = model, tokenizer
         num_blocks = -(-self.length // _BLOCK)
         self._kv = model.allocate_kv(num_blocks, _BLOCK)
         self._pages = range(num_blocks)
 
     def score(self, text: str) -> TextScore:
-        """The whole text, behind the tokenizer's own beginning of text if it has one; else the first token is given.
+        """Score the whole text after the tokenizer's BOS; without one, the first token is only context.
 
-        A text without a token to count has a score of nothing: 0 nats, 0 tokens, 0 bytes.
+        A text without a counted token scores 0 nats, 0 tokens, 0 bytes.
         """
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids: list[int] = list(encoding["input_ids"])
@@ -101,7 +101,7 @@ class PerplexityMeter:
         for first in range(window.start, window.end, _ROWS):
             last = min(first + _ROWS, window.end)
             hidden = self._hidden(ids[first:last], first - window.start)
-            # row r holds position first+r and predicts the id behind it
+            # row r is position first+r and predicts the id after it
             rows = range(max(window.first_counted - 1 - first, 0), min(last, window.end - 1) - first)
             if len(rows) == 0:
                 continue
@@ -123,8 +123,8 @@ class PerplexityMeter:
 
 
 def load_texts(source: str) -> dict[str, str]:
-    """Name -> text: the records of a JSONL file or hub data set, a whole file of another kind, or the files of a
-    folder (its `.txt`, `.md` and `.py`). RecordError where there is none."""
+    """Return texts by name: the records of a JSONL file or hub data set, another file as one text, or the `.txt`, `.md`
+    and `.py` files of a folder. Raises RecordError if there is none."""
     path = Path(source).expanduser()
     if path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if file.suffix in {".txt", ".md", ".py"} and file.is_file()]

@@ -1,4 +1,4 @@
-"""The quality report: facts, one row per figure, and what the figures do not say."""
+"""The quality report: facts, one row per score, and details of the generated texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from space_eval.report.tables import markdown_facts, markdown_table
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One figure of one task."""
+    """One score of one task."""
 
     task: str
     score: str
@@ -24,11 +24,11 @@ class ScoreRow:
     model: ConfidenceInterval
     base: ConfidenceInterval | None
     difference: ConfidenceInterval | None
-    finding: str  # "" for a lone model that scores above 0
+    finding: str  # "" for a model without base that scores above 0
 
 
 def rows_of(task: str, model: Sequence[Score], base: Sequence[Score] | None) -> list[ScoreRow]:
-    """The figures both have, or the lone model's."""
+    """Return rows of the scores both models have, or of the model's without a base."""
     others = {score.name: score for score in base or ()}
     rows = []
     for score in model:
@@ -55,7 +55,7 @@ def rows_of(task: str, model: Sequence[Score], base: Sequence[Score] | None) -> 
 
 
 def generation_facts(answers: Sequence[Answer]) -> dict[str, object]:
-    """What a score does not say: how texts ended, how many loop, tokens per step."""
+    """Return facts besides the score: finish reasons, looping texts, tokens per step."""
     written = [answer for answer in answers if "text" in answer]
     if not written:
         return {}
@@ -75,7 +75,7 @@ def generation_facts(answers: Sequence[Answer]) -> dict[str, object]:
 def to_markdown(
     facts: Mapping[str, object], rows: Sequence[ScoreRow], details: Mapping[str, Mapping[str, Mapping[str, object]]]
 ) -> str:
-    """Facts of the run, the table, and under it what is behind each task's figures."""
+    """Return the facts of the run, the table, and details of each task as Markdown."""
     two = any(row.base is not None for row in rows)
     head = ["task", "score", "records", "model"] + (["base", "model − base"] if two else []) + ["finding"]
     cells = []
@@ -95,7 +95,7 @@ def to_markdown(
 
 
 def draw(path: Path, rows: Sequence[ScoreRow]) -> None:
-    """Draw the main scores with their intervals. Raises PlotError where there is none, or no matplotlib."""
+    """Draw the main scores with their intervals. Raises PlotError without scores or without matplotlib."""
     shown = [row for row in rows if row.score in {"pass@1", "pass@10", "pass@100", "ROUGE-L", "bits per byte"}]
     if not shown:
         raise PlotError("there is no figure to draw")

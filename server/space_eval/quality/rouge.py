@@ -1,6 +1,6 @@
-"""ROUGE-L: how much of a reference summary's word order a candidate keeps (Lin 2004, §3), without stemming.
+"""ROUGE-L, the longest common word subsequence of reference and candidate (Lin 2004, §3), without stemming.
 
-Words are runs of a-z and 0-9 after lowercasing, as in the reference implementation. A text without any scores 0.
+Words are runs of a-z and 0-9 after lowercasing, as in the reference implementation. A text without words scores 0.
 """
 
 import re
@@ -10,19 +10,19 @@ _NO_WORD = re.compile(r"[^a-z0-9]+")
 
 
 def words(text: str) -> list[str]:
-    """The text's words."""
+    """Return the text's words."""
     return [word for word in _NO_WORD.split(text.lower()) if word]
 
 
 def rouge_l(reference: str, candidate: str) -> float:
-    """F-measure of the longest common subsequence of both texts' words, 0 to 1."""
+    """Return the F-measure of the longest common subsequence of both texts' words, 0 to 1."""
     wanted, given = words(reference), words(candidate)
     return _f_measure(_lcs_length(wanted, given), len(wanted), len(given))
 
 
 def rouge_l_sum(reference: str, candidate: str) -> float:
-    """The summary-level F-measure: sentences are lines; per reference line the union of its common subsequences with
-    all candidate lines counts, each occurrence of a word at most once on either side."""
+    """Return the summary-level F-measure: sentences are lines; each reference line scores the union of its common
+    subsequences with all candidate lines, with each word occurrence used at most once on either side."""
     wanted, given = ([words(line) for line in text.split("\n") if line] for text in (reference, candidate))
     left_wanted, left_given = _counts(wanted), _counts(given)
     num_common = 0
@@ -37,7 +37,7 @@ def rouge_l_sum(reference: str, candidate: str) -> float:
 
 
 def _f_measure(num_common: int, num_wanted: int, num_given: int) -> float:
-    """Harmonic mean of recall (common / wanted) and precision (common / given)."""
+    """Return the harmonic mean of recall (common / wanted) and precision (common / given)."""
     return 2 * num_common / (num_wanted + num_given) if num_common else 0.0
 
 
@@ -50,7 +50,7 @@ def _counts(lines: Sequence[Sequence[str]]) -> dict[str, int]:
 
 
 def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence, in bit rows: len(a) additions of integers of len(b) bits.
+    """Return the length of the longest common subsequence, by len(a) additions of integers of len(b) bits.
 
     Bit j of `row` is 0 where the common subsequence of a[:i] and b[:j+1] is one longer than of a[:i] and b[:j]
     (Hyyrö 2004).
@@ -67,8 +67,8 @@ def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _lcs_positions(reference: Sequence[str], candidate: Sequence[str]) -> list[int]:
-    """Positions in `reference` of one longest common subsequence; of equally long ways back the reference moves first,
-    as in the reference implementation."""
+    """Return the positions in `reference` of one longest common subsequence; ties move back in the reference first, as
+    in the reference implementation."""
     num_rows, num_columns = len(reference), len(candidate)
     table = [[0] * (num_columns + 1) for _ in range(num_rows + 1)]
     for i in range(1, num_rows + 1):

@@ -1,4 +1,4 @@
-"""What is asked of a model, and how its answers are scored."""
+"""The quality tasks: their prompts, and the scoring of answers."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ SUMMARY_FIELDS = (("document", "summary"), ("article", "highlights"), ("text", "
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """A request: `{prompt}` in the template stands for the text, which is cut where the window is too short."""
+    """A prompt: `{prompt}` in the template stands for the text, which is cut if the window is too short."""
 
     template: str
     text: str
-    keep_end: bool  # what is kept of a text that is too long: its end, or its beginning
+    keep_end: bool  # a text that is too long keeps its end (True) or its beginning
 
 
 class WritingTask(Protocol):
-    """A task that the model answers with text."""
+    """A task with generated answers."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def keys(self) -> list[str]:
-        """The records' names."""
+        """Return the records' names."""
         ...
 
     def asked(self, key: str) -> TaskPrompt:
-        """What the model is asked."""
+        """Return the prompt of a record."""
         ...
 
     def is_whole(self, text: str) -> bool:
-        """Nothing behind this can matter."""
+        """Return whether the answer is complete, so that generation can stop."""
         ...
 
     def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
-        """What is written down about an answer."""
+        """Score an answer. Return the fields to store."""
         ...
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """The task's figures."""
+        """Return the task's scores."""
         ...
 
 
@@ -65,7 +65,7 @@ def _by_record(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
 
 @dataclass(frozen=True)
 class HumanEval:
-    """Functions to write, proved by running their tests."""
+    """Functions to write, checked by running their tests."""
 
     problems: dict[str, humaneval.CodingProblem]
     chat: bool
@@ -93,7 +93,7 @@ class HumanEval:
         return {"passed": outcome.passed, "end": outcome.end, "detail": outcome.detail}
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """pass@1, and pass@10 and pass@100 where every problem has so many samples."""
+        """Return pass@1, and pass@10 and pass@100 if every problem has enough samples."""
         counts = {key: (len(own), sum(a["passed"] for a in own)) for key, own in _by_record(answers).items()}
         fewest = min((n for n, _ in counts.values()), default=0)
         return [
@@ -105,7 +105,7 @@ class HumanEval:
 
 @dataclass(frozen=True)
 class Summarise:
-    """Texts to summarise, compared with a given summary."""
+    """Texts to summarise, compared with reference summaries."""
 
     texts: dict[str, tuple[str, str]]  # document, reference
     chat: bool
@@ -139,7 +139,7 @@ class Summarise:
         return {"rouge_l": rouge_l(reference, summary), "rouge_l_sum": rouge_l_sum(reference, summary)}
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """Mean F-measures; and of the answers that do not loop, if some do."""
+        """Return mean F-measures; also of only the answers that do not loop, if some loop."""
         scores = [_mean_score("ROUGE-L", answers, "rouge_l"), _mean_score("ROUGE-L-sum", answers, "rouge_l_sum")]
         steady = [answer for answer in answers if not answer["looping"]]
         if 0 < len(steady) < len(answers):
@@ -154,7 +154,7 @@ def _mean_score(name: str, answers: Sequence[Answer], field: str) -> Score:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Texts to read."""
+    """Texts scored by perplexity."""
 
     texts: dict[str, str]
     name: str = "perplexity"
@@ -167,7 +167,7 @@ class Perplexity:
         return asdict(meter.score(self.texts[key]))
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """Bits per byte, comparable between any two models, and perplexity per token, within one tokenizer."""
+        """Return bits per byte (comparable between any models) and perplexity per token (within one tokenizer)."""
         read = {a["record"]: TextScore(a["nats"], a["num_tokens"], a["num_bytes"]) for a in answers}
         counted = {key: score for key, score in read.items() if score.num_tokens}
         bits = {key: (score.bits_per_byte * score.num_bytes, float(score.num_bytes)) for key, score in counted.items()}

@@ -1,1 +1,1 @@
-"""What all evaluations share in their reports: tables, records, figures."""
+"""Tables, records and plots shared by all evaluation reports."""

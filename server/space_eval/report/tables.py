@@ -11,18 +11,18 @@ from typing import Any
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a line for each row; a cell that is nan becomes a dash."""
+    """Return a Markdown table; nan cells become dashes."""
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
     return "\n".join(lines).replace("| nan ", "| – ") + "\n"
 
 
 def markdown_facts(facts: Mapping[str, object]) -> str:
-    """One fact a line."""
+    """Return the facts as Markdown, one per line."""
     return "".join(f"{name}: {value}  \n" for name, value in facts.items())
 
 
 def write_report(folder: Path, name: str, markdown: str, record: Mapping[str, object]) -> list[Path]:
-    """Write `name`.md and `name`.json into `folder`, which is made if it does not exist. In JSON nan is null."""
+    """Write `name`.md and `name`.json to `folder`, creating it if needed. In JSON nan is null."""
     folder.mkdir(parents=True, exist_ok=True)
     page, file = folder / f"{name}.md", folder / f"{name}.json"
     page.write_text(markdown, encoding="utf-8")
@@ -31,7 +31,7 @@ def write_report(folder: Path, name: str, markdown: str, record: Mapping[str, ob
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None for every number that JSON lacks."""
+    """Return the value with None for every number that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: without_nan(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -40,11 +40,11 @@ def without_nan(value: Any) -> Any:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """The quotient; nan where the denominator is 0."""
+    """Return the quotient, or nan if the denominator is 0."""
     return numerator / denominator if denominator else math.nan
 
 
 def show_progress(text: str, *, last: bool) -> None:
-    """Rewrite one line of a terminal; elsewhere print the last text alone."""
+    """Rewrite one terminal line; without a terminal print only the last text."""
     if sys.stderr.isatty() or last:
         print(f"\r{text}\x1b[K" if sys.stderr.isatty() else text, end="\n" if last else "", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""What a pass costs: floating-point operations of the model, over all rows, masks and teachers too.
+"""Floating-point operations of a training pass, over all rows, including masks and teachers.
 
-A product of a row with a matrix of n weights costs 2n forward. Backward costs 2n for the gradient of the row, where
-something before it learns, and 2n for that of the matrix, where it learns itself. Work done twice to save memory is
-not counted: it is a choice of the machine.
+Multiplying a row by a matrix of n weights costs 2n forward. Backward costs 2n for the gradient of the row, if
+anything before it is trained, and 2n for that of the matrix, if it is trained itself. Recomputation to save memory is
+not counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from space_train.train_plan import HeadForm, Method
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Weights and sizes that decide the cost of a row."""
+    """Weights and sizes that determine the cost of a row."""
 
-    body: int  # weights of the decoder layers' products
+    body: int  # weights of the decoder layers' linears
     output: int  # vocabulary times hidden size
     adapters: int
     head: int  # weights of the draft head
@@ -41,7 +41,7 @@ class ModelCost:
 
 
 def _active(module: nn.Module, config: PreTrainedConfig) -> int:
-    """Weights that a row is multiplied with; of experts, those of the few that it goes to."""
+    """Return the number of weights that a row is multiplied with; of experts, only those it is routed to."""
     if isinstance(module, nn.Linear):
         return module.weight.numel()
     stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # [experts, out, in]
@@ -50,7 +50,7 @@ def _active(module: nn.Module, config: PreTrainedConfig) -> int:
 
 
 def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
-    """Operations of one batch, forward and backward."""
+    """Return the operations of one batch, forward and backward."""
     plan, total = trainee.plan, 0.0
     if batch.plain is not None and plan.trains_base:
         keys = batch.plain.num_before.sum().item()
@@ -62,7 +62,7 @@ def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
     real_keys = before.sum().item()
     mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
     learning = batch.num_learning_masks
-    # 1: forward alone; 2: and the rows' gradients; 3: and the weights'.
+    # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
     moved = 3 if plan.trains_base else 1
     total += moved * (2 * cost.body * real + cost.attention * real_keys)
     if plan.trains_base:
@@ -71,7 +71,7 @@ def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
     total += through * (2 * cost.body * masks + cost.attention * mask_keys)
     total += (6 if plan.method is Method.GATED_LORA else 2) * cost.adapters * masks
     num_losses = int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
-    # The output's rows need gradients in every method; its weights where the base moves.
+    # Every method needs the gradients of the output's rows; its weights' only if the base is trained.
     total += num_losses * (6 if plan.trains_base else 4) * cost.output * learning
     total += (int(plan.distill) + int(plan.survival)) * 2 * cost.output * learning
     if plan.head is not HeadForm.NONE:

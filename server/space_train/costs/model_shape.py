@@ -1,4 +1,4 @@
-"""The sizes of a dense decoder, and what follows from them: weights, products, bytes."""
+"""The sizes of a dense decoder, and the weight and operation counts computed from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class UnknownShape(ValueError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of attention and a gated MLP, as Llama, Mistral and Qwen have it; biases are left out."""
+    """A decoder with attention and a gated MLP, such as Llama, Mistral and Qwen; biases are not counted."""
 
     name: str
     vocab_size: int
@@ -29,14 +29,14 @@ class ModelShape:
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the products of one layer: q k v o, gate up down."""
+        """(inputs, outputs) of the linears of one layer: q k v o, gate up down."""
         E, mlp = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [(E, queries), (E, keys), (E, keys), (queries, E), (E, mlp), (E, mlp), (mlp, E)]
 
     @property
     def body(self) -> int:
-        """Weights of the layers' products."""
+        """Weights of the layers' linears."""
         return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linears)
 
     @property
@@ -46,28 +46,28 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All weights; two norms a layer and a last one."""
+        """All weights, including two norms per layer and the final one."""
         return self.body + self.output * (1 if self.tied else 2) + (2 * self.num_layers + 1) * self.hidden_size
 
     @property
     def attention(self) -> int:
-        """Operations of one row and one visible key, forward, over all layers: scores, and the sum of values."""
+        """Forward operations per row and visible key over all layers: scores, and the weighted sum of values."""
         return 4 * self.num_heads * self.head_dim * self.num_layers
 
     def adapters(self, rank: int) -> int:
-        """Weights of low-rank adapters on every product of the layers."""
+        """Weights of low-rank adapters on every linear of the layers."""
         return self.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
 
     @classmethod
     def of(cls, model: str) -> ModelShape:
-        """`1b`, `7b`, `13b`, or what a checkpoint says. Raises UnknownShape or ModelError."""
+        """Return the shape `1b`, `7b` or `13b`, or that of a checkpoint. Raises UnknownShape or ModelError."""
         if model.lower() in SHAPES:
             return SHAPES[model.lower()]
         return cls.from_config(model, family.read_config(Checkpoint.open(model)))
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> ModelShape:
-        """The sizes in a transformers config."""
+        """Read the sizes from a transformers config."""
         experts = next((key for key in ("num_experts", "num_local_experts") if getattr(config, key, None)), None)
         if experts is not None:
             raise UnknownShape(f"{name} has experts ({experts} in config.json); only dense decoders are estimated.")
@@ -94,4 +94,4 @@ SHAPES = {
     "7b": ModelShape("7B", 32000, 4096, 32, 32, 32, 128, 11008, tied=False),  # as Llama 2 7B
     "13b": ModelShape("13B", 32000, 5120, 40, 40, 40, 128, 13824, tied=False),  # as Llama 2 13B
 }
-"""Models that many people have, by name."""
+"""Common models by name."""

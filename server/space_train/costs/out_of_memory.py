@@ -1,4 +1,4 @@
-"""What makes a run fit that ran out of memory."""
+"""Turns an out-of-memory error into an error with flags that make the run fit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from space_train.train_plan import InvalidPlan, TrainPlan
 
 
 class DoesNotFit(InvalidPlan):
-    """A run that needs more memory than there is."""
+    """The run needs more memory than the machine has."""
 
 
 def does_not_fit(
     checkpoint: Checkpoint, plan: TrainPlan, num_processes: int, memory: int | None, said: Exception
 ) -> DoesNotFit:
-    """The error, with what to give instead. `memory`: bytes of each GPU, None where that is not known."""
+    """Return the error, with flags that fit. `memory`: bytes of each GPU; None if unknown."""
     try:
         shape = ModelShape.from_config(checkpoint.name, family.read_config(checkpoint))
     except UnknownShape:
@@ -31,7 +31,7 @@ def does_not_fit(
 
 
 def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None) -> str:
-    """More parts than the plan's: as few as the estimate says that fit, else as many as there can be."""
+    """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
     rows = plan.rows_per_step // num_processes
     more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
     smaller = (
@@ -49,5 +49,5 @@ def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memor
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the GPU that is used; None without one."""
+    """Return the memory of the current GPU in bytes, or None without one."""
     return torch.cuda.get_device_properties("cuda").total_memory if torch.cuda.is_available() else None

@@ -1,8 +1,8 @@
 """Operations and bytes of a training run, computed from the model's sizes and the plan: nothing here is measured.
 
-Operations are those of `space_train.costs.flops` (a product of a row with n weights: 2n forward, 2n for the row's
-gradient, 2n for the weights'), so a run's own counter can be held against them. Time is operations over the GPU's
-datasheet rate at a stated utilisation; what is computed twice to save memory takes time too. Bytes are counted tensor
+Operations are counted as in `space_train.costs.flops` (a row times n weights: 2n forward, 2n for the row's
+gradient, 2n for the weights'), so they can be compared with a run's own counter. Time is operations over the GPU's
+datasheet rate at a stated utilisation, including recomputation to save memory. Bytes are counted tensor
 by tensor.
 """
 
@@ -19,11 +19,11 @@ UTILISATION = 0.4
 ALLOWANCE = 2.0e9
 """Bytes for the CUDA context, workspaces and what the allocator cannot use."""
 FILL = 0.95
-"""Share of a GPU's memory that may be planned for: an estimate is no measurement."""
+"""Share of a GPU's memory that a plan may use; the rest is the margin for errors of the estimate."""
 GB = 1e9
 LOGIT_BYTES = 20
-"""Of one row and id while a loss is differentiated: teacher's chances, log-chances, and their gradients in float32, and
-the product's in half precision."""
+"""Bytes per row and vocabulary entry while a loss is differentiated: the teacher's probabilities, log-probabilities and
+their gradients in float32, and the matmul's in half precision."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +44,37 @@ GPUS = {
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """What a plan costs for a model."""
+    """Operations and memory of a plan for a model."""
 
     shape: ModelShape
     plan: TrainPlan
     masks_per_token: float
-    num_trained: int  # weights that move
-    flops: dict[str, float]  # operations for one real token, by part
-    recomputed: float  # operations for one real token that are done again to save memory
+    num_trained: int  # trained weights
+    flops: dict[str, float]  # operations per real token, by part
+    recomputed: float  # operations per real token that are recomputed to save memory
     memory: dict[str, float]  # bytes at the peak, by part
 
     @property
     def flops_per_token(self) -> float:
-        """Of the model, over all rows: what a run's own counter says."""
+        """Operations of the model over all rows, as a run's own counter counts them."""
         return sum(self.flops.values())
 
     @property
     def bytes(self) -> float:
-        """Peak."""
+        """Peak memory in bytes."""
         return sum(self.memory.values())
 
     def fits(self, memory: float) -> bool:
-        """Whether a GPU of so many bytes has room, and a little to spare."""
+        """Whether the run fits in `memory` bytes with the margin of FILL."""
         return self.bytes <= FILL * memory
 
     def seconds(self, num_tokens: float, gpu: GpuSpec, utilisation: float = UTILISATION) -> float:
-        """For so many real tokens."""
+        """Return the seconds for `num_tokens` real tokens."""
         return num_tokens * (self.flops_per_token + self.recomputed) / (gpu.flops * utilisation)
 
 
 def masks_per_token(plan: TrainPlan) -> float:
-    """Mask rows for one real token of a text that has masks."""
+    """Return the mask rows per real token of a text that has masks."""
     if not plan.has_masks:
         return 0.0
     if plan.anchors is Anchors.ONE:
@@ -83,7 +83,7 @@ def masks_per_token(plan: TrainPlan) -> float:
 
 
 def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
-    """Operations and bytes of `plan` for a model of `shape`, every token being a target."""
+    """Estimate operations and bytes of `plan` for a model of `shape`, with every token a target."""
     head = _head_weights(shape, plan)
     adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
     private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
@@ -101,9 +101,9 @@ def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
 
 
 def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
-    """`plan` in as few parts an update as fit in a GPU's `memory`, layers computed twice only if nothing else does.
+    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed.
 
-    None if nothing does.
+    Returns None if nothing fits.
     """
     parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
     for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
@@ -118,14 +118,14 @@ def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | Non
 
 
 def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
-    """Operations of one real token by part, and those done twice."""
+    """Return the operations of one real token by part, and the recomputed ones."""
     masked, masks = _masked_share(plan), _masked_share(plan) * masks_per_token(plan)
-    keys = plan.length / 2  # that a row sees, on average
+    keys = plan.length / 2  # keys that a row sees, on average
     row = 2 * shape.body + shape.attention * keys
-    # 1: forward alone; 2: and the rows' gradients; 3: and the weights'.
+    # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
     real_passes = 3 if plan.trains_base else 1
     mask_passes = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
-    num_real = 1.0 if plan.trains_base else masked  # a frozen base reads no text without masks
+    num_real = 1.0 if plan.trains_base else masked  # a frozen base skips texts without masks
     num_losses = _num_losses(plan)
     teachers = int(plan.distill) + int(plan.survival) if plan.has_masks else 0
     forward = 2 * shape.output
@@ -140,7 +140,7 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
     }
     if plan.scheduled_drafting and head:
         flops["own drafts"] = (2 * head + forward) * masks
-    # Each loss asks the teacher again; logits of many rows are computed again going back.
+    # Each loss runs the teacher again, and the backward pass recomputes the logits of many rows.
     recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
     if masks * _tokens_at_once(plan) > CHUNK:
         recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
@@ -152,14 +152,14 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
 
 
 def _num_losses(plan: TrainPlan) -> int:
-    """Losses of mask rows: masks alone, masks with the draft head."""
+    """Return the number of losses on mask rows: masks alone, masks with the draft head."""
     if not plan.has_masks:
         return 0
     return int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
 
 
 def _masked_share(plan: TrainPlan) -> float:
-    """Of the real tokens, those in texts with masks."""
+    """Return the share of real tokens that are in texts with masks."""
     if not plan.has_masks:
         return 0.0
     whole = plan.ar_share
@@ -177,24 +177,24 @@ def _head_weights(shape: ModelShape, plan: TrainPlan) -> int:
 
 
 def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
-    """What one row keeps of one layer until it is differentiated: attention without its scores, products in half
-    precision.
+    """Return the bytes that one row keeps of one layer for the backward pass: attention without its scores, matmuls in
+    half precision.
 
-    Trained base: a float32 residual stream, and a half-precision copy of it for each product that reads it. Frozen
-    base: all in half precision but the norms' input; the products' inputs are kept for the adapters.
+    Trained base: a float32 residual stream, and a half-precision copy of it for each matmul that reads it. Frozen
+    base: everything in half precision except the norms' input; the matmuls' inputs are kept for the adapters.
     """
     E, D = shape.hidden_size, shape.head_dim
     heads = 2 * (shape.num_heads + 2 * shape.num_kv_heads) * D + 2 * shape.num_heads * D + 4 * shape.num_heads
-    mlp = 8 * shape.intermediate_size  # gate, its activation, up, and their product
+    mlp = 8 * shape.intermediate_size  # gate, its activation, up, and gate times up
     if plan.trains_base:
         # two norms: input and normalised, float32; five copies for q k v, gate up
         return 2 * (4 + 4) * E + 5 * 2 * E + heads + mlp
-    # two norms: input float32, output once; what the adapters' first products give
+    # two norms: input in float32, output once; outputs of the adapters' first matmuls
     return 2 * (4 + 2) * E + heads + mlp + len(shape.linears) * 2 * plan.lora_rank
 
 
 def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, head: int) -> dict[str, float]:
-    """Bytes at the peak: where the backward pass begins, or where the optimiser works."""
+    """Return the bytes at the peak: at the start of the backward pass, or in the optimiser step."""
     frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
     num_real = _tokens_at_once(plan)
     num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
@@ -222,19 +222,19 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
         "logits": min(rows, CHUNK) * shape.vocab_size * LOGIT_BYTES * (1 + 0.5 * (kept - 1)),
         "allowance": ALLOWANCE,
     }
-    # The optimiser works when activations are gone, on a copy of its own of what moves.
+    # The optimiser steps after activations are freed, on its own copy of the trained weights.
     gone = sum(memory[part] for part in ("half-precision copies", "activations", "keys and values", "logits"))
     memory["optimiser at work"] = max(0.0, 4.0 * trained - gone)
     return {part: size for part, size in memory.items() if size}
 
 
 def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -> float:
-    """Of the trained weights, those Muon moves: it keeps one state each, AdamW two."""
+    """Return the share of trained weights that Muon updates, which needs one state per weight; AdamW needs two."""
     matrices = shape.body if plan.trains_base else 0
     matrices += shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
     return (matrices + head) / trained
 
 
 def _tokens_at_once(plan: TrainPlan) -> float:
-    """Real tokens of one part of an update."""
+    """Return the real tokens of one part of an update."""
     return plan.length * plan.rows_per_step / plan.accumulate

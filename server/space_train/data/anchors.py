@@ -1,8 +1,8 @@
-"""Many mask groups in one training pass: which rows there are, where they stand and what they see (SPACE §4).
+"""Many mask groups in one training pass: their rows, positions and visibility (SPACE §4).
 
-Real tokens x_0 .. x_{L-1} come first, then a group of masks for each anchor. The anchor m stands for a step whose root
+Real tokens x_0 .. x_{L-1} come first, then a group of masks for each anchor. Anchor m trains the step whose root
 is x_{m-1}: mask (m, j) has position m-1+j, sees the real tokens before m and masks (m, 1..j), and learns x_{m+j}, the
-j-th token behind the bonus x_m. Real rows never see masks, so the ordinary loss comes from the same pass.
+j-th token after the bonus x_m. Real rows never see masks, so the same pass yields the ordinary loss.
 
     real                              anchor 3, depth 2   anchor 6, depth 1
     x0 x1 x2 x3 x4 x5 x6 x7 ...       (3,1) (3,2)         (6,1)
@@ -26,10 +26,10 @@ from torch import Tensor
 class AnchorRows:
     """The mask rows behind a batch of texts."""
 
-    root: Tensor  # [B, M] m-1: position of the root that the mask's group stands behind
+    root: Tensor  # [B, M] m-1: position of the root that the mask's group follows
     depth: Tensor  # [B, M] j, from 1
-    group: Tensor  # [B, M] number of the group, from 0; groups lie one after the other, each from mask 1 on
-    learns: Tensor  # [B, M] bool: the target exists and is to be learnt (else the row only keeps the shape)
+    group: Tensor  # [B, M] number of the group, from 0; groups are consecutive, each from mask 1 on
+    learns: Tensor  # [B, M] bool: the row has a target to learn (otherwise it only pads the shape)
 
     @property
     def positions(self) -> Tensor:
@@ -47,7 +47,7 @@ class AnchorRows:
         return self.positions + 1
 
     def visible(self, document: Tensor) -> Tensor:
-        """[B, M, L+M] bool: what each mask sees, real tokens first. `document` [B, L]: the text a token belongs to."""
+        """[B, M, L+M] bool: which keys each mask sees, real tokens first. `document` [B, L]: the text of each token."""
         length = document.shape[1]
         real = torch.arange(length, device=document.device)
         own = document.gather(1, self.root)[..., None]  # [B, M, 1]
@@ -57,23 +57,23 @@ class AnchorRows:
         return torch.cat((sees_real, sees_masks), dim=2)
 
     def to(self, device: torch.device) -> AnchorRows:
-        """The same rows on `device`."""
+        """Return the same rows on `device`."""
         return AnchorRows(*(part.to(device) for part in (self.root, self.depth, self.group, self.learns)))
 
 
 def causal(document: Tensor) -> Tensor:
-    """[B, L, L] bool: what real rows see: what is before them in their own text."""
+    """[B, L, L] bool: causal visibility of real rows within their own text."""
     real = torch.arange(document.shape[1], device=document.device)
     return (real[:, None] >= real) & (document[:, :, None] == document[:, None])
 
 
 def keep_counts(num_anchors: int, num_masks: int, keep: float = 0.7, least: float = 0.2) -> list[int]:
-    """Anchors that keep a mask at depth 1, 2, …: all, then max(keep^i, least) of them (PARD, arXiv 2504.18583)."""
+    """Return how many anchors keep a mask at depth 1, 2, …: all, then max(keep^i, least) (PARD, arXiv 2504.18583)."""
     return [round(num_anchors * max(keep**depth, least)) for depth in range(num_masks)]
 
 
 def anchor_rows(anchors: Sequence[Sequence[tuple[int, int]]], learnable: NDArray[np.bool_]) -> AnchorRows:
-    """The mask rows of each text's anchors (m, depth); every text has as many rows in all.
+    """Return the mask rows of each text's anchors (m, depth); all texts have the same total number of rows.
 
     `learnable` [B, L]: the token may be a mask's target. A mask beyond the end of a text learns nothing.
     """
@@ -94,10 +94,10 @@ def anchor_rows(anchors: Sequence[Sequence[tuple[int, int]]], learnable: NDArray
 def choose_anchors(
     places: NDArray[np.int64], length: int, counts: Sequence[int], rng: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Random anchors (m, depth) among `places`, in order of m; `counts` are those of `keep_counts`.
+    """Draw anchors (m, depth) among `places`, in order of m; `counts` comes from `keep_counts`.
 
-    The number of rows is fixed, so that every pass has one shape: where there are too few places, some are taken twice.
-    Depths that reach beyond `length` are kept; their masks learn nothing.
+    The number of rows is fixed, so that every pass has one shape: with too few places, some are used twice.
+    Masks beyond `length` are kept and learn nothing.
     """
     num_anchors, num_masks = counts[0], len(counts)
     deep_enough = places[places + num_masks < length]

@@ -1,4 +1,4 @@
-"""A conversation as the text a model reads, and which characters of it the model is to write."""
+"""Renders a conversation to text and marks the characters that the model learns to write."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BODY = """
 
 
 def _template(**words: str) -> str:
-    """The Jinja source of a plain chat template that says these words around questions and answers."""
+    """Return the Jinja source of a plain chat template that puts these words around questions and answers."""
     return "".join(f"{{%- set {name} = {json.dumps(word)} -%}}" for name, word in words.items()) + _BODY.strip()
 
 
@@ -59,9 +59,9 @@ TEMPLATES: dict[str, str] = {
     ),
     "raw": _template(system="", behind_system="", before_question="", before_answer="", between=""),
 }
-"""Built-in chat templates. `plain` is taken where a tokenizer has none; `paper` is the one SPACE was published with;
-`raw` joins question and answer as they are. The space behind 'Assistant:' belongs to the answer, as tokenizers join it.
-What a tokenizer puts before a text by itself (BOS) is written before them: a server adds nothing to a rendered chat.
+"""Built-in chat templates. `plain` is used if the tokenizer has none; `paper` is the one SPACE was published with;
+`raw` joins question and answer as they are. The space after 'Assistant:' belongs to the answer, as tokenizers join it.
+The prefix that a tokenizer adds to a text (BOS) is part of the template, because a server adds none to a rendered chat.
 """
 
 FALLBACK = "plain"
@@ -69,14 +69,14 @@ FALLBACK = "plain"
 
 @dataclass(frozen=True)
 class AnsweredText:
-    """A rendered conversation; answers[i] is the half-open range of characters that the model writes in turn i."""
+    """A rendered conversation; answers[i] is the half-open character range of the model's i-th answer."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
 
     @property
     def borders(self) -> list[int]:
-        """Where answers begin and end, in order."""
+        """The offsets at which answers begin and end, in order."""
         return [border for answer in self.answers for border in answer]
 
 
@@ -88,7 +88,7 @@ class ChatText:
         self.name, self.template = _chosen(tokenizer, template)
 
     def render(self, turns: Sequence[ConversationTurn], asking: bool) -> str:
-        """The text of `turns`; `asking` adds what stands before an answer."""
+        """Render `turns`; `asking` adds the generation prompt."""
         messages = [{"role": str(turn.role), "content": turn.content} for turn in turns]
         try:
             text = self.tokenizer.apply_chat_template(
@@ -102,10 +102,10 @@ class ChatText:
         return str(text)
 
     def texts(self, conversation: DataConversation) -> list[AnsweredText]:
-        """What there is to read and to write: nothing without an answer, else one text.
+        """Return the texts to train on: none without an answer, otherwise one.
 
-        It is one text for each answer where the template rewrites earlier turns once the conversation goes on, as
-        those of reasoning models do: only the last answer of a text then stands as the model would write it.
+        If the template rewrites earlier turns as the conversation continues, as those of reasoning models do, it
+        returns one text per answer, because only the last answer of a text then reads as the model would write it.
         """
         return answered_texts(conversation.turns, self.render)
 
@@ -113,7 +113,7 @@ class ChatText:
 def answered_texts(
     turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
 ) -> list[AnsweredText]:
-    """`ChatText.texts` for any way to render. An assistant that speaks first is left out: nobody asked it."""
+    """`ChatText.texts` for any `render`. Assistant turns before the first user turn are skipped."""
     first = next((i for i, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
     turns = [turn for i, turn in enumerate(turns) if i >= first or turn.role is Role.SYSTEM]
     asked = [i for i, turn in enumerate(turns) if turn.learned and turn.content.strip()]
@@ -129,12 +129,12 @@ def answered_texts(
 def _last_answered(
     turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
 ) -> AnsweredText:
-    """The conversation up to an answer, with the range of that answer."""
+    """Return the conversation up to its last answer, with the range of that answer."""
     text, prompt = render(turns, False), render(turns[:-1], True)
-    last_word = turns[-1].content.split()[-1]  # templates may lay out the words before it anew
+    last_word = turns[-1].content.split()[-1]  # templates may reformat whitespace before it
     if text.startswith(prompt) and last_word in text[len(prompt) :]:
         return AnsweredText(text, ((len(prompt), len(text)),))
-    # What stands before an answer is not quite what the template asks with: look for the answer itself.
+    # The text before an answer can differ from the generation prompt, so search for the answer itself.
     before = render(turns[:-1], False)
     start = text.find(turns[-1].content.strip(), len(before) if text.startswith(before) else 0)
     if start < 0:
@@ -146,7 +146,7 @@ def _last_answered(
 
 
 def _chosen(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[str, str]:
-    """The name and the Jinja source of the template that is asked for, else the tokenizer's own, else the fallback."""
+    """Return name and Jinja source of the requested template, else the tokenizer's own, else the fallback."""
     if template is None:
         own = getattr(tokenizer, "chat_template", None)
         if own:
@@ -163,7 +163,7 @@ def _chosen(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[s
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja source of what the tokenizer puts before a text by itself; empty where that is nothing."""
+    """Return the Jinja source of the prefix that the tokenizer adds to a text; empty if it adds none."""
     prefix = own_prefix(tokenizer)
     if not prefix:
         return ""
@@ -173,7 +173,7 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def own_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text by itself (BOS, where it has one)."""
+    """Return the ids that the tokenizer adds before a text (BOS, if it has one)."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
     for start in range(len(whole) - len(plain) + 1):

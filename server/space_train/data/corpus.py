@@ -15,7 +15,7 @@ from pathlib import Path
 
 from space_train.data.sources import HELD_OUT, MOST_BYTES, MOST_BYTES_OF, Source
 
-# Folders that hold tests, copies of other people's code, tables, or what is no library.
+# Folders that hold tests, vendored code, tables, or no library code.
 TESTS = ("test", "tests", "testing", "idle_test")
 COPIES = ("_vendor", "vendor", "_vendored", "vendored", "extern", "_extern", "externals", "third_party", "thirdparty")
 TABLES = ("locale", "locales", "encodings", "pydoc_data", "migrations", "generated", "typeshed", "unicode_codes")
@@ -28,7 +28,7 @@ FEWEST_BYTES, MOST_FILE_BYTES, LONGEST_LINE = 200, 120_000, 240
 
 @dataclass
 class SourceReport:
-    """What was kept of one source, for the card."""
+    """Counts of what was kept of one source, for the model card."""
 
     name: str
     version: str
@@ -41,14 +41,14 @@ class SourceReport:
 
 
 class SeenLines:
-    """Remembers every telling line kept so far, to recognise a file that mostly repeats others."""
+    """Remembers every distinctive line kept so far, to recognise a file that mostly repeats others."""
 
     def __init__(self, most_repeated: float = 0.5) -> None:
         self.most_repeated = most_repeated
         self._seen: set[int] = set()
 
     def is_repeat(self, text: str) -> bool:
-        """True where more than `most_repeated` of the telling lines were seen before; else they are now remembered."""
+        """Return True if more than `most_repeated` of the distinctive lines are known; otherwise remember them."""
         lines = {hash_of(line.strip()) for line in text.splitlines() if len(line.strip()) >= 12}
         if lines and len(lines & self._seen) > self.most_repeated * len(lines):
             return True
@@ -57,12 +57,12 @@ class SeenLines:
 
 
 def hash_of(text: str) -> int:
-    """64 bits that depend on the text alone (Python's own `hash` differs between processes)."""
+    """Return a 64-bit hash that is the same in every process (Python's own `hash` is not)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def reason_to_drop(path: str, content: bytes) -> str | None:
-    """Why a file is not training text, or None where it is."""
+    """Return why a file is not training text, or None if it is."""
     if DROPPED_FOLDERS & set(Path(path).parts[:-1]) or DROPPED_NAMES.search(path):
         return "test, vendored or table folder"
     if not FEWEST_BYTES <= len(content) <= MOST_FILE_BYTES:
@@ -86,7 +86,7 @@ def reason_to_drop(path: str, content: bytes) -> str | None:
 
 
 def cleaned(text: str) -> str:
-    """One newline convention, no trailing spaces, no licence comment at the head, one newline at the end."""
+    """Normalise newlines, and remove trailing spaces and the licence comment at the head."""
     lines = [line.rstrip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     while lines and (not lines[0] or lines[0].startswith("#")):
         lines.pop(0)
@@ -94,7 +94,7 @@ def cleaned(text: str) -> str:
 
 
 def documented_functions(text: str, tree: ast.Module) -> Iterator[str]:
-    """Each short documented top-level function, with the imports of the file that it uses: a document of its own."""
+    """Yield each short documented top-level function as a document, with the imports that it uses."""
     lines = text.split("\n")
     imports: dict[str, str] = {}
     for node in tree.body:
@@ -117,7 +117,7 @@ def documented_functions(text: str, tree: ast.Module) -> Iterator[str]:
 def build_corpus(sources: Iterable[Source], folder: Path) -> list[SourceReport]:
     """Write `files.jsonl`, `functions.jsonl`, `held_out.jsonl` (a {"source", "path", "text"} a line) and `corpus.json`.
 
-    Sources must come held-out first: whatever later repeats a held-out file, exactly (by content hash) or nearly (by
+    Held-out sources must come first: a later file that repeats a held-out one, exactly (by content hash) or nearly (by
     its lines), is dropped from training.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,17 +136,17 @@ def build_corpus(sources: Iterable[Source], folder: Path) -> list[SourceReport]:
 
 
 class Corpus:
-    """What was kept so far, which decides what is new."""
+    """Deduplicates sources against everything kept so far."""
 
     def __init__(self) -> None:
         self._files, self._lines, self._functions = set[int](), SeenLines(), SeenLines(0.7)
 
     def admit(self, source: Source) -> tuple[SourceReport, list[tuple[str, dict[str, str]]]]:
-        """The report of one source, and its records as (output, record)."""
+        """Return the report of one source, and its records as (output, record)."""
         report = SourceReport(source.name, source.version, source.licence, source.name in HELD_OUT)
         records: list[tuple[str, dict[str, str]]] = []
         dropped: Counter[str] = Counter()
-        # In the order of a hash of the path, so that a cap keeps an even sample of the package.
+        # Ordered by a hash of the path, so that the size limit keeps an even sample of the package.
         for path, content in sorted(source.files(), key=lambda item: hash_of(item[0])):
             reason = reason_to_drop(path, content)
             if reason is None and report.num_bytes + len(content) > MOST_BYTES_OF.get(source.name, MOST_BYTES):
@@ -172,7 +172,7 @@ class Corpus:
         return report, records
 
     def _is_known(self, text: str) -> bool:
-        """Whether there is too little in `text`, or it was seen, whole or for the most part; else it is remembered."""
+        """Return whether `text` is too short or mostly seen before; otherwise remember it."""
         if len(text) < FEWEST_BYTES or hash_of(text) in self._files or self._lines.is_repeat(text):
             return True
         self._files.add(hash_of(text))
@@ -180,7 +180,7 @@ class Corpus:
 
 
 def parsed(text: str) -> ast.Module | None:
-    """The syntax tree, or None where this Python does not read the text."""
+    """Return the syntax tree, or None if this Python cannot parse the text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -190,7 +190,7 @@ def parsed(text: str) -> ast.Module | None:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a `.jsonl` file, in order."""
+    """Yield the texts of a `.jsonl` file, in order."""
     with path.open() as lines:
         for line in lines:
             yield json.loads(line)["text"]

@@ -1,4 +1,4 @@
-"""Why training data is not used. Each message names the place, the value, and the cure where there is one."""
+"""Errors of training data. Each message names the place, the value and, if there is one, the cure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class DataError(Exception):
 
 
 class SourceNotFound(DataError):
-    """There is nothing at the path, and the hub has no such dataset or split."""
+    """The path does not exist, and the hub has no such dataset or split."""
 
 
 class BadRecord(DataError):
-    """A record that is broken, or is in no known form, or in another form than its file."""
+    """A record that is malformed, in no known form, or in another form than the rest of its file."""
 
 
 class UnusableTemplate(DataError):
@@ -20,8 +20,8 @@ class UnusableTemplate(DataError):
 
 
 class UnusableTokenizer(DataError):
-    """A tokenizer whose ids do not do for training this model."""
+    """A tokenizer whose ids do not fit this model."""
 
 
 class NothingToLearn(DataError):
-    """Everything that was read is empty, or all that it teaches was cut away."""
+    """All records are empty, or all their targets were cut off."""

@@ -1,4 +1,4 @@
-"""The forms training data comes in, and what a record of each says: a conversation with answers, or plain text."""
+"""The known record forms of training data, each parsed to a conversation or to plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Fields = Mapping[str, object]
 
 
 class Role(StrEnum):
-    """Who speaks."""
+    """The speaker of a turn."""
 
     SYSTEM = "system"
     USER = "user"
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class ConversationTurn:
-    """What one side says; `learned` where the model learns to say it."""
+    """One message; `learned` if it is a training target."""
 
     role: Role
     content: str
@@ -33,25 +33,25 @@ class ConversationTurn:
 
 @dataclass(frozen=True)
 class DataConversation:
-    """Turns in order; every assistant's turn is learned (but where an OpenAI message has `weight` 0)."""
+    """Turns in order; every assistant turn is learned, except an OpenAI message with `weight` 0."""
 
     turns: tuple[ConversationTurn, ...]
 
     @property
     def content(self) -> str:
-        """All that is said, for hashing."""
+        """The text of all turns, for hashing."""
         return "\0".join(f"{turn.role}\0{turn.content}" for turn in self.turns)
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """Text that is learned whole."""
+    """Text of which every token is learned."""
 
     text: str
 
     @property
     def content(self) -> str:
-        """All of it, for hashing."""
+        """The whole text, for hashing."""
         return self.text
 
 
@@ -60,10 +60,10 @@ Document = DataConversation | PlainText
 
 @dataclass(frozen=True)
 class DataForm:
-    """One way to write a record."""
+    """One record form."""
 
     name: str
-    fields: tuple[tuple[str, ...], ...]  # a record is in this form if it has every field of one of these
+    fields: tuple[tuple[str, ...], ...]  # a record has this form if it has every field of one of these
     read: Callable[[Fields, str], Document]
 
     def fits(self, record: Fields) -> bool:
@@ -80,7 +80,7 @@ ROLES = {
     Role.ASSISTANT: ("assistant", "gpt", "chatgpt", "bot", "model", "bing", "bard"),
     Role.TOOL: ("tool", "function", "observation", "function_response"),
 }
-"""The names each role goes by."""
+"""Names of each role in the data."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
@@ -94,7 +94,7 @@ _QUESTION_AND_ANSWER = (
 
 
 def documents(records: Iterable[SourceRecord]) -> Iterator[tuple[SourceRecord, str, Document]]:
-    """Each record with the name of its form and what it says. The first record of a file sets the file's form."""
+    """Yield each record with its form's name and its document. The first record of a file sets the file's form."""
     form_of: dict[str, tuple[DataForm, str]] = {}
     for record in records:
         fields = _fields(record)
@@ -112,12 +112,12 @@ def documents(records: Iterable[SourceRecord]) -> Iterator[tuple[SourceRecord, s
 
 
 def known_forms() -> str:
-    """Every form with its fields, in words."""
+    """Describe every form with its fields, for error messages."""
     return "; ".join(map(str, FORMS))
 
 
 def _fields(record: SourceRecord) -> Fields:
-    """The fields of a record that say something; a null is none (tables fill up missing fields with nulls)."""
+    """Return the fields of a record that are not null (tables fill missing fields with nulls)."""
     if not isinstance(record.value, Mapping):
         raise BadRecord(
             f"{record.where} is {_kind(record.value)}, not an object with fields. The known forms are {known_forms()}."
@@ -133,7 +133,7 @@ def _form(fields: Fields, where: str) -> DataForm:
 
 
 def _check_characters(document: Document, where: str) -> None:
-    """JSON can escape half a character, which no tokenizer takes."""
+    """Reject lone surrogates: JSON can escape them, but tokenizers cannot encode them."""
     found = _HALF.search(document.content)
     if found is not None:
         raise BadRecord(
@@ -150,7 +150,7 @@ def _sharegpt(fields: Fields, where: str) -> DataConversation:
     name = "conversations" if "conversations" in fields else "conversation"
     turns = fields[name]
     if isinstance(turns, Sequence) and turns and all(isinstance(turn, str) for turn in turns):
-        # As LIMA has it: bare strings, the user first, then in turns.
+        # LIMA: bare strings that alternate, the user first.
         roles = (Role.USER, Role.ASSISTANT)
         return DataConversation(
             tuple(ConversationTurn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns)),
@@ -190,7 +190,7 @@ FORMS: tuple[DataForm, ...] = (
     DataForm("prompt and completion", _QUESTION_AND_ANSWER, _question_and_answer),
     DataForm("plain text", (("text",), ("content",)), _plain_text),
 )
-"""In the order they are tried: Alpaca's own files have a `text` field too."""
+"""Forms in the order they are tried: Alpaca's own files also have a `text` field."""
 
 
 def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) -> DataConversation:
@@ -212,7 +212,7 @@ def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) 
 
 
 def _content(content: object, place: str) -> str:
-    """A string, or OpenAI's list of text parts."""
+    """Return the text of a string or of OpenAI's list of text parts."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
@@ -233,7 +233,7 @@ def _system(fields: Fields, where: str) -> tuple[ConversationTurn, ...]:
 
 
 def _joined(question: str, context: str) -> str:
-    """As the published loader joins them."""
+    """Join question and context as the published loader does."""
     return f"{question}\n{context}" if context else question
 
 
@@ -255,7 +255,7 @@ def _list(fields: Fields, name: str, where: str) -> Sequence[object]:
 
 
 def _kind(value: object) -> str:
-    """What a JSON value is, in JSON's words."""
+    """Return the JSON type name of a value."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", dict: "an object"}
     return names.get(type(value), "a list" if isinstance(value, Sequence) else type(value).__name__)
 

@@ -1,4 +1,4 @@
-"""Where training records come from: a file, a folder of files, or a dataset that `datasets` reads."""
+"""Reads training records from a file, a folder of files, or a dataset through `datasets`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SourceRecord:
 
 
 def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
-    """The records of `source`, in order: a file, a folder (every file below it, by path), or a dataset's split.
+    """Yield the records of `source` in order: a file, a folder (all files in it, by path), or a dataset's split.
 
     A dataset is a folder with parquet, arrow or CSV files, a folder written by `save_to_disk`, or an id of the hub
     (`owner/name`, or `owner/name:config`).
@@ -86,7 +86,7 @@ def _only_train(source: str, split: str) -> None:
 
 
 def _file(path: Path) -> Iterator[SourceRecord]:
-    """The records of one file; a text is a record by itself."""
+    """Yield the records of one file; a text file is one record."""
     try:
         if path.suffix.lower() in JSON_LINES:
             yield from _json_lines(path)
@@ -111,7 +111,7 @@ def _json_lines(path: Path) -> Iterator[SourceRecord]:
 
 
 def _json(path: Path) -> Iterator[SourceRecord]:
-    """A list of records, or records one after the other (many files that end in .json are JSON lines)."""
+    """Yield records from a JSON list or from JSON lines (many files that end in .json are JSON lines)."""
     text, decoder = path.read_text(encoding="utf-8-sig"), json.JSONDecoder()
     at, line, counted = _behind_spaces(text, 0), 1, 0
     is_list = text[at : at + 1] == "["
@@ -146,14 +146,14 @@ def _behind_spaces(text: str, at: int) -> int:
 
 
 def _dataset(source: str, split: str) -> Iterator[SourceRecord]:
-    """The rows of a dataset, read as they are needed."""
+    """Yield the rows of a dataset, read lazily."""
     for number, row in enumerate(_open_dataset(source, split), start=1):
         yield SourceRecord(f"{source}[{split}]", number, row)
 
 
 def _open_dataset(source: str, split: str) -> Any:
     try:
-        datasets: Any = importlib.import_module("datasets")  # only here: plain files need no further package
+        datasets: Any = importlib.import_module("datasets")  # imported here because plain files do not need it
     except ImportError as error:
         raise DataError(f"{source} needs the package `datasets`: pip install 'spaceserve[train]'.") from error
     path = Path(source).expanduser()

@@ -5,30 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NOT_LEARNED = -100
-"""The label transformers' losses leave out."""
+"""The label that transformers' losses ignore."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One document as ids; learned[i]: the model learns to write ids[i] (False: it is given)."""
+    """One document as ids; learned[i]: ids[i] is a target (False: it is context)."""
 
     ids: list[int]
     learned: list[bool]
 
     @property
     def num_learned(self) -> int:
-        """Ids that are learned."""
+        """Number of targets."""
         return sum(self.learned)
 
     def feature(self) -> dict[str, list[int]]:
-        """As a dataset for `transformers.Trainer` has it: input_ids, and labels of which -100 are not learned."""
+        """Return the record for `transformers.Trainer`: input_ids and labels, -100 where nothing is learned."""
         labels = [id if learned else NOT_LEARNED for id, learned in zip(self.ids, self.learned, strict=True)]
         return {"input_ids": self.ids, "labels": labels}
 
     def pieces(self, length: int) -> list[Example]:
-        """This example in pieces of at most `length` ids that learn something.
+        """Split into pieces of at most `length` ids, dropping pieces without targets.
 
-        Each piece after the first begins with the id before it, given, so that no target is lost:
+        Each piece after the first starts with the previous id as context, so that no target is lost:
 
             length 4, all learned:   a b c d e f   ->   a b c d | (d) e f
         """

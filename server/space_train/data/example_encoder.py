@@ -1,7 +1,7 @@
-"""From what a record says to token ids: which are given, and which the model learns to write.
+"""Encodes documents to token ids and marks which ids are targets.
 
-Only answers are learned, each with the token that ends it; plain text is learned whole. The border between what is
-given and what is learned is where the prompt ends when the model is asked: no token reaches across it.
+Only answers are learned, each with its end token; plain text is learned whole. The border between context
+and target is where the prompt ends at inference: no token crosses it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Encoder:
         self._known: dict[str, list[int]] = {}
 
     def examples(self, documents: Sequence[tuple[SourceRecord, Document]]) -> list[list[Example]]:
-        """The examples of each document: none where there is nothing to learn. Many at a time are encoded faster."""
+        """Return the examples of each document, none if it has no targets. Large batches encode faster."""
         texts = [self._texts(document, record) for record, document in documents]
         self._encode(text.text[:border] for some in texts for text in some for border in text.borders)
         found = []
@@ -73,8 +73,8 @@ class Encoder:
         return Example([*self.prefix, *ids, self.eos_id], [False] * len(self.prefix) + [True] * (len(ids) + 1))
 
     def _answered(self, text: AnsweredText) -> Example:
-        """The ids of a rendered conversation up to the end of its last answer."""
-        runs = self._runs(text.text[: text.borders[-1]], [0, *text.borders])  # given, learned, given, learned, …
+        """Encode a rendered conversation up to the end of its last answer."""
+        runs = self._runs(text.text[: text.borders[-1]], [0, *text.borders])  # context, target, context, target, …
         ids: list[int] = []
         learned: list[bool] = []
         for number, run in enumerate(runs):
@@ -82,7 +82,7 @@ class Encoder:
             if not is_answer:
                 ids, learned = ids + run, learned + [False] * len(run)
                 continue
-            # An answer is over with its last end token: what a template writes behind it, the model never does.
+            # An answer ends with its last end token; the model never writes the template text after it.
             end = max((place + 1 for place, id in enumerate(run) if id in self.end_ids), default=None)
             if is_last:
                 run = [*run, self.eos_id] if end is None else run[:end]
@@ -90,13 +90,13 @@ class Encoder:
         return Example(ids, learned)
 
     def _runs(self, text: str, borders: Sequence[int]) -> list[list[int]]:
-        """The ids of text between each border and the next; `borders` begin with 0 and end with the text.
+        """Return the ids between consecutive `borders`, which start at 0 and end with the text.
 
-        The text is encoded whole. Only where a token would reach across a border is the text encoded in two parts, as
-        it is when the model is asked for what comes behind the border.
+        The text is encoded whole. Only if a token would cross a border is it encoded in two parts, as at inference,
+        where the prompt ends at the border.
         """
         runs, base, done = [], 0, 0
-        rest = self._ids(text)  # encodes text[base:]; the first `done` ids of it are given out
+        rest = self._ids(text)  # encodes text[base:]; its first `done` ids are already returned
         for start, end in pairwise(borders):
             head = rest if end == len(text) else self._ids_behind(text[base:end]) if base else self._ids(text[:end])
             fits = head[:done] == rest[:done]
@@ -108,7 +108,7 @@ class Encoder:
         return runs
 
     def _encode(self, texts: Iterable[str]) -> None:
-        """Encode texts that will be asked for, all at once."""
+        """Encode texts in one batch, for later look-ups."""
         wanted = list(dict.fromkeys(texts))
         if wanted:
             encoded = self.tokenizer(
@@ -126,7 +126,7 @@ class Encoder:
         return self._known[text]
 
     def _ids_behind(self, text: str) -> list[int]:
-        """The ids of text that stands behind other text: some tokenizers put a space before the first word of all."""
+        """Encode text that follows other text: some tokenizers put a space before the very first word."""
         for guard in ("\n", self.tokenizer.eos_token):
             before, both = self._ids(guard), self._ids(guard + text)
             if both[: len(before)] == before:
@@ -142,7 +142,7 @@ class Encoder:
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """What fills up rows: the tokenizer's padding, else its EOS. Padding is neither seen nor learned."""
+    """Return the padding id: the tokenizer's own, else its EOS. Padding is neither seen nor learned."""
     for id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if id is not None and 0 <= id < vocab_size:
             return int(id)

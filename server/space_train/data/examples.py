@@ -1,4 +1,4 @@
-"""Training examples, from where the data is to ids with a mask of what is learned.
+"""Loads training examples: from a source to ids with a mask of targets.
 
 records (JSON lines, JSON, text, tables) -> conversations or texts -> chat template -> ids, learned
 """
@@ -29,7 +29,7 @@ RECORDS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class LoadedExamples:
-    """Examples to train on, those held out, and what became of the records."""
+    """Training and held-out examples, and the report of the records read."""
 
     examples: list[Example]
     held_out: list[Example]
@@ -45,7 +45,7 @@ def load_examples(
     limit: int | None = None,
     max_length: int | None = None,
 ) -> list[Example]:
-    """The examples of `source`; `read_examples` says what the arguments mean, and gives more."""
+    """Return the training examples of `source`; see `read_examples` for the arguments."""
     loaded = read_examples(source, tokenizer, split=split, template=template, limit=limit, max_length=max_length)
     return loaded.examples
 
@@ -64,14 +64,14 @@ def read_examples(
     mask_ids: Collection[int] = (),
     quiet: bool = False,
 ) -> LoadedExamples:
-    """Read, render and encode the records of `source` (or of several), and say on stderr what became of them.
+    """Read, render and encode the records of one or several sources, and print a report to stderr.
 
     `template`: a name in chat_text.TEMPLATES or a .jinja file; default the tokenizer's own, else `plain`.
     `limit`: records to read at most. `max_length`: ids at most; conversations are cut at their end, plain texts become
-    several examples. `held_out_share`: of the records, chosen by a hash of what they say, so that the choice is the
+    several examples. `held_out_share`: share of the records, chosen by a hash of their text, so that the choice is the
     same for every tokenizer, order and run (of few records at least one; of a single long text its end).
-    `vocab_size`: of the model, to refuse ids it does not have. `end_ids`: what else than the tokenizer's EOS ends an
-    answer. Records that hold one of `mask_ids` are left out. `quiet`: say nothing on stderr. Raises DataError.
+    `vocab_size`: of the model, to reject ids beyond it. `end_ids`: ids besides the tokenizer's EOS that end an
+    answer. Records that contain one of `mask_ids` are skipped. `quiet`: print nothing. Raises DataError.
     """
     if not 0 <= held_out_share < 1:
         raise DataError(f"held_out_share must be from 0 to below 1; got {held_out_share}.")
@@ -80,7 +80,7 @@ def read_examples(
             raise DataError(f"{name} must be at least {least}; got {value}.")
     encoder = Encoder(tokenizer, ChatText(tokenizer, template), end_ids=end_ids, vocab_size=vocab_size)
     report = LoadReport(template=encoder.chat.template, template_name=encoder.chat.name)
-    found: list[tuple[int, list[Example]]] = []  # of each record: what decides whether it is held out, its examples
+    found: list[tuple[int, list[Example]]] = []  # per record: the digest that selects held-out records, its examples
     reader = islice(_documents(source, split, quiet), limit)
     while some := list(islice(reader, RECORDS_AT_ONCE)):
         encoded = encoder.examples([(record, document) for record, _, document in some])
@@ -101,14 +101,14 @@ def read_examples(
 
 
 def digest(content: str) -> int:
-    """64 bits that depend on what a document says alone."""
+    """Return a 64-bit hash of a document's text."""
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
 
 
 def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and those held out: the records with a digest in the lowest `share` of all digests.
+    """Split into training and held-out examples: held-out records have a digest in the lowest `share` of all digests.
 
-    Of few records at least one is held out, that with the lowest digest; of a single long text its end is.
+    At least the record with the lowest digest is held out; of a single long text, its end.
     """
     if len(found) == 1 and share:
         examples = found[0][1]
@@ -123,7 +123,7 @@ def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[l
 
 
 def _documents(source: str | Sequence[str], split: str, quiet: bool) -> Iterator[tuple[SourceRecord, str, Document]]:
-    """Every document of every source, with a bar on stderr once reading takes more than two seconds."""
+    """Yield every document of every source; a progress bar appears after two seconds."""
     from tqdm import tqdm
 
     for one in [source] if isinstance(source, str) else source:
@@ -134,7 +134,7 @@ def _documents(source: str | Sequence[str], split: str, quiet: bool) -> Iterator
 def _admitted(
     found: list[Example], max_length: int | None, document: Document, mask_ids: set[int], report: LoadReport
 ) -> list[Example]:
-    """Those examples of a document that can be trained on, cut to `max_length`."""
+    """Return the usable examples of a document, cut to `max_length`."""
     if not any(example.num_learned for example in found):
         report.num_empty += 1
         return []

@@ -1,4 +1,4 @@
-"""Which licences a training source may carry, read from the metadata of its own distribution."""
+"""Permitted licences of training sources, read from the metadata of each distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERMISSIVE = frozenset(
     | {"HPND", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0", "Python-2.0", "Unlicense", "Zlib"}
 )
 
-# Free-text `License:` fields and trove classifiers, as packages really write them, in the identifiers of SPDX.
+# Free-text `License:` fields and trove classifiers as found in packages, mapped to SPDX identifiers.
 FREE_TEXT = {
     "apache 2.0": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
@@ -31,7 +31,7 @@ class NotPermissive(ValueError):
 
 
 def audited_licence(metadata: Message) -> str:
-    """The SPDX identifiers that the metadata of a distribution proves; `NotPermissive` where it proves none.
+    """Return the SPDX identifiers that a distribution's metadata proves. Raises NotPermissive if it proves none.
 
     The order of trust: the SPDX expression (every part must be permissive; of an `OR`, one), the trove classifiers (all
     of them), the free-text field (exact phrases only: a pasted licence text proves nothing).

@@ -1,4 +1,4 @@
-"""What became of the records that were read."""
+"""Counts of records read and skipped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LoadReport:
-    """What was read, what was left out, and why."""
+    """Counts of records read, and of those skipped by reason."""
 
     num_records: int = 0
-    num_empty: int = 0  # nothing to learn in them
-    num_with_masks: int = 0  # left out: they hold a mask token, which no text may
+    num_empty: int = 0  # without targets
+    num_with_masks: int = 0  # skipped: they contain a mask token
     num_cut: int = 0  # conversations longer than max_length, cut at their end
-    num_cut_away: int = 0  # left out: their prompt alone fills max_length
+    num_cut_away: int = 0  # skipped: their prompt alone fills max_length
     num_examples: int = 0
     num_held_out: int = 0
     num_tokens: int = 0  # of the examples to train on
     num_learned: int = 0
-    template: str = ""  # Jinja source, so that a checkpoint can be served with it
+    template: str = ""  # Jinja source, written to the checkpoint for serving
     template_name: str = ""
     forms: Counter[str] = field(default_factory=Counter)
 

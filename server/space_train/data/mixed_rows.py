@@ -1,4 +1,4 @@
-"""Several sources of rows as one: each its share, evenly spread, in an order that the row number alone decides."""
+"""Mixes several row sources by share, evenly spread, in an order that depends only on the row number."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from space_train.data.packed_examples import ExampleRows
 
 PERIOD = 40
-"""Rows after which the pattern of sources repeats: shares are kept to a fortieth."""
+"""Rows after which the pattern of sources repeats; shares are rounded to 1/40."""
 
 MOST_OWN_ROUNDS = 4.0
-"""Rounds of the model's own texts in one of the data, where no share is asked for: more teach little more
+"""Most passes over the model's own texts per pass over the data, if no share is given: more teach little more
 (arXiv 2305.16264)."""
 
 
 class RowSource(Protocol):
-    """Training data: an endless order of rows, of which any part can be asked for."""
+    """Training data as an endless sequence of rows with random access."""
 
     def rows(self, first: int, count: int) -> ExampleRows:
         """Rows first .. first+count-1."""
@@ -32,23 +32,23 @@ class RowSource(Protocol):
         ...
 
     def digest(self) -> bytes:
-        """Over all that rows are made of, however many there are."""
+        """Return a digest of the underlying data."""
         ...
 
 
 @dataclass(frozen=True)
 class RowStream:
-    """One source."""
+    """A row source and its share."""
 
     rows: RowSource
     share: float  # of all rows, relative to the other streams' shares
-    # False: text that the model wrote. Masks learn from it; the ordinary loss does not, or the model would grow ever
-    # surer of what it says anyway.
+    # False: text that the model wrote. Masks learn from it; the ordinary loss does not, because that would sharpen the
+    # model's own distribution.
     teaches: bool = True
 
 
 class MixedRows:
-    """Rows drawn from streams in turn."""
+    """Rows drawn from several streams in a fixed pattern."""
 
     def __init__(self, streams: Sequence[RowStream], seed: int) -> None:
         self.streams = [stream for stream in streams if stream.share > 0]
@@ -61,9 +61,9 @@ class MixedRows:
         self._counts = counts
 
     def __len__(self) -> int:
-        """Rows of one epoch: until the data was read once, each stream of it where there are several.
+        """Rows of one epoch: until every data stream was read at least once.
 
-        Text that the model wrote does not count, or much of it would have the data read many times.
+        Text that the model wrote does not count; otherwise much of it would make an epoch repeat the data.
         """
         period, alone = len(self._pattern), not any(stream.teaches for stream in self.streams)
         return max(
@@ -74,12 +74,12 @@ class MixedRows:
 
     @property
     def rounds(self) -> list[float]:
-        """How often an epoch reads each stream."""
+        """How many times an epoch reads each stream."""
         read = len(self) / len(self._pattern)  # periods
         return [read * count / len(stream.rows) for stream, count in zip(self.streams, self._counts, strict=True)]
 
     def __str__(self) -> str:
-        """What is read, and how often."""
+        """Describe the streams and how many times each is read."""
         parts = [
             f"{len(stream.rows)} of {'the data' if stream.teaches else 'its own texts'} ×{rounds:.3g}"
             for stream, rounds in zip(self.streams, self.rounds, strict=True)
@@ -96,7 +96,7 @@ class MixedRows:
         )
 
     def digest(self) -> str:
-        """12 hexadecimal digits that other rows, or others in this order, do not have."""
+        """Return a digest of the rows and their order, 12 hexadecimal digits."""
         digest = hashlib.sha256(self._pattern.tobytes())
         for stream in self.streams:
             digest.update(stream.rows.digest() + bytes([stream.teaches]))
@@ -114,9 +114,9 @@ class MixedRows:
 
 
 def with_own_texts(data: RowSource, own: RowSource, share: float | None) -> list[RowStream]:
-    """The data, and text that the model wrote: `share` of the rows.
+    """Mix the data with text that the model wrote, which gets `share` of the rows.
 
-    None: half of them, or less where its texts would be read more than MOST_OWN_ROUNDS times while the data is once.
+    None: half, or less if one pass over the data would otherwise read these texts more than MOST_OWN_ROUNDS times.
     """
     if share is None:
         most = MOST_OWN_ROUNDS * len(own)

@@ -1,11 +1,11 @@
-"""Examples as rows of one length: several short ones to a row, long ones in pieces, in an order the seed fixes.
+"""Packs examples into rows of one length: short ones share a row, long ones are split; the seed fixes the order.
 
     examples  a a a | b b b b b | c c          row 0   b b b b b c c .
     length 8                                   row 1   a a a . . . . .        . is padding
 
-Each id knows its document, so that attention can be kept within it. Which documents share a row is fixed by the seed;
-the order of the rows is drawn anew each epoch. Both depend on the seed and on the number of a row alone: training goes
-on from any row, and processes take disjoint rows by number.
+Each id carries its document, so that attention stays within it. The seed fixes which documents share a row;
+the order of the rows is redrawn each epoch. Both depend only on the seed and the row number: training can
+resume at any row, and processes take disjoint rows by number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from space_train.data.data_error import NothingToLearn
 from space_train.data.example import Example
 
 PADDING = -1
-"""The document of padding."""
+"""Document number of padding."""
 
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """Some rows, each of B rows having L ids.
+    """B rows of L ids each.
 
-    An id that is learned always has its predecessor, of the same document, right before it in the row.
+    A target always directly follows an id of the same document in its row.
     """
 
     ids: Tensor  # [B, L] int64
@@ -86,7 +86,7 @@ class PackedExamples:
 
     @property
     def num_targets(self) -> int:
-        """Ids that are learned per epoch."""
+        """Targets per epoch."""
         return int(self._learned.sum())
 
     @property
@@ -95,14 +95,14 @@ class PackedExamples:
         return self.num_tokens / (len(self) * self.length)
 
     def digest(self) -> bytes:
-        """Over the ids, which of them are learnt, and where the examples begin."""
+        """Return a digest of the ids, the targets and the examples' starts."""
         digest = hashlib.sha256(self.pad_id.to_bytes(8, "little"))
         for part in (self._ids, self._learned, self._start):
             digest.update(part.data)
         return digest.digest()
 
     def rows(self, first: int, count: int) -> ExampleRows:
-        """Rows number first .. first+count-1 of the endless order; row n is of epoch n // len(self)."""
+        """Return rows first .. first+count-1 of the endless sequence; row n is in epoch n // len(self)."""
         if first < 0 or count < 1:
             raise ValueError(f"Rows are numbered from 0 and come at least one at a time; got {first=}, {count=}.")
         ids = np.full((count, self.length), self.pad_id, dtype=np.int64)
@@ -123,7 +123,7 @@ class PackedExamples:
         return ExampleRows(torch.from_numpy(ids), torch.from_numpy(learned), torch.from_numpy(document))
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
-        """The order of the rows in an epoch; the last two are remembered."""
+        """Return the order of the rows in an epoch; the last two are cached."""
         if epoch not in self._order:
             self._order = {old: order for old, order in self._order.items() if old == epoch - 1}
             self._order[epoch] = np.random.default_rng([self.seed, self.length, epoch]).permutation(len(self))
@@ -131,13 +131,13 @@ class PackedExamples:
 
 
 def packed(sizes: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Put items of these sizes into rows: the largest first, each into the fullest row that still has room.
+    """Pack items of these sizes into rows: the largest first, each into the fullest row with enough space.
 
     (Best fit decreasing: at most 11/9 of the fewest rows, plus one.) Equal sizes come in `order`.
     """
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room they have
-    rooms = 0  # bit r is set where some row has room r: the smallest room that does is one operation away
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their free space
+    rooms = 0  # bit r is set if a row has r free: finds the best fit in one operation
     for item in sorted(order, key=lambda item: -sizes[item]):
         size = sizes[item]
         fitting = rooms >> size

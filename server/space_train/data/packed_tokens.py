@@ -1,4 +1,4 @@
-"""Token ids on disk, and the windows of them that training draws: each once per epoch, in an order the seed fixes."""
+"""Token ids on disk, read as training windows: each once per epoch, in an order that the seed fixes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS_PER_CALL = 256
 
 
 def write_packed(tokenizer: Tokenizer, texts: Iterable[str], path: Path) -> int:
-    """Encode `texts` into one stream of uint16 ids, each text followed by end-of-text; the number of ids written."""
+    """Encode `texts` into one stream of uint16 ids, each text followed by end-of-text. Return their number."""
     if tokenizer.get_vocab_size() > 65536:
         raise ValueError(f"A vocabulary of {tokenizer.get_vocab_size()} does not fit uint16: use at most 65536 ids.")
     num_ids, rest = 0, iter(texts)
@@ -34,7 +34,7 @@ def write_packed(tokenizer: Tokenizer, texts: Iterable[str], path: Path) -> int:
 
 
 class PackedTokens:
-    """A stream of ids read as windows. Which windows come is a pure function of (seed, how many ids were drawn)."""
+    """A stream of ids read as windows, which are a pure function of the seed and the number of ids drawn before."""
 
     def __init__(self, ids: NDArray[np.uint16], seed: int, *, aligned: bool = False) -> None:
         self.ids, self.seed, self.aligned = ids, seed, aligned
@@ -42,7 +42,7 @@ class PackedTokens:
 
     @classmethod
     def open(cls, path: Path, seed: int, *, aligned: bool = False) -> PackedTokens:
-        """The stream at `path`, mapped into memory."""
+        """Memory-map the stream at `path`."""
         return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed, aligned=aligned)
 
     def holds(self, length: int) -> bool:
@@ -54,7 +54,7 @@ class PackedTokens:
         return len(self.ids) // length - 1
 
     def windows(self, drawn: int, count: int, length: int) -> Tensor:
-        """`count` windows of `length` ids, [count, length] int64, after `drawn` ids were drawn in windows before.
+        """Return `count` windows, [count, length] int64, after `drawn` ids were drawn in earlier windows.
 
         An epoch cuts the stream at multiples of `length` from an offset of its own (none where the stream is
         `aligned`: made of pieces of that length), and shuffles the pieces.

@@ -11,12 +11,12 @@ arXiv 2402.11809, §3.2). Text y_0 .. y_9, learned from y_4 on, cut at s=5, k=2:
     input          y0   y1   y2   y3   y4   M1   M2   .        . is padding: it only holds the last label
     label          -    -    -    -    y4   y5   y6   y7       transformers: the row before a label learns it
 
-So the root y4 learns the bonus y5 as ever, and mask j, where y_{s+j-1} would stand, learns y_{s+j}: group 0 of a
+So the root y4 learns the bonus y5 as usual, and mask j, in the place of y_{s+j-1}, learns y_{s+j}: group 0 of a
 decoding step whose root is y_{s-1}. Masks come last, so ordinary causal attention is all they need.
 
-The published loader puts one more mask where the padding stands, which nothing learns from: the loss is the same. Of a
-conversation it tosses a coin for each answer and cuts the first that wins; here one toss decides for the sample, and
-the cut may be in any answer.
+The published loader puts one more mask in the place of the padding, which has no target: the loss is the same. In a
+conversation it draws once per answer and cuts the first one selected; here one draw per sample is made, and
+any answer may be cut.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _NOT_TOLD = -1
 
 @dataclass(frozen=True)
 class PaperSample:
-    """One sample as the model gets it, before it is filled up to the length of its batch."""
+    """One sample before padding to the length of its batch."""
 
     inputs: list[int]
     labels: list[int]  # as long as `inputs`, or one longer: the last mask's label has no input of its own
 
 
 class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """Collates samples {"input_ids", "labels"} (or `Example`s) into a batch in which some are cut, with masks behind.
+    """Collates samples {"input_ids", "labels"} (or `Example`s) into a batch; some are cut and followed by masks.
 
     mask_ids:  one id that all masks share (as published), or one for each of the masks.
-    pad_id:    fills up a batch; never seen, never learned.
-    num_masks: k, the masks behind a cut; a text is cut only where k+1 ids of one answer follow.
-    sar_share: the chance that a sample is cut.
-    fixed:     True: a sample is cut at the same place in every epoch, as published. False: a fresh draw each epoch; the
-               Trainer must then say which epoch it is, so give it the collator twice: `data_collator=c, callbacks=[c]`.
-    seed:      with the sample's ids and the epoch, all that the draws depend on: not on order, batch, rank or worker.
+    pad_id:    pads a batch; never seen, never learned.
+    num_masks: k, the masks after a cut; a text is cut only where k+1 ids of one answer follow.
+    sar_share: the probability that a sample is cut.
+    fixed:     True: a sample is cut at the same place in every epoch, as published. False: a new draw each epoch, which
+               needs the epoch from the Trainer: pass the collator twice, `data_collator=c, callbacks=[c]`.
+    seed:      draws depend only on it, the sample's ids and the epoch: not on order, batch, rank or worker.
 
     Samples come unpadded; `labels` are `input_ids` with -100 where nothing is learned (absent: all is learned). The
-    batch has input_ids, attention_mask and labels, [B, longest], filled up on the right.
+    batch has input_ids, attention_mask and labels, [B, longest], padded on the right.
     """
 
     def __init__(
@@ -85,26 +85,26 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
         self.mask_ids = ids * num_masks if len(ids) == 1 else ids
         self.pad_id, self.num_masks, self.sar_share = pad_id, num_masks, sar_share
         self.seed, self.fixed, self.multiple_of = seed, fixed, multiple_of
-        # In shared memory, so that workers that outlive an epoch learn of the next one.
+        # In shared memory, so that data-loader workers that outlive an epoch see the next one.
         self._epoch = torch.tensor([0 if fixed else _NOT_TOLD])
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch's cuts to draw, from 0. (Without effect on fixed ones.)"""
+        """Set the epoch, from 0, whose cuts are drawn. (No effect with `fixed`.)"""
         if epoch < 0:
             raise ValueError(f"Epochs are numbered from 0; got {epoch}.")
         self._epoch.fill_(0 if self.fixed else epoch)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: object) -> None:
-        """As a callback: the Trainer is there, so it will say when an epoch begins."""
+        """Trainer callback: from here on the Trainer reports each epoch."""
         self.set_epoch(0)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: object) -> None:
-        """As a callback: an epoch begins, or goes on after a resume."""
+        """Trainer callback: an epoch begins or is resumed."""
         self.set_epoch(int(state.epoch or 0))
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Example]) -> dict[str, Tensor]:
-        """The batch."""
+        """Return the batch."""
         samples = [self.sample(_example(feature)) for feature in features]
         longest = max(len(sample.labels) for sample in samples)
         shape = (len(samples), -(-longest // self.multiple_of) * self.multiple_of)
@@ -117,7 +117,7 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
     def sample(self, example: Example) -> PaperSample:
-        """One sample, cut if the draw says so."""
+        """Return one sample, cut if it is drawn."""
         place = next((place for place, id in enumerate(example.ids) if id in self.mask_ids), None)
         if place is not None:
             raise ValueError(
@@ -128,7 +128,7 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
         return whole(example) if cut is None else cut_at(example, cut, self.mask_ids)
 
     def cut_of(self, example: Example) -> int | None:
-        """Where this epoch cuts the sample; None where it stays whole."""
+        """Return where this epoch cuts the sample, or None if it stays whole."""
         epoch = int(self._epoch)
         if epoch == _NOT_TOLD:
             raise RuntimeError(
@@ -145,7 +145,7 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
 
 
 def cut_places(example: Example, num_masks: int) -> list[int]:
-    """Every s that a text can be cut at: y_s and the targets of all masks, y_{s+1} .. y_{s+k}, are of one answer."""
+    """Return every possible cut s: y_s and the targets of all masks, y_{s+1} .. y_{s+k}, are in one answer."""
     places, run = [], 0  # run: learned ids in a row, up to here
     for place, learned in enumerate(example.learned):
         run = run + 1 if learned else 0
@@ -155,25 +155,25 @@ def cut_places(example: Example, num_masks: int) -> list[int]:
 
 
 def whole(example: Example) -> PaperSample:
-    """An ordinary sample. Nothing stands before its first id, so that nothing learns it."""
+    """Return the uncut sample. Its first id has no predecessor, so it is not learned."""
     labels = [id if learned else NOT_LEARNED for id, learned in zip(example.ids, example.learned, strict=True)]
     return PaperSample(example.ids, [NOT_LEARNED, *labels[1:]])
 
 
 def cut_at(example: Example, cut: int, mask_ids: Sequence[int]) -> PaperSample:
-    """The sample up to y_{s-1}, s = `cut`, and group 0 of the decoding step with that root."""
+    """Return the sample up to y_{s-1}, s = `cut`, and group 0 of the decoding step with that root."""
     positions = DraftLayout(0, (len(mask_ids),)).mask_positions(cut - 1)
     end = positions[-1] + 1
     inputs = [*example.ids[:cut], *([0] * len(positions))]
     labels = whole(example).labels[: cut + 1] + [NOT_LEARNED] * (end - cut)
     for position, mask_id in zip(positions, mask_ids, strict=True):
         inputs[position] = mask_id
-        labels[position + 1] = example.ids[position + 1]  # a row learns the id behind its own position
+        labels[position + 1] = example.ids[position + 1]  # a row learns the id after its own position
     return PaperSample(inputs, labels)
 
 
 def _example(feature: Mapping[str, Any] | Example) -> Example:
-    """A checked sample."""
+    """Return the sample as a validated example."""
     if isinstance(feature, Example):
         ids, learned = feature.ids, feature.learned
     else:
@@ -196,5 +196,5 @@ def _example(feature: Mapping[str, Any] | Example) -> Example:
 
 
 def _ints(values: Any) -> list[int]:
-    """A list, from a list, a tensor or an array."""
+    """Convert a list, tensor or array to a list."""
     return list(values.tolist() if hasattr(values, "tolist") else values)

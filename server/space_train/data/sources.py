@@ -1,4 +1,4 @@
-"""Where the training text comes from: the standard library, installed packages, and pinned wheels."""
+"""Sources of the training text: the standard library, installed packages and pinned wheels."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ WHEELS = [
 
 HELD_OUT = frozenset({"toolz", "flask", "tinydb", "humanize", "textdistance", "glom", "sortedcontainers"})
 
-# Bytes kept of one source, so that no single house style dominates.
+# Most bytes kept of one source, so that no single coding style dominates.
 MOST_BYTES = 3 * MEGABYTE
 MOST_BYTES_OF = {"python": 14 * MEGABYTE, "sympy": 7 * MEGABYTE, "transformers": 2 * MEGABYTE, "twisted": 2 * MEGABYTE}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One distribution: what it is, what its metadata says of its licence, and where its Python files lie."""
+    """One distribution: its name, the licence in its metadata, and its Python files."""
 
     name: str
     version: str
@@ -137,7 +137,7 @@ class Source:
     names: tuple[str, ...]  # paths under the root
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """(path, content) of every Python file, in path order."""
+        """Yield (path, content) of every Python file, in path order."""
         if self.root.suffix == ".whl":
             with zipfile.ZipFile(self.root) as wheel:
                 for name in self.names:
@@ -148,14 +148,14 @@ class Source:
 
 
 def standard_library() -> Source:
-    """The running interpreter's own library (PSF-2.0)."""
+    """Return the running interpreter's own library (PSF-2.0)."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(str(path.relative_to(root)) for path in root.rglob("*.py") if "site-packages" not in path.parts)
     return Source("python", platform.python_version(), "PSF-2.0", root, tuple(names))
 
 
 def installed(name: str) -> Source:
-    """A distribution of the running environment; `PackageNotFoundError` where it is not installed."""
+    """Return a distribution of the running environment. Raises PackageNotFoundError if it is not installed."""
     distribution = importlib.metadata.distribution(name)
     paths = [str(path) for path in distribution.files or () if path.suffix == ".py" and ".." not in path.parts]
     root = Path(str(distribution.locate_file("")))
@@ -165,7 +165,7 @@ def installed(name: str) -> Source:
 
 
 def wheel(path: Path) -> Source:
-    """A downloaded wheel, read in place."""
+    """Return a downloaded wheel, read in place."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         described = next(name for name in names if name.endswith(".dist-info/METADATA"))
@@ -175,7 +175,7 @@ def wheel(path: Path) -> Source:
 
 
 def download(folder: Path, requirements: Sequence[str]) -> list[Path]:
-    """Fetch the pinned wheels that `folder` does not hold yet; their paths, in the order asked for."""
+    """Download the pinned wheels that are not in `folder` yet. Return all paths in order of `requirements`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for requirement in requirements:
@@ -190,6 +190,6 @@ def download(folder: Path, requirements: Sequence[str]) -> list[Path]:
 
 
 def all_sources(downloads: Path) -> list[Source]:
-    """Every source of the recipe, held-out ones first, so that they win when near-duplicates are dropped."""
+    """Return every source of the recipe, held-out ones first, so that deduplication keeps those."""
     sources = [standard_library(), *map(installed, INSTALLED), *map(wheel, download(downloads, WHEELS))]
     return sorted(sources, key=lambda source: (source.name not in HELD_OUT, source.name))

@@ -1,4 +1,4 @@
-"""A packed stream of ids as rows to train on: every id is learnt."""
+"""Training rows from a packed stream of ids; every id is a target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenRows:
         self.tokens, self.length = tokens, length
 
     def rows(self, first: int, count: int) -> ExampleRows:
-        """Windows number first .. first+count-1 of the endless seeded order."""
+        """Return windows first .. first+count-1 of the endless seeded order."""
         ids = self.tokens.windows(first * self.length, count, self.length)
         return ExampleRows(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids))
 
@@ -26,5 +26,5 @@ class TokenRows:
         return self.tokens.num_windows(self.length)
 
     def digest(self) -> bytes:
-        """Over the whole stream."""
+        """Return a digest of the whole stream."""
         return hashlib.sha256(self.tokens.ids.data).digest()

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE whose pieces fit code, with the ids a SPACE checkpoint needs."""
+"""Trains the tokenizer: byte-level BPE with a pre-tokenizer for code and the ids a SPACE checkpoint needs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SPECIAL_TOKENS = [END_OF_TEXT, START_OF_TURN, END_OF_TURN, PAD]
 SPECIAL_TOKENS += [f"<|mask_{number}|>" for number in range(1, NUM_MASK_TOKENS + 1)]
 END_OF_TEXT_ID, PAD_ID, FIRST_MASK_ID = 0, 3, 4
 
-# What may never be joined into one token, in this order: an indentation; a word with the one character before it (so
-# ` name`, `.append` and `_size` are tokens); up to three digits; punctuation with the line ends behind it (`):\n`);
+# Pieces that BPE never merges across, in this order: an indentation; a word with the one character before it (so
+# ` name`, `.append` and `_size` are tokens); up to three digits; punctuation with the line ends after it (`):\n`);
 # line ends; other white space. An indentation is never joined to the line end before it, because prompts end there.
 PIECES = r"[ \t]{2,}(?=\S)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+\n*|\n+|\s+"
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` ids, the special tokens first (end of text is 0)."""
+    """Train a byte-level BPE of `vocab_size` ids, the special tokens first (end of text is 0)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
-    """`tokenizer.json`, and beside it what transformers' AutoTokenizer reads: a config and the chat template."""
+    """Write `tokenizer.json`, and the config and chat template that transformers' AutoTokenizer reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

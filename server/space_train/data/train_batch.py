@@ -1,4 +1,4 @@
-"""One update's rows: texts, and the places in them that get masks. A pure function of the plan and the row numbers."""
+"""The rows of one update: texts and their mask positions, a pure function of the plan and the row numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Texts:
 
     @property
     def is_target(self) -> Tensor:
-        """[B, L] bool: learnt, and the token before it is of the same text."""
+        """[B, L] bool: a target whose previous token is in the same text."""
         same = torch.zeros_like(self.learned)
         same[:, 1:] = (self.document[:, 1:] == self.document[:, :-1]) & (self.document[:, 1:] >= 0)
         return self.learned & same
@@ -44,7 +44,7 @@ class Texts:
 
     @property
     def num_before(self) -> Tensor:
-        """[B, L] tokens that each token sees: those of its document up to itself; 0 for padding."""
+        """[B, L] number of tokens that each token sees: those of its document up to itself; 0 for padding."""
         places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         begins = torch.ones_like(self.learned)
         begins[:, 1:] = self.document[:, 1:] != self.document[:, :-1]
@@ -56,25 +56,25 @@ class Texts:
 
     @classmethod
     def of(cls, rows: ExampleRows, teaches: list[bool], chosen: list[int]) -> Texts | None:
-        """Some of the rows; None where none is chosen."""
+        """Return the `chosen` rows, or None if there are none."""
         if not chosen:
             return None
         flags = torch.tensor([teaches[index] for index in chosen])
         return cls(rows.ids[chosen], rows.learned[chosen], rows.document[chosen], flags)
 
     def part(self, rows: slice) -> Texts:
-        """Some of the rows."""
+        """Return a slice of the rows."""
         return Texts(self.ids[rows], self.learned[rows], self.document[rows], self.teaches[rows])
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Part of an update: rows without masks, rows with."""
+    """Part of an update: rows without masks and rows with masks."""
 
     plain: Texts | None
     masked: Texts | None
     anchors: AnchorRows | None  # of the masked rows
-    told_own: Tensor | None = None  # [B, M] bool: masks whose draft head is told its own draft before
+    told_own: Tensor | None = None  # [B, M] bool: the draft head gets its own previous draft for these masks
 
     @property
     def num_tokens(self) -> int:
@@ -101,12 +101,12 @@ class TrainBatch:
 
 
 def is_plain(row: int, ar_share: float) -> bool:
-    """Whether row number `row` of the run goes without masks: evenly spread, so that each process has its part."""
+    """Return whether row `row` of the run has no masks: evenly spread, so that each process gets its share."""
     return int((row + 1) * ar_share + 1e-9) > int(row * ar_share + 1e-9)
 
 
 def train_batch(data: MixedRows, plan: TrainPlan, first: int, count: int) -> TrainBatch:
-    """Rows first .. first+count-1 of the run, as the plan wants them."""
+    """Build the batch of rows first .. first+count-1 of the run."""
     rows, teaches = data.rows(first, count), [data.teaches(first + index) for index in range(count)]
     ar_share = plan.ar_share if plan.has_masks else 1.0
     plain = [index for index in range(count) if is_plain(first + index, ar_share)]
@@ -124,17 +124,17 @@ def train_batch(data: MixedRows, plan: TrainPlan, first: int, count: int) -> Tra
 
 
 def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generator:
-    """Of the masks of one row: fresh in every epoch, or the text's own for ever."""
+    """Return the generator for one row's masks: new in every epoch, or fixed for the text."""
     epoch, _ = divmod(row, len(data))
     if plan.fixed_cuts:
-        # The text itself decides, wherever the epoch's order puts it.
+        # Seeded by the text, not by its place in the epoch.
         content = data.rows(row, 1).ids.numpy().tobytes()
         return np.random.default_rng([plan.seed, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())])
     return np.random.default_rng([plan.seed, row, epoch])
 
 
 def _spread(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -> AnchorRows:
-    """Many anchors a text, at places whose first mask has a target."""
+    """Choose many anchors per text, at places whose first mask has a target."""
     target = texts.is_target.numpy()
     length = target.shape[1]
     counts = keep_counts(max(1, round(plan.anchors_per_token * length)), plan.num_masks, plan.keep, plan.least)
@@ -146,9 +146,9 @@ def _spread(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]
 
 
 def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -> tuple[Texts, AnchorRows]:
-    """One anchor a text, which is cut there: what is behind it is padding now.
+    """Choose one anchor per text and cut the text there: the tokens after it become padding.
 
-    Only where masks learn the model's own distribution, the tokens they stand for are read too, for their teachers; the
+    If masks learn the model's own distribution, the tokens in their place are read too, as the teachers' input; the
     ordinary loss does not learn them.
     """
     anchors: list[list[tuple[int, int]]] = []
@@ -156,7 +156,7 @@ def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -
         anchors.append([(int(generator.choice(places)) if len(places) else 1, plan.num_masks)])
     rows = within_documents(anchor_rows(anchors, texts.is_target.numpy()), texts)
     cuts = torch.tensor([[row[0][0]] for row in anchors])
-    # The label of the last real token is the anchor's own, which is real to the loss though no row stands on it.
+    # The last real token's label is the anchor, which the loss uses though it has no row of its own.
     length = int(cuts.max()) + plan.num_masks + 1
     at = torch.arange(texts.ids.shape[1])
     reach = plan.num_masks if plan.distill or plan.survival else 0
@@ -166,20 +166,20 @@ def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -
 
 
 def _places(texts: Texts) -> list[NDArray[np.int64]]:
-    """Of each text every m where x_{m+1} is a target, and the root x_{m-1} is of the same document."""
+    """Return for each text every m for which x_{m+1} is a target and the root x_{m-1} is in the same document."""
     document, target = texts.document, texts.is_target
     fit = target[:, 2:] & (document[:, 2:] == document[:, :-2])
     return [np.flatnonzero(row) + 1 for row in fit.numpy()]
 
 
 def _told_own(anchors: AnchorRows, share: float, generators: list[np.random.Generator]) -> Tensor:
-    """[B, M] bool: `share` of the masks behind a first one. Drawn row by row, so that parts of an update agree."""
+    """[B, M] bool: `share` of the masks after a first one. Drawn row by row, so that parts of an update agree."""
     drawn = np.stack([generator.random(anchors.depth.shape[1]) for generator in generators])
     return torch.from_numpy(drawn < share) & (anchors.depth > 1)
 
 
 def within_documents(rows: AnchorRows, texts: Texts) -> AnchorRows:
-    """Masks whose target is in another text than their root learn nothing."""
+    """Drop the targets of masks whose target is in another text than their root."""
     last = texts.ids.shape[1] - 1
     same = texts.document.gather(1, rows.target.clamp(max=last)) == texts.document.gather(1, rows.root)
     return AnchorRows(rows.root, rows.depth, rows.group, rows.learns & same)

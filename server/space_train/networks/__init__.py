@@ -1,1 +1,1 @@
-"""What is trained: decoder, masks, adapters, draft head, and their losses."""
+"""The trained modules: decoder, masks, adapters and draft head, and their losses."""

@@ -1,6 +1,6 @@
-"""Gated adapters, as they are trained: low-rank deltas on the linears of the decoder layers, for mask rows alone.
+"""Gated adapters in training: low-rank deltas on the linears of the decoder layers, applied to mask rows only.
 
-Training runs mask rows in a pass of their own, so the gate is a switch: on in their pass, off in every other.
+Training runs mask rows in a separate pass, so the gate is a switch: on in that pass, off in all others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 
 class AdaptedLinear(nn.Module):
-    """W·x, and where the gate is on + scale·B·A·x."""
+    """W·x, plus scale·B·A·x while the gate is on."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, gate: Gate) -> None:
         super().__init__()
@@ -28,19 +28,19 @@ class AdaptedLinear(nn.Module):
         y: Tensor = self.linear(x)
         if not self.gate.is_on:
             return y
-        # The weights of a frozen base may be half as wide as these, which learn.
+        # A frozen base may be in half precision; the adapters are in float32.
         return y + self.scale * F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
 
 
 class Gate:
-    """Whether the rows of the running pass are masks."""
+    """Switch that is on while the rows of the current pass are masks."""
 
     def __init__(self) -> None:
         self.is_on = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Mask rows inside."""
+        """Switch the adapters on inside the block."""
         self.is_on = True
         try:
             yield
@@ -49,10 +49,10 @@ class Gate:
 
 
 class Adapters(nn.Module):
-    """The adapters of one model, and the inputs of its masks."""
+    """The adapters of one model, and the input embeddings of its masks."""
 
     def __init__(self, model: PreTrainedModel, *, rank: int, alpha: float, num_masks: int) -> None:
-        """Puts an adapter on every linear of the decoder layers of `model`, in place."""
+        """Put an adapter on every linear of the decoder layers of `model`, in place."""
         super().__init__()
         self.gate, self.rank, self.alpha = Gate(), rank, alpha
         hidden, device = int(model.config.hidden_size), model.get_input_embeddings().weight.device
@@ -71,7 +71,7 @@ class Adapters(nn.Module):
         self.pairs = nn.ParameterList([part for adapted in self._adapted.values() for part in (adapted.a, adapted.b)])
 
     def initialise(self, generator: torch.Generator, mean: Tensor, spread: float) -> None:
-        """Random A, zero B; mask inputs near `mean` [E]."""
+        """Initialise A randomly, B to zero, and mask inputs near `mean` [E]."""
         with torch.no_grad():
             for adapted in self._adapted.values():
                 noise = torch.randn(adapted.a.shape, generator=generator)
@@ -80,7 +80,7 @@ class Adapters(nn.Module):
             self.mask_embeddings.copy_(mean + spread * noise.to(mean.device))
 
     def export(self, dtype: torch.dtype) -> GatedLora:
-        """As it is served."""
+        """Return the adapter in the form used for serving."""
         pairs = {
             name: (adapted.a.detach().to(dtype), adapted.b.detach().to(dtype))
             for name, adapted in self._adapted.items()
@@ -89,7 +89,7 @@ class Adapters(nn.Module):
         return GatedLora(mask_embeddings=masks, pairs=pairs, scale=self.alpha / self.rank)
 
     def take(self, adapter: GatedLora) -> None:
-        """Go on from the weights of a trained adapter, whatever its alpha was."""
+        """Load the weights of a trained adapter, rescaled to this alpha."""
         with torch.no_grad():
             self.mask_embeddings.copy_(adapter.mask_embeddings)
             for name, (a, b) in adapter.pairs.items():

@@ -1,4 +1,4 @@
-"""A transformers causal language model as training sees it: rows whose position and visibility are free."""
+"""Wraps a transformers causal language model so that positions and visibility of rows are free."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Decoder(nn.Module):
         self.attention = attention
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
         self._windows = _windows(config)
-        self._entering: Tensor | None = None  # what the first layer gets in place of embeddings, while a pass runs
+        self._entering: Tensor | None = None  # first-layer inputs that replace the embeddings of the current pass
         model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         body: Any = torch.compile(model.base_model, dynamic=False) if compile else model.base_model
-        self._body: Callable[..., Any] = body.__call__  # no submodule: the state would hold each weight twice
+        self._body: Callable[..., Any] = body.__call__  # not a submodule: the state would contain each weight twice
 
     @property
     def hidden_size(self) -> int:
@@ -57,11 +57,10 @@ class Decoder(nn.Module):
         cache: DynamicCache | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R].
+        """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R].
 
-        `visible` [B, R, K] bool; `key_positions` [B, K], where keys are not the rows themselves. With a `cache` its
-        keys come first, and the rows' own are added to it. `inputs` [B, R, E] enter the first layer in place of the
-        embeddings of `ids`.
+        `visible` [B, R, K] bool; `key_positions` [B, K], if keys are not the rows themselves. Keys of `cache` come
+        first, and the rows' own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`.
         """
         keys = positions if key_positions is None else key_positions
         arguments = {
@@ -88,7 +87,7 @@ class Decoder(nn.Module):
         return F.embedding(ids, self.embedding)
 
     def _enter(self, _: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before the first layer: `inputs` in place of the embeddings, behind any scale the family puts on them."""
+        """Hook before the first layer: replace the (scaled) embeddings by `inputs`."""
         if self._entering is None:
             return rows, keywords
         if rows:
@@ -96,7 +95,7 @@ class Decoder(nn.Module):
         return rows, keywords | {"hidden_states": self._entering.to(keywords["hidden_states"].dtype)}
 
     def _masks(self, visible: Tensor, positions: Tensor, keys: Tensor) -> Any:
-        """What transformers takes: one mask, or one for each kind of layer."""
+        """Return the attention masks for transformers: one, or one per layer type."""
         if not self._windows:
             return self._mask(visible)
         near = {
@@ -106,7 +105,7 @@ class Decoder(nn.Module):
         return near if len(near) > 1 or "full_attention" in near else next(iter(near.values()))
 
     def _mask(self, visible: Tensor) -> Tensor | BlockMask:
-        """[B, R, K] bool as the model's attention function takes it."""
+        """Convert `visible` [B, R, K] bool to the form of the model's attention function."""
         if self.attention == "flex_attention":
             return block_mask(visible)
         if self.attention == "eager":  # adds it to the scores
@@ -116,7 +115,7 @@ class Decoder(nn.Module):
 
 
 def check_is_trainable(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModel for a body of another kind than Llama's. It needs no weights: a meta model will do."""
+    """Raise UnsupportedModel if the body is not built like Llama's. Works on a meta model, without weights."""
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise UnsupportedModel(
             f"Models of type {model.config.model_type!r} cannot be trained: training puts rows at free positions, in "
@@ -126,7 +125,7 @@ def check_is_trainable(model: PreTrainedModel) -> None:
 
 
 def attention_for(model: PreTrainedModel) -> str:
-    """Which attention function of transformers does: it takes our masks, and computes what the family is.
+    """Return the attention function of transformers to use: it must accept our masks and fit the model family.
 
     Flash attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU, has no
     dropout.
@@ -140,7 +139,7 @@ def attention_for(model: PreTrainedModel) -> str:
 
 
 def block_mask(visible: Tensor) -> BlockMask:
-    """`visible` [B, R, K] bool as flex_attention takes it: blocks of 128 in which nothing is seen are left out."""
+    """Convert `visible` [B, R, K] bool for flex_attention, which skips blocks of 128 without visible keys."""
 
     def sees(text: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         seen: Tensor = visible[text, row, key]
@@ -151,7 +150,7 @@ def block_mask(visible: Tensor) -> BlockMask:
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Window of each kind of layer; empty where every layer sees everything."""
+    """Return the attention window of each layer type; empty if all layers have full attention."""
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
     if "sliding_attention" in kinds and window:

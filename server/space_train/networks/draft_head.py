@@ -1,4 +1,4 @@
-"""The draft head, as it is trained: each draft is told the token before it (SPACE §4)."""
+"""The draft head in training: each draft is conditioned on the token before it (SPACE §4)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class DraftHead(nn.Module):
         self.embedding_scale, self.form = embedding_scale, form
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Random W1, zero W2: at first the head changes nothing."""
+        """Initialise W1 randomly and W2 to zero, so that the head starts as the identity."""
         with torch.no_grad():
             self.w1.copy_(torch.randn(self.w1.shape, generator=generator) * self.w1.shape[1] ** -0.5)
             self.w2.zero_()
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Corrected rows [..., E] of `hidden` [..., E] (after the final norm) and the embedding `previous` [..., E]."""
+        """Correct `hidden` [..., E] (after the final norm) by the embedding `previous` [..., E]; returns [..., E]."""
         told = self.embedding_scale * previous.to(hidden.dtype)
         w1, w2 = self.w1.to(hidden.dtype), self.w2.to(hidden.dtype)
         if self.form is HeadForm.LOW_RANK:

@@ -1,4 +1,4 @@
-"""The losses of one pass, as sums over rows, so that parts of an update and processes can be added up exactly.
+"""The losses of one pass, as sums over rows, so that parts of an update and processes add up exactly.
 
 Letters: `N` rows, `E` hidden size, `V` vocabulary.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 4096
-"""Rows whose whole vocabulary is held at once."""
+"""Rows whose logits are in memory at once."""
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -36,7 +36,7 @@ class Losses:
 
 
 def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Sum of -log q(label) over rows: hidden [N, E], labels [N]."""
+    """Return the sum of -log q(label) over rows: hidden [N, E], labels [N]."""
 
     def part(rows: Tensor, wanted: Tensor) -> Tensor:
         return F.cross_entropy(logits(rows), wanted, reduction="sum")
@@ -45,7 +45,7 @@ def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def soft(logits: Logits, hidden: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Sum of -w·Σ p·log q over rows: hidden [N, E]; the teacher's own hidden rows [N, E] give p; weights [N]."""
+    """Return the sum of -w·Σ p·log q over rows: hidden [N, E]; p from the teacher's hidden rows [N, E]; weights [N]."""
 
     def part(rows: Tensor, teachers: Tensor, some: Tensor) -> Tensor:
         with torch.no_grad():
@@ -56,7 +56,7 @@ def soft(logits: Logits, hidden: Tensor, teacher: Tensor, weights: Tensor) -> Te
 
 
 def weighted(logits: Logits, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Sum of -w·log q(label) over rows."""
+    """Return the sum of -w·log q(label) over rows."""
 
     def part(rows: Tensor, wanted: Tensor, some: Tensor) -> Tensor:
         return (F.cross_entropy(logits(rows), wanted, reduction="none") * some).sum()
@@ -66,7 +66,7 @@ def weighted(logits: Logits, hidden: Tensor, labels: Tensor, weights: Tensor) ->
 
 @torch.no_grad()
 def chances(logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
-    """[N] log-probability that each of `hidden` [N, E] gives its id."""
+    """[N] log-probability of each row's id, from `hidden` [N, E]."""
     parts = zip(torch.split(hidden, CHUNK), torch.split(ids, CHUNK), strict=True)
     return torch.cat([logits(rows).log_softmax(-1).gather(1, some[:, None])[:, 0] for rows, some in parts])
 
@@ -78,18 +78,18 @@ def best(logits: Logits, hidden: Tensor) -> Tensor:
 
 
 def survival(chance: Tensor, depth: Tensor) -> Tensor:
-    """[B, M] the chance that the drafts before each mask stand: the product of the teacher's over its group so far.
+    """[B, M] probability that all drafts before each mask are accepted: the product of the teacher's in its group.
 
-    `chance` [B, M]: log-probability of each mask's own target; groups lie one after the other, from depth 1 on.
+    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on.
     """
-    chance = chance.double()  # sums over a whole row lose what single ones say
+    chance = chance.double()  # cumulative sums over a whole row lose precision in float32
     before = chance.cumsum(1) - chance
     first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)
     return (before - before.gather(1, first)).exp().float()
 
 
 def _in_chunks(part: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:
-    """The sum of `part` over chunks of rows; with several, their logits are computed again going back, not kept."""
+    """Return the sum of `part` over chunks of rows; with several chunks, the backward pass recomputes their logits."""
     if len(hidden) <= CHUNK:
         return part(hidden, *others)
     pieces = zip(*(torch.split(tensor, CHUNK) for tensor in (hidden, *others)), strict=True)

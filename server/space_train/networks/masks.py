@@ -1,4 +1,4 @@
-"""Which ids stand for the masks of a model that is trained whole, and where their embeddings start."""
+"""Chooses mask ids and initialises their embeddings, for a model that is fully trained."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from space_train.train_plan import InvalidPlan
 
 MOST_NEW_IDS = 64
-"""Ids that a vocabulary may grow by: a mask id far outside is a slip."""
+"""Most ids a vocabulary may grow by: a mask id far outside is taken for a typing error."""
 
 
 def mask_ids(
     model: PreTrainedModel, num_masks: int, *, shared: bool, given: list[int] | None, tokenizer_size: int
 ) -> list[int]:
-    """One id for each mask (a shared one repeated): those given, else spare rows of the vocabulary, else new rows.
+    """Return one id per mask (a shared one repeated): those given, else unused rows of the vocabulary, else new rows.
 
-    `tokenizer_size`: ids from there on mean nothing to the tokenizer. The embedding grows in place where it must.
+    `tokenizer_size`: the tokenizer does not use ids from there on. The embedding grows in place if needed.
     """
     wanted = 1 if shared else num_masks
     size = len(model.get_input_embeddings().weight)
@@ -45,7 +45,7 @@ def mask_ids(
 
 
 def start_masks(model: PreTrainedModel, ids: list[int], generator: torch.Generator) -> None:
-    """Give the masks' embeddings a fresh start: the mean of all, and half their spread of noise."""
+    """Initialise the masks' embeddings: the mean of all, plus noise of half their standard deviation."""
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
         mean, spread = embedding_spread(model)
@@ -55,17 +55,17 @@ def start_masks(model: PreTrainedModel, ids: list[int], generator: torch.Generat
 
 
 def embedding_spread(model: PreTrainedModel) -> tuple[torch.Tensor, float]:
-    """Mean row [E] of the embedding, and the standard deviation of its values."""
+    """Return the mean row [E] of the embedding and the standard deviation of its values."""
     weight = model.get_input_embeddings().weight.detach().float()
     return weight.mean(0), float(weight.std())
 
 
 class _Entered(Exception):
-    """The first layer was reached: what is behind it is not wanted."""
+    """Raised at the first layer to skip the rest of the pass."""
 
 
 def input_scale(model: PreTrainedModel) -> float:
-    """How many times longer a row of the embedding is where it enters the first layer: some families scale it."""
+    """Return the factor by which the model scales embeddings before the first layer."""
     weight = model.get_input_embeddings().weight.detach()
     longest = weight.float().norm(dim=1).argmax()
     entered: list[torch.Tensor] = []

@@ -110,7 +110,7 @@ class TrainNetwork(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, TrainLayer)]
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Normal: 0.02 for the tied embedding, 1/sqrt(fan-in) for matrices, residual outputs scaled down by depth."""
+        """Initialise normally: 0.02 for the tied embedding, 1/sqrt(fan-in) for matrices, residual outputs by depth."""
         depth_scale = 1.0 / math.sqrt(2 * self.shape.num_layers)
         with torch.no_grad():
             self.embedding.weight.normal_(0.0, 0.02, generator=generator)
@@ -121,7 +121,7 @@ class TrainNetwork(nn.Module):
                     linear.weight.normal_(0.0, depth_scale * linear.in_features**-0.5, generator=generator)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Hidden rows [B, R, E] of `ids` [B, R].
+        """Return hidden rows [B, R, E] of `ids` [B, R].
 
         `positions` [R] or [B, R] defaults to 0..R-1. `visible` (bool, broadcastable to [B, 1, R, R]: row, key)
         defaults to causal.

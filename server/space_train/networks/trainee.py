@@ -1,4 +1,4 @@
-"""Everything a run trains, and the losses of one batch: the module that is wrapped for many processes."""
+"""Everything a run trains, and the losses of one batch, as the one module that is distributed over processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Trainee(nn.Module):
     """A decoder, its masks (ids of its own vocabulary, or private inputs with adapters) and its draft head."""
 
     def __init__(self, model: PreTrainedModel, plan: TrainPlan, mask_ids: list[int]) -> None:
-        """`mask_ids`: one for each mask, a shared one repeated; empty where the masks' inputs are private."""
+        """`mask_ids`: one per mask, a shared one repeated; empty if the masks have their own input embeddings."""
         super().__init__()
         self.plan, self.mask_ids = plan, mask_ids
         model.requires_grad_(plan.trains_base)
@@ -46,28 +46,28 @@ class Trainee(nn.Module):
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that move, by name."""
+        """Return the trained parameters by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def forward(self, batch: TrainBatch) -> Losses:
-        """Sums over the rows of `batch`."""
+        """Return the losses, summed over the rows of `batch`."""
         losses = Losses.zero(self.decoder.embedding.device)
         if batch.plain is not None:
             losses = losses + self._plain(batch.plain)
         if batch.masked is not None and batch.anchors is not None:
             return losses + self._masked(batch.masked, batch.anchors, batch.told_own)
-        # Processes wait for each other's gradients: what masks teach has some, zeros, without masks too.
+        # Processes wait for each other's gradients, so these parts need zero gradients even without masks.
         taught = [part for part in (self.adapters, self.head) if part is not None]
         learning = [p for part in taught for p in part.parameters() if p.requires_grad]
         nothing = sum((0.0 * parameter.sum() for parameter in learning), start=losses.head)
         return Losses(losses.next_token, losses.masks, nothing)
 
     def reading(self, work: Callable[[], T]) -> T:
-        """`work`, which reads the weights: where they are spread over processes, they are whole meanwhile."""
+        """Run `work`, which reads the weights, and return its result; sharded weights are gathered meanwhile."""
         return work()
 
     def _plain(self, texts: Texts) -> Losses:
-        """The ordinary loss alone. Where the base is frozen nothing is to be learnt from it."""
+        """Return the ordinary loss alone, which is not computed for a frozen base."""
         zero = Losses.zero(texts.ids.device)
         if not self.plan.trains_base:
             return zero
@@ -102,10 +102,10 @@ class Trainee(nn.Module):
         return Losses(next_token, mask_loss, head_loss)
 
     def hidden_rows(self, texts: Texts, anchors: AnchorRows) -> tuple[Tensor, Tensor]:
-        """Hidden rows of the real tokens [B, L, E] and of the masks [B, M, E].
+        """Return hidden rows of the real tokens [B, L, E] and of the masks [B, M, E].
 
-        Where the base moves, both in one pass. Where it is frozen, real rows are read once without gradients and only
-        masks are differentiated.
+        A trained base runs both in one pass. A frozen base runs real rows once without gradients, and only mask rows
+        are differentiated.
         """
         positions, seen = self._positions(texts), causal(texts.document)
         visible = anchors.visible(texts.document)
@@ -131,7 +131,7 @@ class Trainee(nn.Module):
 
     @contextmanager
     def _mask_rows(self) -> Iterator[None]:
-        """The pass of mask rows over a frozen base: adapters on; gradients where they learn."""
+        """Context of the mask rows' pass over a frozen base: adapters on, with gradients if they are trained."""
         learning = torch.is_grad_enabled() and self.plan.method is Method.GATED_LORA
         gate = nullcontext() if self.adapters is None else self.adapters.gate.open()
         with gate, torch.set_grad_enabled(learning):
@@ -148,13 +148,13 @@ class Trainee(nn.Module):
 
     @torch.no_grad()
     def _own_drafts(self, masks: Tensor, previous: Tensor) -> Tensor:
-        """[B, M] what the head drafts in the row before, told the text's token `previous` [B, M] there."""
+        """[B, M] the head's draft in the row before each mask, given the text's token `previous` [B, M] there."""
         assert self.head is not None
         guided = self.head(masks, self.decoder.embed(previous)).flatten(0, 1)
         return best(self.decoder.logits, guided).view_as(previous).roll(1, dims=1)
 
     def _mask_ids(self, anchors: AnchorRows) -> Tensor:
-        """[B, M]; where inputs are private any id keeps the shape."""
+        """[B, M] mask ids; an arbitrary id if masks have their own input embeddings."""
         if not self.mask_ids:
             return torch.zeros_like(anchors.depth)
         return torch.tensor(self.mask_ids, device=anchors.depth.device)[anchors.depth - 1]

@@ -1,4 +1,4 @@
-"""The model card, written from what the run left behind: data, recipe, losses, acceptance."""
+"""Writes the model card from the run's records: data, recipe, losses, acceptance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from space_train.training.stage import Measures
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One training stage, as its checkpoint tells it."""
+    """One training stage, read from its checkpoint."""
 
     name: str
     minutes: float
@@ -36,31 +36,31 @@ class CardFacts:
     num_masks: int
     characters_per_token: float
     num_own_texts: int
-    remark: str  # what else a reader should know of this run
+    remark: str  # free text about this run
     stages: Sequence[StageRecord]
     final: Measures  # of the weights as shipped: loss, bits_per_byte, mask_j, head_j
     corpus: Sequence[Mapping[str, Any]]  # `corpus.json`
 
 
 def current_commit() -> str:
-    """The commit of the working tree, or `unknown` outside of one."""
+    """Return the commit of the working tree, or `unknown` outside of one."""
     found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def paragraph(text: str) -> str:
-    """One paragraph, filled."""
+    """Return the text as one paragraph, wrapped."""
     return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
 
 
 def card(facts: CardFacts) -> str:
-    """The text of `README.md`."""
+    """Return the text of `README.md`."""
     shape, final = facts.shape, facts.final
     trained = [entry for entry in facts.corpus if not entry["held_out"] and entry["num_files"]]
     held_out = [entry for entry in facts.corpus if entry["held_out"]]
@@ -162,6 +162,6 @@ Held out as whole packages, with everything in the other sources that repeats on
 
 
 def read_corpus(path: Path) -> list[dict[str, Any]]:
-    """The reports of `corpus.json`."""
+    """Read the reports in `corpus.json`."""
     reports: list[dict[str, Any]] = json.loads(path.read_text())
     return reports

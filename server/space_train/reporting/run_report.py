@@ -1,4 +1,4 @@
-"""What a run gave, for people: `run.json`, `run.md` and, where matplotlib is installed, `run.png`."""
+"""Writes the report of a run: `run.json`, `run.md` and, if matplotlib is installed, `run.png`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_report(out: Path, plan: TrainPlan, result: TrainResult) -> None:
 
 
 def as_markdown(plan: TrainPlan, result: TrainResult) -> str:
-    """The compute, and the held-out figures before and after."""
+    """Return the compute and the held-out figures before and after, as Markdown."""
     counters = result.counters
     lines = [
         f"# {plan.method.value}, {counters.step} updates",
@@ -42,7 +42,7 @@ def as_markdown(plan: TrainPlan, result: TrainResult) -> str:
 
 
 def plot(file: Path, plan: TrainPlan, counters: Counters) -> bool:
-    """Loss of the updates and acceptance of the held-out rows over the run; False where there is no matplotlib."""
+    """Plot training loss and held-out acceptance over the run. Return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,7 +1,7 @@
-"""Teach a small model to leave a loop: it is shown loops, and learns that each round makes the next less likely.
+"""Trains a small model to leave loops: on looping texts it learns to make each repetition less likely.
 
-The idea is DITTO's (arXiv 2206.02369): decoded greedily, a model repeats itself because repeating makes it surer of the
-repeated token. Shown a passage that repeats, it learns probability `decay`·p where one period before it gave p.
+This is DITTO (arXiv 2206.02369): greedy decoding loops because each repetition raises the probability of the repeated
+token. On a repeating passage, the model learns probability `decay`·p for a token that had p one period before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from space_train.networks.network import TrainNetwork
 
 DECAY = 0.5
-"""What is left of a token's probability one round later."""
+"""Factor on a token's probability from one round to the next."""
 
 PREFIX = (8, 96)
 """Ids before the loop: fewest and most."""
@@ -28,15 +28,15 @@ SHORT_PERIOD = (1, 8)
 
 
 def line_ends(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """[V] which ids hold a line end (`Ċ` in byte-level BPE)."""
+    """[V] bool: ids that contain a line end (`Ċ` in byte-level BPE)."""
     size = tokenizer.get_vocab_size()
     return np.array(["Ċ" in (tokenizer.id_to_token(index) or "") for index in range(size)])
 
 
 def looped(ids: Tensor, ends_line: NDArray[np.bool_], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows [B, L] that end in a loop, made from real ones `ids` [B, L]; where each loop starts and its period, [B].
+    """Return windows [B, L] that end in a loop, made from `ids` [B, L], and each loop's start and period, [B].
 
-    Half of the loops are runs of whole lines, where a window has some that fit; the others are a few ids.
+    Half of the loops repeat whole lines, if a window has lines that fit; the others repeat a few ids.
     """
     windows, starts, periods = ids.clone(), [], []
     for row in windows:
@@ -59,7 +59,7 @@ def looped(ids: Tensor, ends_line: NDArray[np.bool_], rng: np.random.Generator) 
 
 
 def loop_loss(network: TrainNetwork, windows: Tensor, starts: Tensor, periods: Tensor) -> Tensor:
-    """-log(1 - |p_t - decay·p_{t-period}|), averaged over the repeated ids of `windows` [B, L]."""
+    """Return -log(1 - |p_t - decay·p_{t-period}|), averaged over the repeated ids of `windows` [B, L]."""
     logits = network.logits(network(windows)[:, :-1]).float()
     target = windows[:, 1:, None]
     chance = logits.log_softmax(-1).gather(2, target)[..., 0].exp()  # [B, L-1] of the id at 1, 2, …

@@ -1,4 +1,4 @@
-"""Keeps a worker full: gives texts their pages, admits them, and takes down what the worker makes of them."""
+"""Keeps a worker's batch full: allocates pages, admits texts and collects their tokens."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from space_train.self_generation.own_text_file import OwnText, OwnTextError
 from space_train.self_generation.worker_link import WorkerLink
 
 MAX_PREFILL_ROWS = 1024
-"""Prompt rows of one step: nobody waits for a first token, so prompts may come in large pieces."""
+"""Prompt rows per step: time to first token does not matter here, so prefill chunks are large."""
 
 
 class TextFailed(OwnTextError):
-    """The worker could not write this text."""
+    """The worker reported an error for this text."""
 
 
 @dataclass
 class UnfinishedText:
-    """A text being written; what it has so far outlives the worker."""
+    """A text in generation; its tokens so far are kept if the worker dies."""
 
     prompt: tuple[int, ...]
     temperature: float
@@ -30,47 +30,47 @@ class UnfinishedText:
 
     @property
     def finished(self) -> OwnText:
-        """As it is kept."""
+        """Return the text as it is written to the file."""
         return OwnText(self.prompt, tuple(self.output), self.temperature, self.seed)
 
 
 @dataclass
 class ScribeCounts:
-    """What was spent."""
+    """Steps, rows and tokens of the generation."""
 
     num_steps: int = 0  # forward passes
-    num_rows: int = 0  # of all of them: chain, masks and prompts
-    num_tokens: int = 0  # written
+    num_rows: int = 0  # rows of all passes: chain, masks and prompts
+    num_tokens: int = 0  # generated
 
 
 @dataclass(frozen=True)
 class Ends:
-    """When a text ends, and what it may not hold."""
+    """End conditions of texts, and banned ids."""
 
     max_tokens: int
     eos_ids: tuple[int, ...]
     banned_ids: tuple[int, ...] = ()
 
     def num_blocks(self, prompt: Sequence[int], hello: pb.Hello) -> int:
-        """Blocks of a whole text; its last id is never computed."""
+        """Return the blocks of a whole text; its last id has no KV cache entry."""
         return -(-min(len(prompt) + self.max_tokens - 1, hello.window) // hello.block_size)
 
 
-# admitted at once with all its pages: no text ever waits for another one's
+# each text is admitted with all its pages, so no running text waits for pages
 # [prompt ............ | output ............ max_tokens)
 class Scribe:
-    """One worker's pages and the texts on them, first come first served."""
+    """One worker's pages and its texts, in FIFO order."""
 
     def __init__(self, link: WorkerLink, texts: Sequence[UnfinishedText], ends: Ends, tally: ScribeCounts) -> None:
         self._link, self._ends, self._tally = link, ends, tally
         self._waiting = deque(texts)
         self._running: dict[int, UnfinishedText] = {}
-        self._pages: dict[int, list[int]] = {}  # of those that run, and of those that are not released yet
+        self._pages: dict[int, list[int]] = {}  # of running texts, and of finished texts not yet released
         self._free = deque(range(link.hello.num_blocks))
         self._last_seq_id = 0
 
     def write(self) -> Iterator[list[UnfinishedText]]:
-        """After every report: the texts that have ended with it. Raises TextFailed or WorkerLost."""
+        """Yield, after every report, the texts that it finished. Raises TextFailed or WorkerLost."""
         self._link.start(max_prefill_rows=MAX_PREFILL_ROWS)
         self._link.send(self._admissions())
         while self._running or self._waiting:
@@ -88,7 +88,7 @@ class Scribe:
             yield list(ended.values())
 
     def _take_down(self, sequence: pb.SequenceReport) -> bool:
-        """Whether this was the end of the text."""
+        """Add the reported tokens to their text. Return whether the text is finished."""
         text = self._running[sequence.seq_id]
         if sequence.finish == pb.FINISH_ERROR:
             raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {sequence.error}")
@@ -102,7 +102,7 @@ class Scribe:
         self._tally.num_rows += rows
 
     def _admissions(self) -> list[pb.Command]:
-        """As many as there is room for."""
+        """Return commands to admit as many texts as fit."""
         commands = []
         hello = self._link.hello
         while self._waiting and len(self._running) < hello.max_sequences:

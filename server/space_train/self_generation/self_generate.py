@@ -1,8 +1,8 @@
-"""Text that the model writes itself, by our own worker: masks learn most from what they will draft for (the idea: BiTA,
-arXiv 2402.12522).
+"""Generates training text with the model itself through a worker: masks learn most from text like that they draft for
+(the idea: BiTA, arXiv 2402.12522).
 
-A text is a function of weights, prompt, temperature and seed alone (speculation only makes it come faster), so it does
-not matter how often the writing is interrupted, nor how many texts are written at once.
+A text depends only on weights, prompt, temperature and seed (speculation only makes it faster), so neither
+interruptions nor the batch size change it.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from space_train.self_generation.worker_link import WorkerLink
 from space_train.self_generation.worker_process import WorkerLost, WorkerProcess
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-"""Prompts take them in turn: served text is drafted for at any of them."""
+"""Temperatures that prompts use in turn, because drafts are served at all of them."""
 NUM_SEEDS = 2**64
 
 
 class InvalidPrompt(OwnTextError):
-    """A prompt that the model cannot go on from."""
+    """A prompt that the model cannot continue."""
 
 
 @dataclass(frozen=True)
 class OwnTexts:
-    """The texts asked for, in the order of their prompts, and what the new ones cost."""
+    """The requested texts, in the order of their prompts, and the cost of the new ones."""
 
     texts: tuple[OwnText, ...]
-    num_kept: int  # of the texts were in the file already
-    num_new_tokens: int  # of the others
+    num_kept: int  # texts that were already in the file
+    num_new_tokens: int  # ids of the new texts
     num_steps: int  # forward passes for them
     num_rows: int  # rows of these passes, prompts and masks included: the compute is 2 FLOPs x weights x rows
     seconds: float  # from the start of the worker on
 
     @property
     def num_tokens(self) -> int:
-        """Written ids of all texts, the kept ones too."""
+        """Generated ids of all texts, including kept ones."""
         return sum(len(text.output) for text in self.texts)
 
 
@@ -78,16 +78,16 @@ def write_own_texts(
     progress: bool = True,
     file: Path,
 ) -> OwnTexts:
-    """Let the model go on from every prompt, and append the texts to `file` as they end.
+    """Generate a continuation of every prompt, and append the texts to `file` as they finish.
 
-    Prompt i takes temperature i mod their number, and seed + i. Texts that are in `file` already are not written again.
-    `eos_stops`: a text ends with the model's end of text, which it keeps; else only after `max_tokens` ids (or the
-    window). `banned_ids` are never written. `max_concurrent`: texts at once (None: the worker's default, 64).
-    `device`, `dtype`, `num_threads`, `speculation`: as `spaceserve worker` has them.
+    Prompt i uses temperature i mod their number, and seed + i. Texts already in `file` are not generated again.
+    `eos_stops`: a text ends with EOS, which is kept; otherwise only after `max_tokens` ids (or at the window's end).
+    `banned_ids` are never sampled. `max_concurrent`: batch size (None: the worker's default, 64).
+    `device`, `dtype`, `num_threads`, `speculation`: as the flags of `spaceserve worker`.
 
-    A worker that dies is started again and goes on where it was; one that dies twice without having ended a text
-    raises WorkerLost. Raises WorkerDidNotStart for a checkpoint that cannot be served, and OwnTextError for prompts or
-    a file that cannot be used.
+    A worker that dies is restarted and generation continues. Raises WorkerLost if it dies twice without finishing a
+    text in between, WorkerDidNotStart for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
+    an unusable file.
     """
     asked = _asked(prompts, temperatures, seed)
     if max_tokens < 1:
@@ -122,13 +122,13 @@ def write_own_texts(
 
 
 def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_tokens: int, file: Path) -> float:
-    """Keep of `file` only what `write_own_texts` is asked for; the share of its written ids that stays."""
+    """Keep only the texts of `file` that `write_own_texts` would request. Return the share of ids that is kept."""
     recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops=True)
     return keep_asked(file, recipe, frozenset(_asked(prompts, TEMPERATURES, seed=0)))
 
 
 def own_examples(file: Path) -> list[Example]:
-    """The texts of a file to learn from: the output is learnt, the prompt is not. Ordered by seed."""
+    """Return the texts of a file as examples, ordered by seed: outputs are targets, prompts are context."""
     return [
         Example(ids=[*text.prompt, *text.output], learned=[False] * len(text.prompt) + [True] * len(text.output))
         for text in read_own_texts(file)
@@ -138,10 +138,10 @@ def own_examples(file: Path) -> list[Example]:
 def prompts_of(
     examples: Sequence[Example], count: int, *, length: int = 64, longest: int | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """`count` beginnings for the model to go on from.
+    """Return `count` prompts for the model to continue.
 
-    Of an example with a prompt, the prompt, if it has at most `longest` ids; of plain text, `length` ids from a random
-    place on. Examples come in a random order, and again in another one when there are not enough.
+    An example with a prompt of at most `longest` ids gives that prompt; plain text gives `length` ids from a random
+    position. Examples are used in random order, and again in a new order if there are too few.
     """
     usable = [example for example in examples if example.ids and (longest is None or _num_prompt(example) <= longest)]
     if not usable:
@@ -166,14 +166,14 @@ def _write_all(
     tally: ScribeCounts,
     bar: tqdm[NoReturn],
 ) -> None:
-    """Write until `todo` is empty. A worker that is lost is started again, if a text has ended since the last loss."""
+    """Generate until `todo` is empty. A lost worker is restarted if a text has finished since the last loss."""
     num_left_at_loss = None
     while todo:
         try:
             bar.set_description("own texts: loading the model")
             with WorkerProcess(flags) as process:
                 bar.set_description("own texts")
-                bar.unpause()  # the time to load says nothing about the time to write
+                bar.unpause()  # exclude the load time from the rate
                 try:
                     _write_with(process, todo, own, recipe, tally, bar)
                 except WorkerLost as error:
@@ -194,7 +194,7 @@ def _write_with(
     tally: ScribeCounts,
     bar: tqdm[NoReturn],
 ) -> None:
-    """Write with this worker; what ends leaves `todo`."""
+    """Generate with this worker; finished texts are removed from `todo`."""
     with WorkerLink(process.address) as link:
         ends = Ends(recipe.max_tokens, tuple(link.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
         for text in todo.values():
@@ -210,7 +210,7 @@ def _write_with(
 
 
 def _asked(prompts: Sequence[Sequence[int]], temperatures: Sequence[float], seed: int) -> list[Question]:
-    """Prompt, temperature and seed of every text."""
+    """Return prompt, temperature and seed of every text."""
     if not temperatures or not all(math.isfinite(value) and value >= 0 for value in temperatures):
         raise OwnTextError(f"Temperatures must be one or more numbers from 0 on; got {list(temperatures)}.")
     if not 0 <= seed < NUM_SEEDS:
@@ -222,7 +222,7 @@ def _asked(prompts: Sequence[Sequence[int]], temperatures: Sequence[float], seed
 
 
 def _check(prompt: Sequence[int], hello: pb.Hello, ends: Ends) -> None:
-    """Raise InvalidPrompt for what the worker would not take."""
+    """Raise InvalidPrompt for a prompt that the worker would reject."""
     if not 1 <= len(prompt) < hello.window:
         raise InvalidPrompt(
             f"A prompt needs 1 .. {hello.window - 1} ids (the window is {hello.window}); got {len(prompt)}."
@@ -241,6 +241,6 @@ def _check(prompt: Sequence[int], hello: pb.Hello, ends: Ends) -> None:
 
 
 def _num_prompt(example: Example) -> int:
-    """Ids before the first that is learnt; 0 for plain text, whose first id has nothing to be predicted from."""
+    """Return the number of ids before the first target; 0 for plain text, whose first id is never predicted."""
     first = next((index for index, learned in enumerate(example.learned) if learned), len(example.ids))
     return 0 if first <= 1 else first

@@ -1,7 +1,7 @@
-"""Teach a small model to leave its own loops, beside whatever else it learns: what it repeats becomes unlikely.
+"""An extra loss that trains a small model out of its own loops: it lowers the probability of repetitions.
 
-Sequence-level unlikelihood (arXiv 1908.04319): the model writes greedily, and an id that closes a 4-gram which its text
-already holds costs -log(1 - p). Only texts that loop count: code repeats itself, and should.
+Sequence-level unlikelihood (arXiv 1908.04319): the model decodes greedily, and an id that completes a 4-gram which
+already occurred costs -log(1 - p). Only looping texts count, because code repeats itself legitimately.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from space_train.data.packed_tokens import PackedTokens
 from space_train.networks.trainee import Trainee
 
 GRAM = 4
-"""Ids of a repetition: the measure of looping outputs counts the same."""
+"""Length of a repeated n-gram, as in the measure of looping outputs."""
 
 
 @dataclass
 class LoopsToUnlearn:
-    """Texts that the model writes now and then, and what their repetitions cost it."""
+    """Loss on the repetitions in texts that the model generates from time to time."""
 
-    streams: Sequence[tuple[PackedTokens, int]]  # where prompts come from, and how many from each
+    streams: Sequence[tuple[PackedTokens, int]]  # sources of prompts, and how many from each
     end_id: int
     pad_id: int
     banned_ids: Sequence[int]
     weight: float = 0.5
-    updates_each: int = 2  # before new texts are written
+    updates_each: int = 2  # updates before new texts are generated
     prompt: int = 48
     written: int = 112
-    loops_from: float = 0.3  # share of repeated 4-grams from which a text counts
+    loops_from: float = 0.3  # share of repeated 4-grams from which a text counts as looping
 
     def __post_init__(self) -> None:
         self._texts = self._closed = torch.empty(0)
 
     def loss(self, trainee: Trainee, step: int) -> Tensor:
-        """The cost at update number `step`, of the ordinary rows; 0 where no text loops."""
+        """Return the loss at update `step`, computed on ordinary rows; 0 if no text loops."""
         if step % self.updates_each == 0 or not len(self._texts):
             round_number = step // self.updates_each
             prompts = torch.cat(
@@ -57,16 +57,16 @@ class LoopsToUnlearn:
         return self.weight * unlikelihood(trainee, self._texts, self._closed)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For a run that goes on."""
+        """Return the state for resuming."""
         return {"texts": self._texts, "closed": self._closed}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """As `state_dict` gave it."""
+        """Restore a state from `state_dict`."""
         self._texts, self._closed = state["texts"], state["closed"]
 
     @property
     def looping(self) -> float:
-        """Share of the last texts that loop."""
+        """Share of the most recent texts that loop."""
         return float(self._closed.any(1).float().mean())
 
 
@@ -74,7 +74,7 @@ class LoopsToUnlearn:
 def greedy_texts(
     model: PreTrainedModel, prompts: Tensor, num_new: int, end_id: int, pad_id: int, banned_ids: Sequence[int]
 ) -> Tensor:
-    """`prompts` [B, P] continued greedily, [B, P + num_new]; behind an end of text stands padding."""
+    """Continue `prompts` [B, P] greedily to [B, P + num_new]; padding follows an end of text."""
     was_training = model.training
     model.eval()
     texts = model.generate(
@@ -93,7 +93,7 @@ def greedy_texts(
 
 
 def repeats(texts: Tensor, num_prompt: int, pad_id: int) -> Tensor:
-    """[B, L] bool: the id closes a 4-gram that what was written before, behind the prompt, already holds."""
+    """[B, L] bool: the id completes a 4-gram that already occurred after the prompt."""
     closed = torch.zeros_like(texts, dtype=torch.bool)
     for row, text in enumerate(texts.tolist()):
         seen: set[tuple[int, ...]] = set()
@@ -107,7 +107,7 @@ def repeats(texts: Tensor, num_prompt: int, pad_id: int) -> Tensor:
 
 
 def unlikelihood(trainee: Trainee, texts: Tensor, closed: Tensor) -> Tensor:
-    """-log(1 - p), averaged over the ids of `texts` [B, L] that `closed` marks (0 where it marks none)."""
+    """Return -log(1 - p), averaged over the ids of `texts` [B, L] that `closed` marks; 0 if it marks none."""
     positions = torch.arange(texts.shape[1]).expand_as(texts)
     hidden = trainee.decoder.rows(texts, positions, causal(torch.zeros_like(texts)))[:, :-1]
     marked = closed[:, 1:]

@@ -1,4 +1,4 @@
-"""One conversation with one worker, read in turn."""
+"""A blocking client for one worker's bidirectional stream."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SERVE = "/spaceserve.v1.Worker/Serve"
 OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),  # long prompts are admitted many at a time
-    ("grpc.use_local_subchannel_pool", 1),  # a worker started again is not met with the old one's back-off
+    ("grpc.use_local_subchannel_pool", 1),  # a restarted worker does not inherit the old one's back-off
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class WorkerLink:
-    """A bidirectional stream: Hello in, commands out, reports in. Leaving the block hangs up.
+    """A bidirectional stream: Hello in, commands out, reports in. Leaving the block closes it.
 
     with WorkerLink(address) as link:
         link.start(max_prefill_rows=512)
@@ -32,13 +32,13 @@ class WorkerLink:
     """
 
     def __init__(self, address: str, *, silence: float = 120.0) -> None:
-        """`address`: unix:PATH or HOST:PORT. `silence`: seconds after which a worker is taken for dead; it owes a
-        report every second, but a device may hold it while it compiles.
+        """`address`: unix:PATH or HOST:PORT. `silence`: seconds without a report after which a worker is
+        considered dead; it reports every second, but compilation on a device may delay it.
         """
         self.hello = pb.Hello()
         self._silence = silence
         self._outgoing: queue.SimpleQueue[pb.RouterMessage | None] = queue.SimpleQueue()
-        self._incoming: queue.SimpleQueue[pb.WorkerMessage | str] = queue.SimpleQueue()  # a text: why there is no more
+        self._incoming: queue.SimpleQueue[pb.WorkerMessage | str] = queue.SimpleQueue()  # string: why the stream ended
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         serve = self._channel.stream_stream(
             SERVE,
@@ -68,7 +68,7 @@ class WorkerLink:
         self._close()
 
     def start(self, *, max_prefill_rows: int) -> None:
-        """Accept the worker, with as many drafts as it can lay out. `max_prefill_rows`: prompt rows of one step."""
+        """Accept the worker, with as many drafts as it supports. `max_prefill_rows`: prompt rows per step."""
         start = pb.Start(
             protocol_major=PROTOCOL_MAJOR,
             max_prefill_rows=max_prefill_rows,
@@ -77,12 +77,12 @@ class WorkerLink:
         self.send([pb.Command(start=start)])
 
     def send(self, commands: Sequence[pb.Command]) -> None:
-        """Say this now, in this order."""
+        """Send commands immediately, in this order."""
         if commands:
             self._outgoing.put(pb.RouterMessage(commands=commands))
 
     def report(self) -> pb.StepReport:
-        """The next thing the worker did. Raises WorkerLost once there will be no more."""
+        """Return the next step report. Raises WorkerLost once the stream has ended."""
         return self._next().report
 
     def _next(self) -> pb.WorkerMessage:
@@ -91,7 +91,7 @@ class WorkerLink:
         except queue.Empty:
             raise WorkerLost(f"The worker said nothing for {self._silence:g} s") from None
         if isinstance(message, str):
-            self._incoming.put(message)  # for whoever asks again
+            self._incoming.put(message)  # so that later calls also raise
             raise WorkerLost(message)
         if message.HasField("refusal"):
             raise WorkerLost(f"The worker refuses: {message.refusal.reason}")

@@ -1,4 +1,4 @@
-"""A worker process of one's own: started, listened to, and always ended."""
+"""A private worker process: started, its output read, and always terminated."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from space_common.python_process import module_command, safe_environment
 
 from space_train.self_generation.own_text_file import OwnTextError
 
-KEPT_LINES = 20  # of the worker's last words
+KEPT_LINES = 20  # lines kept of the worker's output
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
 
 class WorkerError(OwnTextError):
-    """The worker could not do its work; the message says what it said last."""
+    """The worker failed; the message has its last output."""
 
 
 class TrainingWorkerDidNotStart(WorkerError):
-    """The process ended, or took too long, before it listened: the checkpoint or the machine will not do."""
+    """The process exited or timed out before it listened: the checkpoint or the machine is unsuitable."""
 
 
 class WorkerLost(WorkerError):
-    """The process died, fell silent or ended the conversation in the middle of its work."""
+    """The process died, stopped reporting or closed the stream during generation."""
 
 
 class WorkerProcess:
-    """`python -m space_server` on a socket that only this user can reach. Leaving the block ends it.
+    """`python -m space_server` on a socket that only this user can reach. Leaving the block terminates it.
 
     with WorkerProcess({"--model": "demo"}) as process:
         process.address
@@ -44,8 +44,8 @@ class WorkerProcess:
     def __init__(
         self, flags: Mapping[str, object], *, start_timeout: float = 1800.0, module: str = "space_server"
     ) -> None:
-        """`flags`: of `python -m space_server`, without where to listen. `start_timeout`: seconds to load the model.
-        `module`: what is run in its place.
+        """`flags`: of `python -m space_server`, without the listen address. `start_timeout`: seconds to load the model.
+        `module`: the module to run instead.
         """
         self.address = ""
         self._command = module_command(module)
@@ -59,7 +59,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 while there is none."""
+        """The process id; 0 while there is none."""
         return 0 if self._process is None else self._process.pid
 
     def __enter__(self) -> WorkerProcess:
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._stop()
 
     def obituary(self, what: str, patience: float = 2.0) -> str:
-        """`what`, how the process ended if it has (waiting a little for it), and its last lines."""
+        """Return `what`, the exit status if the process ends within `patience` seconds, and its last lines."""
         process = self._process
         code: int | None = None
         if process is not None:
@@ -86,7 +86,7 @@ class WorkerProcess:
                 pass
             else:
                 for reader in self._readers:
-                    reader.join(1.0)  # what it said at the end may still be in the pipe
+                    reader.join(1.0)  # its last output may still be in the pipe
         if code is not None:
             how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
             what = f"{what}: {how}"
@@ -104,7 +104,7 @@ class WorkerProcess:
             text=True,
             errors="replace",
             env=safe_environment(),
-            start_new_session=True,  # a Ctrl-C is for this process, which then ends the other
+            start_new_session=True,  # Ctrl-C reaches only this process, which then terminates the worker
         )
         assert process.stdout is not None
         assert process.stderr is not None
@@ -132,7 +132,7 @@ class WorkerProcess:
                 except subprocess.TimeoutExpired:
                     pass
                 finally:
-                    _kill_group(process.pid)  # itself, if it still runs, and whatever it has started
+                    _kill_group(process.pid)  # the worker, if it still runs, and its children
                     process.wait()
                 for reader in self._readers:
                     reader.join()

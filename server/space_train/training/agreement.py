@@ -13,15 +13,15 @@ from space_train.networks.trainee import Trainee
 from space_train.training.stage import Measures
 
 EVERY = 8
-"""An anchor at every so many tokens."""
+"""Tokens from one anchor to the next."""
 
 
 @torch.no_grad()
 def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8) -> Measures:
     """`loss`, `mask_j` and `head_j` over the rows of `held_out`.
 
-    Teacher-forced: draft j counts where it equals the model's own best token, given that everything before it is right;
-    the draft head is told the text's token before its target.
+    Teacher-forced: draft j counts if it equals the model's most likely token, given that everything before it is right;
+    the draft head gets the text's token before its target.
     """
     plan = trainee.plan
     num_masks = plan.num_masks if plan.has_masks else 0
@@ -59,18 +59,18 @@ def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8
     figures: Measures = {"loss": nats / max(num_targets, 1)}
     for name in ("mask", "head") if trainee.head is not None else ("mask",):
         for j in range(num_masks):
-            if counted[j]:  # short texts may have no room for deep masks
+            if counted[j]:  # short texts may be too short for deep masks
                 figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j])
     return figures
 
 
 def draft_agreement(figures: Measures) -> list[float]:
-    """Of draft 1, 2, …: the head's where there is one."""
+    """Return the agreement of draft 1, 2, …, with the head if there is one."""
     name = "head" if "head_1" in figures else "mask"
     return [value for key, value in figures.items() if key.startswith(f"{name}_")]
 
 
 def tokens_per_step(figures: Measures) -> float:
-    """1 + Σ_j Π_{i≤j} of the agreements, the head's where there is one: what greedy steps would yield if agreement did
-    not depend on what came before."""
+    """Return 1 + Σ_j Π_{i≤j} of the agreements, with the head if there is one: the tokens per greedy step if the
+    agreements were independent."""
     return float(1.0 + np.cumprod(draft_agreement(figures)).sum())

@@ -1,4 +1,4 @@
-"""A finished run as a checkpoint folder that `spaceserve serve` loads as it is."""
+"""Writes a finished run as a checkpoint folder that `spaceserve serve` loads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from space_train.networks.trainee import Trainee
 
 HEAD_FILE = "draft_head.safetensors"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Of the base, besides its weights: tokenizers of every kind, chat templates, how it generates."""
+"""Files copied from the base besides its weights: tokenizer, chat template, generation config."""
 
 
 def write_checkpoint(
@@ -33,12 +33,12 @@ def write_checkpoint(
     acceptance: Sequence[float] = (),
     chat_template: str | None = None,
 ) -> None:
-    """Write `trainee` to `folder`, which is empty. `weights`: its state, whole; `source`: what it was trained from;
-    `dtype` to write (None: as read); `acceptance`: of draft 1, 2, …, as held-out text says: a server begins with it;
-    `chat_template`: instead of the source's.
+    """Write `trainee` to the empty `folder`. `weights`: its unsharded state; `source`: the checkpoint it started from;
+    `dtype` to write (None: as read); `acceptance`: held-out acceptance of draft 1, 2, …, the server's initial estimate;
+    `chat_template`: replaces the source's.
 
-    Where the base did not move its files are linked, or copied where the file system has no links. Raises OSError where
-    there is no room.
+    The files of a frozen base are hard-linked, or copied if the file system has no links. Raises OSError if the disk
+    is full.
     """
     model, plan = trainee.decoder.model, trainee.plan
     config = dict(source.config)
@@ -56,7 +56,7 @@ def write_checkpoint(
         config["space"] = space_section(trainee)
         if acceptance:
             config["space"]["acceptance"] = [round(chance, 3) for chance in acceptance]
-        if trainee.adapters is not None:  # it drafts for the weights that it was trained on, which stay as they are
+        if trainee.adapters is not None:  # an adapter needs exactly the base weights it was trained on
             config["space"]["base_sha256"] = source.weights_sha256()
     number = torch.float32 if dtype is None else dtype
     if trainee.adapters is not None:
@@ -65,17 +65,17 @@ def write_checkpoint(
         _write_head(weights, folder / HEAD_FILE, number)
     for file in folder.glob("*.safetensors"):
         if file.stat().st_nlink == 1:
-            file.chmod(0o644)  # safetensors writes files that only their owner can read
+            file.chmod(0o644)  # safetensors makes files readable by the owner only
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for file in {file for pattern in COPIED for file in source.folder.glob(pattern)}:
         if file.name != "config.json" and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, folder / file.name)
     if chat_template is not None:
-        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")  # it wins over the config's
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")  # overrides the one in the config
 
 
 def space_section(trainee: Trainee) -> dict[str, Any]:
-    """The `space` section of config.json."""
+    """Return the `space` section of config.json."""
     plan, head = trainee.plan, None
     if trainee.head is not None:
         head = {
@@ -97,10 +97,10 @@ def space_section(trainee: Trainee) -> dict[str, Any]:
 def _write_weights(
     model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None
 ) -> None:
-    """All weights of the model, in shards of transformers' own."""
+    """Write all weights of the model in transformers' shards."""
     prefix = "decoder.model."
     state: dict[str, Tensor] = {}
-    written: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one tensor, or both would be in the file
+    written: dict[tuple[int, torch.Size], Tensor] = {}  # keep tied weights one tensor, so that the file has them once
     for name, tensor in weights.items():
         if name.startswith(prefix):
             key = tensor.data_ptr(), tensor.shape
@@ -108,7 +108,7 @@ def _write_weights(
                 wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
                 written[key] = tensor.detach().to(wanted)
             state[name.removeprefix(prefix)] = written[key]
-    # transformers refuses to write some generation configs that it reads; the source's is copied as it is.
+    # transformers rejects some generation configs on save that it accepts on load; the source's file is copied instead.
     model.generation_config = GenerationConfig()
     model.save_pretrained(folder, state_dict=state)
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -123,7 +123,7 @@ def _write_head(weights: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -
 
 
 def read_head(head: DraftHead, file: Path) -> None:
-    """Give `head` the weights in `file`, which are of its size."""
+    """Load the weights in `file` into `head`, which has the same size."""
     tensors = load_file(file)
     with torch.no_grad():
         head.w1.copy_(tensors["draft_head.w1.weight"])

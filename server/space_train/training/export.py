@@ -1,4 +1,4 @@
-"""A trained network as a plain checkpoint that any Llama loader reads, and back."""
+"""Converts a trained network to a plain Llama checkpoint and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from space_train.networks.network import TrainNetwork
 
 
 def llama_weights(network: TrainNetwork, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights under Llama's names, the fused projections split."""
+    """Return the weights under Llama's names, with the fused projections split."""
     shape, weights = network.shape, {"model.embed_tokens.weight": network.embedding.weight}
     heads = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
     for index, layer in enumerate(network.decoder_layers):
@@ -38,7 +38,7 @@ def llama_weights(network: TrainNetwork, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def load_llama(network: TrainNetwork, folder: Path) -> None:
-    """The inverse of `llama_weights`: take over the weights of an exported checkpoint of the same shape."""
+    """Load the weights of an exported checkpoint of the same shape (the inverse of `llama_weights`)."""
     found = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     expected = llama_weights(network, torch.float32)
     wrong = [name for name in sorted(expected) if name not in found or found[name].shape != expected[name].shape]
@@ -64,7 +64,7 @@ def load_llama(network: TrainNetwork, folder: Path) -> None:
 
 
 def llama_config(network: TrainNetwork, dtype: torch.dtype) -> dict[str, object]:
-    """`config.json`."""
+    """Return the content of `config.json`."""
     shape = network.shape
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -92,10 +92,10 @@ def llama_config(network: TrainNetwork, dtype: torch.dtype) -> dict[str, object]
 
 
 def export(network: TrainNetwork, tokenizer_folder: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the plain checkpoint to `folder`: weights, tokenizer and, last, config."""
+    """Write the plain checkpoint to `folder`: weights, tokenizer and, at the end, the config."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(llama_weights(network, dtype), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes files readable by the owner only
     generation = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": PAD_ID}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""A run that is told to stop ends behind the update it is in; told twice, at once."""
+"""Signal handling: a first SIGINT or SIGTERM ends the run after the current update, a second one at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from space_train.run_folder import kept_updates
 
 SAME = 1.0
-"""Seconds within which a further signal is the first: a launcher passes a terminal's on to processes that have it."""
+"""Seconds within which a repeated signal counts as the same one, because launchers forward a terminal's signal."""
 STDERR = 2
 
 
 class Interrupted(RuntimeError):
-    """The run was told to stop; it can be resumed."""
+    """The run was stopped by a signal; it can be resumed."""
 
 
 @contextlib.contextmanager
 def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[list[int]]:
-    """A list that holds the signal once SIGINT or SIGTERM came: the run ends behind the update it is in, and where it
-    `says` so, at once. Another one, later than SAME, raises KeyboardInterrupt."""
+    """Yield a list that receives the signal number on SIGINT or SIGTERM; the run then ends after the current update.
+    `says`: print a note at once. Another signal more than SAME seconds later raises KeyboardInterrupt."""
     received: list[int] = []
     first = 0.0
 
@@ -34,12 +34,12 @@ def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) ->
         if not received:
             received.append(number)
             first = clock()
-            if says:  # past sys.stderr, in whose midst the signal may have come
+            if says:  # not through sys.stderr, which the signal may have interrupted
                 os.write(STDERR, b"\nspaceserve train: ends behind this update; once more to stop at once\n")
 
     try:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are its own
+    except ValueError:  # only the main thread can set signal handlers
         yield received
         return
     try:
@@ -50,7 +50,7 @@ def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) ->
 
 
 def stopped_at_once(out: Path) -> str:
-    """What a run that was stopped outside of an update leaves in `out`."""
+    """Describe the files in `out` of a run that was stopped outside of an update."""
     updates = kept_updates(out)
     if updates is None:
         return "Stopped before an update was saved."

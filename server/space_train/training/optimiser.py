@@ -14,7 +14,7 @@ SWITCHES = {"adam": "--learning-rate", "muon": "--muon-rate"}
 
 
 class Diverged(RuntimeError):
-    """The gradient of an update is not finite; the weights are those before it."""
+    """The gradient of an update is not finite; the weights are unchanged."""
 
 
 class Optimiser:
@@ -30,7 +30,7 @@ class Optimiser:
         weight_decay: float = 0.1,
         clip_norm: float = 1.0,
     ) -> None:
-        """`parameters` by name; with a `muon_rate` those of two dimensions go to Muon, embeddings excepted."""
+        """`parameters` by name; with a `muon_rate`, Muon gets all matrices except embeddings."""
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in parameters.items():
@@ -49,7 +49,7 @@ class Optimiser:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], *, muon_rate: float, adam_rate: float) -> Optimiser:
-        """Muon and AdamW over whole modules."""
+        """Build Muon and AdamW over whole modules."""
         named = {
             f"{number}.{name}": parameter
             for number, module in enumerate(modules)
@@ -58,9 +58,9 @@ class Optimiser:
         return cls(named, muon_rate=muon_rate, adam_rate=adam_rate)
 
     def step(self, multiplier: float) -> None:
-        """One update at `multiplier` times the peak rates; the gradients are clipped, used and cleared.
+        """Clip the gradients, update at `multiplier` times the peak rates, and clear the gradients.
 
-        Raises Diverged, with nothing moved, where they are not finite: on all processes, for all have the same norm.
+        Raises Diverged, with weights unchanged, if they are not finite; all processes raise, as they share the norm.
         """
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -25,18 +25,18 @@ from space_train.training.stage import DEFAULT_PACE, Measures, StageCounters, St
 
 @dataclass(frozen=True)
 class PretrainPlan:
-    """What next-token training does, apart from its budget."""
+    """Settings of next-token training, except its budget."""
 
     seed: int = 0
     tokens_per_step: int = 8192
-    # Mostly short windows (cheaper attention, more documents a step), some as long as the window that is served.
+    # Mostly short windows (cheaper attention, more documents per step), some as long as the served window.
     lengths: tuple[int, ...] = (256, 256, 512, 256, 256, 1024)
-    # Share of stand-alone documented functions; it grows as the learning rate falls.
+    # Share of stand-alone documented functions; it grows as the learning rate decays.
     function_share: tuple[float, float] = (0.2, 0.4)
     muon_rate: float = 0.02
     adam_rate: float = 3e-3
     learning_rate: LearningRate = field(default_factory=lambda: LearningRate(decay_from=0.4, final=0.1))
-    # Of so many steps, one also takes a batch of loops to unlearn (0: none does).
+    # Every so many steps, a batch of loops to unlearn is added (0: never).
     loops_every: int = 0
     loop_tokens: int = 2048
     loop_length: int = 256
@@ -45,17 +45,17 @@ class PretrainPlan:
 
 
 def can_compile() -> bool:
-    """Whether torch.compile finds a C++ compiler; it doubles the rate on a CPU."""
+    """Return whether torch.compile finds a C++ compiler; compilation doubles the rate on a CPU."""
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def autocast(enabled: bool) -> AbstractContextManager[object]:
-    """bf16 products with float32 weights and residual stream."""
+    """bf16 matmuls with float32 weights and residual stream."""
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
 def next_token_loss(network: TrainNetwork, ids: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of ids[:, 1:] given what is before them; `ids` [B, R]."""
+    """Return the mean next-token cross-entropy of `ids` [B, R] in nats."""
     hidden = network(ids)[:, :-1].reshape(-1, network.shape.hidden_size)
     return F.cross_entropy(network.logits(hidden).float(), ids[:, 1:].reshape(-1))
 
@@ -63,7 +63,7 @@ def next_token_loss(network: TrainNetwork, ids: Tensor) -> Tensor:
 def draw(
     streams: Mapping[str, PackedTokens], counters: StageCounters, length: int, num_tokens: int, function_share: float
 ) -> Tensor:
-    """The next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
+    """Draw the next `num_tokens / length` windows [B, length]: some from `functions`, the rest from `files`."""
     count = max(1, num_tokens // length)
     num_functions = round(function_share * count) if streams["functions"].holds(length) else 0
     windows = []
@@ -80,7 +80,7 @@ def draw(
 def bits_per_byte(
     network: TrainNetwork, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False
 ) -> Measures:
-    """Held-out next-token loss in nats per token, and in bits per byte of text; `held_out` [N, length]."""
+    """Return held-out next-token loss in nats per token and in bits per byte of text; `held_out` [N, length]."""
     nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
     with torch.no_grad(), autocast(use_autocast):
         for ids in torch.split(held_out, 8):
@@ -100,9 +100,9 @@ def pretrain(
     pace: StagePace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> StageCounters:
-    """Train `network` in place, from the weights it has (or, resumed, from those of `checkpoint`).
+    """Train `network` in place, from its current weights or, if `checkpoint` exists, from that state.
 
-    `ends_line` [V]: which ids hold a line end; without it no loops are unlearnt.
+    `ends_line` [V]: ids that contain a line end; without it no loops are unlearned.
     """
     optimiser = Optimiser.of([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
     compiled = plan.compile and can_compile()

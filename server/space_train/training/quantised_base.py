@@ -1,4 +1,4 @@
-"""Which quantised checkpoints can be trained from: those that transformers can compute with, and whose weights stay."""
+"""Checks quantised checkpoints: training works if transformers can run them and their weights stay frozen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from space_train.train_plan import TrainPlan
 
 
 def check_can_start_from(checkpoint: Checkpoint, plan: TrainPlan) -> None:
-    """Raises UnsupportedModel for a quantised base whose weights are to move, or whose library is not installed."""
+    """Raise UnsupportedModel if a quantised base's weights would be trained, or its library is not installed."""
     form = read_format(checkpoint.config, checkpoint.name)
-    if form is None or (isinstance(form, BlockFp8) and form.library):  # which transformers turns into plain numbers
+    if form is None or (isinstance(form, BlockFp8) and form.library):  # transformers dequantises these
         return
     said = f"{checkpoint.name} is quantised ({checkpoint.config['quantization_config']['quant_method']})"
     cure = "Train the model that it was quantised from."

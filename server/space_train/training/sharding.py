@@ -1,6 +1,6 @@
-"""Weights spread over processes (FSDP): each keeps a part of every weight, and a layer is whole only while it runs.
+"""Shards weights over processes (FSDP): each keeps a part of every weight; a layer is gathered only while it runs.
 
-What is saved is whole, so that a run can go on with any number of processes, sharded or not.
+Saved states are unsharded, so that a run can be resumed with any number of processes, sharded or not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from space_train.train_plan import InvalidPlan, TrainPlan
 from space_train.training.optimiser import Optimiser
 
 SWITCH = "ACCELERATE_USE_FSDP"
-"""What `accelerate launch --use_fsdp` sets."""
+"""Environment variable that `accelerate launch --use_fsdp` sets."""
 
 
 def take_request() -> bool:
-    """Whether sharding is asked for; accelerate itself is not told, for we shard by layers and save by ourselves."""
+    """Return whether FSDP is requested, and hide it from accelerate, because this module shards and saves itself."""
     asked = bool(parse_flag_from_env(SWITCH))
     os.environ.pop(SWITCH, None)
     return asked
 
 
 def check_can_shard(plan: TrainPlan) -> None:
-    """Raises InvalidPlan for what needs whole weights."""
+    """Raise InvalidPlan for options that need unsharded weights."""
     if not plan.trains_base:
         raise InvalidPlan(f"Method {plan.method} shards nothing, its base is frozen: start it without FSDP.")
     if plan.optimiser == "muon":
@@ -42,7 +42,7 @@ def check_can_shard(plan: TrainPlan) -> None:
 
 
 def check_parts(parts: Sequence[TrainBatch]) -> None:
-    """Processes gather weights together, so each must run as many passes as the others."""
+    """Raise InvalidPlan unless all parts have the same passes: processes gather weights together in each pass."""
     if len({(part.plain is None, part.masked is None) for part in parts}) > 1:
         raise InvalidPlan(
             "With FSDP every part of an update needs rows with and without masks: give more --rows-per-step, or "
@@ -51,9 +51,9 @@ def check_parts(parts: Sequence[TrainBatch]) -> None:
 
 
 def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
-    """Spread the weights over all processes, in place: a group for each layer, and one for the rest.
+    """Shard the weights over all processes, in place: a group for each layer, and one for the rest.
 
-    Each group is moved to `device` by itself, where a part of it stays: the whole model may fit no single one.
+    Groups are moved to `device` one at a time and only a part stays, because the whole model may not fit on a device.
     """
     mesh = init_device_mesh(device.type, (num_processes,))
     _, layers = decoder_layers(trainee.decoder.model.base_model)
@@ -64,9 +64,9 @@ def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
 
 
 def whole(tree: Any, *, keep: bool) -> Any:
-    """The same dicts and lists with every shard put together, on the CPU. Every process must ask.
+    """Return the same dicts and lists with every tensor gathered to the CPU. All processes must call it.
 
-    Without `keep` None stands for what was put together: the memory of one process holds it, not that of each.
+    Without `keep`, gathered tensors are replaced by None, so that only one process holds them in memory.
     """
     if isinstance(tree, DTensor):
         tensor = tree.full_tensor()
@@ -77,7 +77,7 @@ def whole(tree: Any, *, keep: bool) -> Any:
 
 
 def shard_moments(state: dict[str, Any], optimiser: Optimiser) -> None:
-    """Spread the whole `state` of an optimiser, in place, as its parameters are spread."""
+    """Shard an optimiser's gathered `state` in place, in the way its parameters are sharded."""
     for name, part in optimiser.parts.items():
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         for number, moments in state[name]["state"].items():
@@ -86,7 +86,7 @@ def shard_moments(state: dict[str, Any], optimiser: Optimiser) -> None:
 
 
 def shard_like(tensor: Tensor, parameter: nn.Parameter | Tensor) -> Tensor:
-    """This process's part of a whole `tensor`, spread as `parameter` is; scalars stay whole."""
+    """Return this process's shard of `tensor`, sharded like `parameter`; scalars stay whole."""
     if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)

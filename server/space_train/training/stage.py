@@ -17,7 +17,7 @@ Measures = dict[str, float]
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold: a module, an optimiser."""
+    """A part that a checkpoint can save: a module, an optimiser."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
 @dataclass
 class StageCounters:
-    """How far a stage has come."""
+    """Progress of a stage."""
 
     step: int = 0
     num_tokens: int = 0
@@ -36,7 +36,7 @@ class StageCounters:
 
 @dataclass(frozen=True)
 class StagePace:
-    """Seconds between the things a stage does besides its steps."""
+    """Intervals, in seconds, of a stage's logging, evaluation and checkpoints."""
 
     checkpoint: float = 90.0
     line: float = 20.0
@@ -47,7 +47,7 @@ DEFAULT_PACE = StagePace()
 
 
 def save_atomically(state: Mapping[str, Any], path: Path) -> None:
-    """Write, flush to disk, rename: a reader sees the old file or the new one, never half of one. Raises OSError."""
+    """Write, fsync, then rename: readers see the old file or the new one, never a partial one. Raises OSError."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as file:
@@ -55,15 +55,15 @@ def save_atomically(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        partial.unlink(missing_ok=True)  # half a state would only keep a full disk full
-        if isinstance(error, RuntimeError):  # how torch says that a write failed
+        partial.unlink(missing_ok=True)  # a partial file would keep a full disk full
+        if isinstance(error, RuntimeError):  # torch raises it for a failed write
             raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
         raise
     partial.replace(path)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The tensors and plain values of a checkpoint (no code is run)."""
+    """Load the tensors and plain values of a checkpoint (no code is run)."""
     state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     return state
 
@@ -80,10 +80,10 @@ def run_stage(
     stop_after_steps: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> StageCounters:
-    """Repeat `step(counters, progress)` until `budget` is used; the counters at the end.
+    """Repeat `step(counters, progress)` until `budget` is used. Return the final counters.
 
-    A checkpoint that exists is resumed: parts, counters and so the data continue where they were. `step` adds to
-    `counters.num_tokens` and `counters.drawn`. `stop_after_steps` ends early without finishing, as a kill would.
+    An existing checkpoint is resumed, with its parts, counters and data position. `step` adds to
+    `counters.num_tokens` and `counters.drawn`. `stop_after_steps` stops early without finishing, like a kill.
     """
     counters = StageCounters()
     if checkpoint.exists():
@@ -134,5 +134,5 @@ def run_stage(
 
 
 def describe(measures: Measures) -> str:
-    """`loss 2.310  bits_per_byte 0.981`, without the keys that only place an entry."""
+    """Format measures as `loss 2.310  bits_per_byte 0.981`, without the keys that only locate an entry."""
     return "  ".join(f"{key} {value:.3f}" for key, value in measures.items() if key not in ("progress", "tokens"))

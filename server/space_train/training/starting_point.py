@@ -1,4 +1,4 @@
-"""What a run trains, as it starts: masks, adapters and draft head, the checkpoint's own or fresh."""
+"""Builds the initial state of a run: masks, adapters and draft head, from the checkpoint or new."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def starting_point(
     tokenizer_size: int,
     given: list[int] | None,
 ) -> Trainee:
-    """What is trained, as it starts: what the checkpoint has of it, where the plan is of the same kind and sizes.
+    """Return the initial trainee, with the checkpoint's own parts if they match the plan's kind and sizes.
 
-    The first process says on stderr what of the checkpoint's is gone on from and what is left behind.
+    The first process prints to stderr which parts of the checkpoint are reused and which are dropped.
     """
     size = len(model.get_input_embeddings().weight)
     section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=size)
@@ -60,7 +60,7 @@ def starting_point(
     trainee = Trainee(model, plan, ids)
     if trainee.adapters is not None:
         mean, spread = embedding_spread(model)
-        scale = input_scale(model)  # the masks' inputs enter behind it
+        scale = input_scale(model)  # mask inputs bypass this scale
         trainee.adapters.initialise(generator, scale * mean, 0.5 * scale * spread)
         if adapter is not None:
             trainee.adapters.take(adapter)
@@ -76,7 +76,7 @@ def starting_point(
 
 
 def _go_on(head: DraftHead, section: DraftHeadSection | None, checkpoint: Checkpoint) -> bool:
-    """Start from the head that the checkpoint has, where it is of the same form and size."""
+    """Load the checkpoint's draft head if it has the same form and size. Return whether it did."""
     if section is None:
         return False
     own = (section.hidden, section.embedding_scale, section.form)
@@ -89,7 +89,7 @@ def _go_on(head: DraftHead, section: DraftHeadSection | None, checkpoint: Checkp
 def _notes(
     name: str, section: SpaceSection, plan: TrainPlan, num_own: int, *, has_masks: bool, has_head: bool
 ) -> Iterator[str]:
-    """What of the checkpoint's is gone on from and what is left behind, and what to give where that is not wanted."""
+    """Yield notes on which parts of the checkpoint are reused or dropped, and the flags that change this."""
     if section.adapter is None and not section.mask_ids:
         return
     head = section.draft_head

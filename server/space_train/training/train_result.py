@@ -1,4 +1,4 @@
-"""How far a run of training has come, and what it gave."""
+"""Progress and result of a training run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from space_train.training.stage import Measures
 
 @dataclass
 class Counters:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int = 0
     num_tokens: int = 0  # real tokens read
-    num_masks: int = 0  # mask rows learnt from
+    num_masks: int = 0  # mask rows with a target
     flops: float = 0.0
     seconds: float = 0.0
-    curve: list[Measures] = field(default_factory=list)  # an entry for each look at the held-out rows
+    curve: list[Measures] = field(default_factory=list)  # an entry per evaluation on the held-out rows
     losses: list[float] = field(default_factory=list)  # of each update
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run gave."""
+    """Result of a run."""
 
-    folder: Path | None  # of the checkpoint; None where the run was stopped before its end
+    folder: Path | None  # of the checkpoint; None if the run was stopped early
     counters: Counters
-    peak_bytes: int  # most memory of the process, or of its GPU
+    peak_bytes: int  # peak memory of the process, or of its GPU
     num_processes: int = 1
 
     @property

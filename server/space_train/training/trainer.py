@@ -1,8 +1,7 @@
-"""The one training loop of `spaceserve train`: updates until the budget is used, on one process or many.
+"""The training loop of `spaceserve train`: updates until the budget is used, on one process or many.
 
-accelerate spreads it over processes (torchrun, `accelerate launch`, FSDP); what an update computes depends on the plan
-and the row numbers alone, so that a resumed run, and a run on several processes, go the same way as one that was never
-cut.
+accelerate distributes it over processes (torchrun, `accelerate launch`, FSDP). An update depends only on the plan and
+the row numbers, so a resumed run, and a run on several processes, computes the same as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ from space_train.training.train_result import Counters, TrainResult
 
 
 class Beside(Protocol):
-    """Something that every update learns besides its rows: a function of the weights, the update's number, and what it
-    keeps between updates."""
+    """An extra loss in every update: a function of the weights, the update's number, and its own state."""
 
     def loss(self, trainee: Trainee, step: int) -> Tensor: ...
     def state_dict(self) -> dict[str, Tensor]: ...
@@ -76,10 +74,10 @@ def train(
     stop_after_steps: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TrainResult:
-    """Run `plan` on `model`, read from the folder `source`, and write the checkpoint to `out/model`.
+    """Run `plan` on `model`, which was read from `source`, and write the checkpoint to `out/model`.
 
     `given_mask_ids`: for methods that use ids; `chat_template`: of the checkpoint, else its source's; `before`: `flops`
-    and `seconds` that writing own texts took. `beside`: what else every update learns. A run that `out` holds is
+    and `seconds` spent on generating own texts. `beside`: an extra loss of every update. An existing run in `out` is
     resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
     run = TrainingRun(
@@ -95,12 +93,12 @@ def train(
 
 
 def on_cpu() -> bool:
-    """Whether to compute on the CPU. accelerate must be told, or several processes would not know of each other."""
+    """Return whether to train on the CPU; accelerate needs it to form a process group there."""
     return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
 
 
 class TrainingRun:
-    """One run: what is trained, its optimiser, and how far it has come."""
+    """One run: its trainee, optimiser and progress."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class TrainingRun:
         self.checkpoint = Checkpoint.open(source)
         check_may_write(out, self.checkpoint)
         is_asked_to_shard = sharding.take_request()
-        AcceleratorState._reset_state()  # else the first run of a process would decide the precision of all
+        AcceleratorState._reset_state()  # else the first run in a process would fix the precision of later ones
         self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
         self.device = self.accelerator.device
         self.num_parts = plan.accumulate * self.accelerator.num_processes
@@ -164,12 +162,12 @@ class TrainingRun:
         clock: Callable[[], float],
         told_to_stop: list[int],
     ) -> bool:
-        """Updates until the budget is used (True), or until told to stop."""
+        """Run updates. Return True when the budget is used, False when stopped."""
         counters, main = self.counters, self.accelerator.is_main_process
         held_out = held_out and held_out.to(self.device)
         writer: SummaryWriter | None = None
         if main and progress:
-            # Figures of updates that a kill undid are forgotten.
+            # Drop logged figures of updates that were lost in a kill.
             writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=counters.step)
         bar = tqdm(
             total=100.0,
@@ -180,9 +178,9 @@ class TrainingRun:
             initial=0,
         )
         last = clock()
-        saved_at, saved_step = counters.seconds, counters.step  # of what the state in `out` holds
+        saved_at, saved_step = counters.seconds, counters.step  # of the saved state in `out`
         here, stopping = 0, False
-        # A run that had ended has looked once more than it would have by now, with a longer budget.
+        # A finished run that is extended has one evaluation more than the schedule of its new budget.
         looks = min(len(counters.curve), math.ceil(self._progress() * self.plan.evaluations))
         with contextlib.ExitStack() as open_things:
             open_things.callback(bar.close)
@@ -222,8 +220,8 @@ class TrainingRun:
         return True
 
     def _agreed(self, stopping: bool, seconds: float) -> tuple[bool, float]:
-        """What all processes hold: whether one of them was told to stop, and their mean time. Else one would wait for
-        ever for another that went on."""
+        """Agree over all processes: whether any was asked to stop, and their mean time. Without it, a process that
+        stops would leave the others waiting."""
         if self.accelerator.num_processes == 1:
             return stopping, seconds
         own = torch.tensor([float(stopping), seconds], device=self.device)
@@ -235,7 +233,7 @@ class TrainingRun:
         plan, accelerator, counters = self.plan, self.accelerator, self.counters
         rows = plan.rows_per_step // self.num_parts
         first = counters.step * plan.rows_per_step
-        # Every process sees all parts' sizes, so that means are over the whole update.
+        # Every process knows all parts' sizes, so that means are over the whole update.
         starts = range(first, first + plan.rows_per_step, rows)
         parts = [train_batch(self.data, plan, start, rows) for start in starts]
         if self.is_sharded:
@@ -245,14 +243,14 @@ class TrainingRun:
         mine = range(self.num_parts)[accelerator.process_index * plan.accumulate :][: plan.accumulate]
         sums = torch.zeros(3, device=self.device)
         for number in mine:
-            torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # of the base's dropout, where it has some
+            torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # for the base's dropout, if it has any
             with self._adding_up(is_last=number == mine[-1]), self._in_precision():
                 losses = self.wrapped(parts[number].to(self.device))
                 total = losses.next_token / num_targets
                 total = total + plan.mask_loss_weight * losses.masks / num_masks
                 total = total + plan.head_loss_weight * losses.head / num_masks
             if total.requires_grad:
-                # Gradients are averaged over processes; these losses are to be added.
+                # accelerate averages gradients over processes; these losses must be summed.
                 accelerator.backward(total * accelerator.num_processes)
             sums += torch.stack((losses.next_token, losses.masks, losses.head)).detach().float()
         extra = 0.0
@@ -280,7 +278,7 @@ class TrainingRun:
         return measures if self.beside is None else measures | {"beside": extra}
 
     def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """A part of an update: gradients are added up between processes in the last one alone."""
+        """Context of one part of an update: gradients are synchronised only in the last part."""
         if isinstance(self.wrapped, FSDPModule):
             self.wrapped.set_requires_gradient_sync(is_last)
             return contextlib.nullcontext()
@@ -290,7 +288,7 @@ class TrainingRun:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.plan.precision == "bf16")
 
     def save(self) -> None:
-        """Write the run's state; the old one stays until the new one is whole."""
+        """Save the run's state; the old one is replaced only when the new one is complete."""
         weights = {name: parameter.detach() for name, parameter in self.trainee.trained.items()}
         state: dict[str, Any] = {"trained": weights, "optimiser": self.optimiser.state_dict()}
         if self.is_sharded:
@@ -302,7 +300,7 @@ class TrainingRun:
             save_atomically(run | state | beside, self.out / STATE_FILE)
 
     def export(self, dtype: torch.dtype | None, chat_template: str | None) -> Path:
-        """Write the checkpoint to `out/model`, from the main process; an old one stays until the new one is whole."""
+        """Write the checkpoint to `out/model` from the main process, replacing an old one only when complete."""
         weights = self.trainee.state_dict()
         if self.is_sharded:
             weights = sharding.whole(weights, keep=self.accelerator.is_main_process)
@@ -320,13 +318,13 @@ class TrainingRun:
                         acceptance=acceptance,
                         chat_template=chat_template,
                     )
-            except SafetensorError as error:  # how it says that a write failed
+            except SafetensorError as error:  # safetensors raises it for a failed write
                 raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()
         return folder
 
     def peak_bytes(self) -> int:
-        """Most memory so far: of the GPU, or of this process."""
+        """Return the peak memory so far in bytes: of the GPU, or of this process."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -340,11 +338,11 @@ class TrainingRun:
 
     @property
     def _has_looked(self) -> bool:
-        """Whether the curve ends with the figures of these weights."""
+        """Return whether the curve ends with the figures of the current weights."""
         return bool(self.counters.curve) and self.counters.curve[-1]["step"] == self.counters.step
 
     def _look(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
-        """Add the held-out figures to the curve."""
+        """Evaluate on the held-out rows and add the figures to the curve."""
         counters = self.counters
         was_training = self.trainee.training
         self.trainee.eval()
