@@ -64,7 +64,7 @@ def test_a_worker_reads_the_variable_before_it_asks_for_gpus() -> None:
     """What it must not do before: torch's first look at the driver settles which GPUs there are."""
     code = (
         "import torch\n"
-        "from space_server import __main__, one_gpu\n"
+        "from space_server import __main__\n"
         "def see(*_, **__): assert not looked; raise SystemExit(7)\n"
         "looked = []\n"
         "for name in ('is_available', 'device_count', 'current_device', '_lazy_init'):\n"

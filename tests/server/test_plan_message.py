@@ -78,5 +78,5 @@ def test_a_number_that_does_not_follow_is_an_error_that_names_both() -> None:
     writer, reader = PlanWriter(), PlanReader()
     reader.read(writer.simple(PlanMessageKind.BEAT))
     writer.simple(PlanMessageKind.BEAT)
-    with pytest.raises(MessageLost, match="PlanMessage 3 came where message 2 was due"):
+    with pytest.raises(MessageLost, match="Message 3 came where message 2 was due"):
         reader.read(writer.simple(PlanMessageKind.BEAT))

@@ -14,7 +14,7 @@ import asyncio, sys
 from pathlib import Path
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.request.request import Sampling, ValidRequest
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.metrics import Metrics
 from doubles.router import Script, ScriptedWorker
 
@@ -23,7 +23,7 @@ def name(address):
 
 async def main():
     script = Script(eos_ids=(), step_seconds=0.01, num_blocks=256)
-    request = ValidRequest("r", tuple(range(10, 16)), Sampling(seed=0), max_tokens=200)
+    request = ValidRequest("r", tuple(range(10, 16)), SamplingOptions(seed=0), max_tokens=200)
     async with ScriptedWorker(script, listen="127.0.0.2:0") as first:
         port = first.address.rpartition(":")[2]
         name("127.0.0.2")
@@ -38,7 +38,7 @@ async def main():
                     tokens += delta.tokens
                 assert second.figures.num_admits == 1, second.figures
                 assert len(tokens) == 200
-                print("found", engine.seats[0].num_incarnations)
+                print("found", engine.connections[0].num_incarnations)
 
 asyncio.run(asyncio.wait_for(main(), 50))
 """

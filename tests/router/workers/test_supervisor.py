@@ -271,7 +271,7 @@ def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
             argv = lambda config, address: worker_command(config, address, module="doubles.router")
             async with Engine(ServeConfig(), Metrics(), worker_argv=argv) as engine:
                 await engine.wait_ready()
-                print(engine.seats[0].source.pid, flush=True)
+                print(engine.connections[0].source.pid, flush=True)
                 await asyncio.sleep(60)
 
         asyncio.run(main())
