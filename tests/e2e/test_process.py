@@ -48,7 +48,8 @@ def test_a_signal_lets_streams_finish_then_exits_0_without_orphans(serve: Serve,
         assert '"finish_reason":"length"' in seen[-2]
         assert server.wait() == 0
         assert not any(map(is_alive, workers)), "the router waits for its workers"
-        assert "Traceback" not in server.last_words()
+        words = server.last_words()
+        assert "Traceback" not in words, words
 
 
 def test_no_worker_outlives_a_router_that_is_killed(serve: Serve) -> None:

@@ -182,7 +182,7 @@ NOTES = (
     "time: the mean whole answer over another arm's within the same round; below 1 is faster.",
     "ms: p50/p90/p99 over all requests; per token: the gap before an event, shared among its tokens; "
     "silence: the gap before an event, whatever it carries.",
-    "J/token: what the server's devices drew, whoever used them, over generated tokens; median (min–max).",
+    "J/token: energy of the server's devices, other programs' included, over generated tokens; median (min–max).",
 )
 
 Cell = Callable[[ArmSummary], str]

@@ -168,8 +168,8 @@ def _grammar(
     if known is None or known.layout is None:
         what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
         raise InvalidRequest(
-            f"With {what} nobody can be made to call tools in one way or another. Leave out `tool_choice` (or send "
-            '"auto"), `strict`, `parallel_tool_calls` and `response_format` beside `tools`.',
+            f"With {what} the model cannot be made to call tools in one way or another. Leave out `tool_choice` (or "
+            'send "auto"), `strict`, `parallel_tool_calls` and `response_format` beside `tools`.',
             param=param or "response_format",
             code="unsupported_parameter",
         )

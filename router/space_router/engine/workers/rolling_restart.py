@@ -100,8 +100,9 @@ class RollingRestart:
             if connection.incarnation != process:
                 return
         raise RestartFailed(
-            f"{connection.source.name} was lost {TRIES} times before it could be told to end, and came back as the "
-            "same process. Look at the network between, and begin again. Workers that were not restarted yet run on."
+            f"{connection.source.name} was lost {TRIES} times before it received the request to end, and came back "
+            "as the same process. Look at the network between, and begin again. Workers that were not restarted yet "
+            "run on."
         )
 
     async def _all_up(self, *, but: WorkerConnection) -> None:

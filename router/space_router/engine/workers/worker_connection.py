@@ -163,7 +163,7 @@ class WorkerConnection:
             async with asyncio.timeout(ENDING_SECONDS):
                 await self.until(lambda: self._link is not link)
         except TimeoutError:
-            link.give_up(f"did not end within {ENDING_SECONDS:g} s of being told to")
+            link.give_up(f"did not end within {ENDING_SECONDS:g} s of the request to end")
             await self.until(lambda: self._link is not link)
 
     async def run(self, listener: WorkerListener) -> None:
@@ -192,7 +192,7 @@ class WorkerConnection:
                 num_failed_starts = 0
                 self.trouble = str(error)
                 if self.retired is not None or isinstance(error, LinkEnded):
-                    logger.info("%s ends as it was told to: %s", self.source.name, error)
+                    logger.info("%s ends as requested: %s", self.source.name, error)
                 else:
                     logger.warning("%s is lost: %s", self.source.name, error)
             except Exception as error:  # a new worker and the requests' recorded ids recover from any error
