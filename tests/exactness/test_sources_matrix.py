@@ -77,7 +77,7 @@ def test_lookups_are_refused_taken_in_part_and_taken_whole(life: str, subject_of
 
 
 def test_a_draft_that_is_taken_unverified_is_found(subject_of: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify_sequences = HostRunner._judge
+    verify_sequences = HostRunner._verify
 
     def credulous(runner: HostRunner, advances: Any, *arguments: Any) -> None:
         verify_sequences(runner, advances, *arguments)
@@ -85,6 +85,6 @@ def test_a_draft_that_is_taken_unverified_is_found(subject_of: Subjects, monkeyp
             if advance.num_accepted < len(advance.plan.drafts) and advance.plan.sequence.origin.match_length > 3:
                 advance.tokens[advance.num_accepted] = advance.plan.drafts[advance.num_accepted]
 
-    monkeypatch.setattr(HostRunner, "_judge", credulous)
+    monkeypatch.setattr(HostRunner, "_verify", credulous)
     with pytest.raises(Mismatch, match="First difference"):
         check_sources(subject_of("llama", "float32"), CELL)
