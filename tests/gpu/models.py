@@ -17,7 +17,7 @@ from space_server.speculation.controller import FixedLayout
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
 """Compared with transformers on a GPU."""
 
-NUM_SEATS, NUM_BLOCKS = 4, 600
+NUM_SEQUENCES, NUM_BLOCKS = 4, 600
 
 
 def checkpoint_of(path: Path, family: str, dtype: str) -> str | Path:
@@ -36,7 +36,9 @@ def changed_texts(model: SpaceModel, num_texts: int, num_tokens: int) -> list[st
     """Where k = 5 changed plain decoding's ids or log-probabilities, in words: half-right drafts, all in one batch."""
     subject = Subject(model.facts.name, model, seed=11)
     limits = pb.Limits(max_tokens=num_tokens)
-    asked = [replace(subject.request(n % NUM_SEATS, 0.8 * (n % 2), "none"), limits=limits) for n in range(num_texts)]
+    asked = [
+        replace(subject.request(n % NUM_SEQUENCES, 0.8 * (n % 2), "none"), limits=limits) for n in range(num_texts)
+    ]
     asked = [replace(request, want_logprobs=True, num_logprobs=4) for request in asked]
     plain = []
     for request in asked:

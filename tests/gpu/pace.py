@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from space_eval.overhead_arms import Arm
+from overhead_arms import Arm
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
@@ -37,7 +37,7 @@ def known_steps(facts: ModelFacts) -> list[StepsHere]:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DecodingSpeed:
     """What so many sequences gave, together."""
 
     batch: int
@@ -64,7 +64,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Room:
+class SequenceSize:
     """What the sequences of a measurement have."""
 
     context: int  # positions computed before; their keys and values are zeros
@@ -84,15 +84,15 @@ class PacedWorker:
         model: StepModel,
         kv: PagedKV,
         arm: Arm,
-        room: Room,
+        sequence_size: SequenceSize,
         *,
         max_sequences: int,
         steps: StepsHere = HOST,
         cost: StepCost | None = None,
         foretold: Foretold | None = None,
     ) -> None:
-        """`foretold`: decrees which drafts come true; None: they are the masks' own."""
-        self.arm, self._room, self._facts, self._foretold = arm, room, model.facts, foretold
+        """`foretold`: sets which drafts are accepted; None: the masks' own drafts."""
+        self.arm, self._sequence_size, self._facts, self._foretold = arm, sequence_size, model.facts, foretold
         self.worker = Worker(
             model,
             num_blocks=kv.num_blocks,
@@ -109,7 +109,7 @@ class PacedWorker:
         self.worker.apply(pb.Command(start=start))
         self._num_admitted = 0
 
-    def pace(self, batch: int, *, num_steps: int, seconds: float = 2.0, warm_up: int = 12) -> Pace:
+    def pace(self, batch: int, *, num_steps: int, seconds: float = 2.0, warm_up: int = 12) -> DecodingSpeed:
         """At most so many steps and seconds, after `warm_up` steps. Raises RuntimeError where a sequence fails."""
         tokens = self._admit(batch)
         for _ in range(warm_up):
@@ -120,7 +120,7 @@ class PacedWorker:
         drafted = accepted = 0
         # From report to report: with steps under way, waiting for the device here would count some of them twice.
         begun = time.perf_counter()
-        while done < num_steps and max(tokens.values()) < self._room.most_tokens:
+        while done < num_steps and max(tokens.values()) < self._sequence_size.most_tokens:
             report = self._step(tokens)
             drafted += sum(sequence.num_drafted for sequence in report.sequences)
             accepted += sum(sequence.num_accepted for sequence in report.sequences)
@@ -132,7 +132,7 @@ class PacedWorker:
         self._release(tokens)
         if not done:
             raise RuntimeError(f"{self.arm.name}: no step was left to time; give the sequences more tokens")
-        return Pace(batch, done, made, drafted, accepted, taken)
+        return DecodingSpeed(batch, done, made, drafted, accepted, taken)
 
     def stretch(self, batch: int, num_steps: int, measure: Callable[[Callable[[], None]], float]) -> float:
         """What `measure` says of `num_steps` steps, by step."""
@@ -151,19 +151,19 @@ class PacedWorker:
 
     def _admit(self, batch: int) -> dict[int, int]:
         """seq_id -> tokens so far, of new sequences with pages of their own."""
-        rng, room, tokens = random.Random(batch), self._room, {}
+        rng, sequence_size, tokens = random.Random(batch), self._sequence_size, {}
         first = FIRST_MASK + NUM_MASKS
         for number in range(batch):
             self._num_admitted += 1
-            ids = [rng.randrange(first, self._facts.vocab_size) for _ in range(room.context + 1)]
+            ids = [rng.randrange(first, self._facts.vocab_size) for _ in range(sequence_size.context + 1)]
             admit = pb.Admit(
                 seq_id=self._num_admitted,
                 ids=ids,
                 num_prompt=len(ids),
-                num_cached=room.context,
-                pages=range(number * room.blocks_each, (number + 1) * room.blocks_each),
+                num_cached=sequence_size.context,
+                pages=range(number * sequence_size.blocks_each, (number + 1) * sequence_size.blocks_each),
                 sampling=pb.Sampling(seed=number),
-                limits=pb.Limits(max_tokens=room.most_tokens + SLACK),
+                limits=pb.Limits(max_tokens=sequence_size.most_tokens + SLACK),
                 max_draft_length=NUM_MASKS if self.arm.num_drafts is None else self.arm.num_drafts,
             )
             self.worker.apply(pb.Command(admit=admit))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_eval.overhead_arms import full
+from overhead_arms import full
 from space_kernels.dispatch import ops_for
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -30,7 +30,7 @@ from gpu.llama import (
     random_llama,
     space_llama,
 )
-from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, Room
+from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, SequenceSize
 from gpu.record import Figure, Record, written
 from gpu.report import TARGETS, Report, Target
 from gpu.stages import FAST_STAGES, STAGES, Stage, kernel_tests
@@ -352,10 +352,10 @@ def test_the_next_id_is_a_cycle_through_all_that_can_be_said() -> None:
 def test_drafts_come_true_as_decreed(
     llama: SpaceModel, steps: StepsHere, chances: tuple[float, ...], low: float, high: float
 ) -> None:
-    room = Room(context=16, most_tokens=60)
-    kv = llama.allocate_kv(2 * room.blocks_each, BLOCK_SIZE)
+    sequence_size = SequenceSize(context=16, most_tokens=60)
+    kv = llama.allocate_kv(2 * sequence_size.blocks_each, BLOCK_SIZE)
     foretold = Foretold(llama.facts, chances)
-    paced = PacedWorker(llama, kv, full(NUM_MASKS), room, max_sequences=2, steps=steps, foretold=foretold)
+    paced = PacedWorker(llama, kv, full(NUM_MASKS), sequence_size, max_sequences=2, steps=steps, foretold=foretold)
     pace = paced.pace(2, num_steps=5, warm_up=3)
     assert low <= pace.tokens_per_step <= high
     assert pace.num_accepted == (pace.num_drafted if low > 1 else 0)
@@ -364,10 +364,10 @@ def test_drafts_come_true_as_decreed(
 
 @pytest.mark.parametrize("steps", [HOST, DEVICE])
 def test_drafts_of_chance_78_give_the_tokens_that_they_should(llama: SpaceModel, steps: StepsHere) -> None:
-    room = Room(context=16, most_tokens=500)
-    kv = llama.allocate_kv(2 * room.blocks_each, BLOCK_SIZE)
+    sequence_size = SequenceSize(context=16, most_tokens=500)
+    kv = llama.allocate_kv(2 * sequence_size.blocks_each, BLOCK_SIZE)
     foretold = Foretold(llama.facts, NAMED[0.78])
-    paced = PacedWorker(llama, kv, full(NUM_MASKS), room, max_sequences=2, steps=steps, foretold=foretold)
+    paced = PacedWorker(llama, kv, full(NUM_MASKS), sequence_size, max_sequences=2, steps=steps, foretold=foretold)
     pace = paced.pace(2, num_steps=120, seconds=60, warm_up=3)
     expected, reached = 1.0, 1.0
     for chance in NAMED[0.78]:

@@ -1,4 +1,4 @@
-"""Decoding speed at the shapes of a 1B and an 8B Llama, random weights, drafts that come true by decree."""
+"""Decoding speed at the shapes of a 1B and an 8B Llama, random weights, drafts accepted at a synthetic rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from space_eval.overhead_arms import auto, full, plain, pruned
+from overhead_arms import auto, full, plain, pruned
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
@@ -28,7 +28,7 @@ from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use
 from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
 from gpu.llama import draft_head as random_head
 from gpu.models import changed_texts
-from gpu.pace import BLOCK_SIZE, DEVICE, Pace, PacedWorker, Room, known_steps
+from gpu.pace import BLOCK_SIZE, DEVICE, DecodingSpeed, PacedWorker, SequenceSize, known_steps
 from gpu.record import Notes, written
 from gpu.report import BATCH_SIZES
 
@@ -48,14 +48,21 @@ class Effort:
     seconds: float  # of one arm at one batch
     rounds: int
     batch_sizes: Sequence[int]
-    room: Room
+    sequence_size: SequenceSize
     calibration_seconds: float
 
 
 FULL = Effort(
-    num_steps=200, seconds=1.0, rounds=2, batch_sizes=BATCH_SIZES, room=Room(512, 448), calibration_seconds=8.0
+    num_steps=200,
+    seconds=1.0,
+    rounds=2,
+    batch_sizes=BATCH_SIZES,
+    sequence_size=SequenceSize(512, 448),
+    calibration_seconds=8.0,
 )
-LITTLE = Effort(num_steps=6, seconds=0.2, rounds=1, batch_sizes=(1, 2), room=Room(16, 96), calibration_seconds=0.2)
+LITTLE = Effort(
+    num_steps=6, seconds=0.2, rounds=1, batch_sizes=(1, 2), sequence_size=SequenceSize(16, 96), calibration_seconds=0.2
+)
 
 
 def test_llama_1b(notes: Notes) -> None:
@@ -94,7 +101,7 @@ class _Measurement:
         ops = choose_ops(self._facts, asked="auto", block_size=BLOCK_SIZE)
         model = self._build(ops, WHISPER)
         notes.figure(f"{name} seconds to make the weights", time.perf_counter() - begun, "s")
-        notes.note(f"attention: {ops.attention}; drafts come true with the chances {ACCEPTANCE}, by decree")
+        notes.note(f"attention: {ops.attention}; drafts are accepted at the synthetic rates {ACCEPTANCE}")
         kv = self._pages(model)
         self._forwards(model, kv)
         steps = known_steps(model.facts)
@@ -119,18 +126,18 @@ class _Measurement:
 
     def _pages(self, model: SpaceModel) -> PagedKV:
         """For the largest batch that fits."""
-        each = self._effort.room.blocks_each * BLOCK_SIZE * self._facts.kv_bytes_per_token
+        each = self._effort.sequence_size.blocks_each * BLOCK_SIZE * self._facts.kv_bytes_per_token
         fits = int(FRACTION * free_bytes(self._device) / each)
         self._most = max((batch for batch in self._effort.batch_sizes if batch <= fits), default=1)
         for batch in [batch for batch in self._effort.batch_sizes if batch > self._most]:
             self._notes.missing(f"{self._name} auto/plain at batch {batch}", f"pages for {fits} sequences fit")
-        return model.allocate_kv(self._most * self._effort.room.blocks_each, BLOCK_SIZE)
+        return model.allocate_kv(self._most * self._effort.sequence_size.blocks_each, BLOCK_SIZE)
 
     def _forwards(self, model: SpaceModel, kv: PagedKV) -> None:
         """The network and the head over 1 row and over 36, on the device alone."""
         seconds = {}
         for layout in (DraftLayout.plain(), DraftLayout.full(NUM_MASKS, NUM_MASKS)):
-            rows, taken = forward_seconds(model, kv, layout, self._effort.room.context, self._clock)
+            rows, taken = forward_seconds(model, kv, layout, self._effort.sequence_size.context, self._clock)
             seconds[rows] = taken
             self._notes.figure(f"{self._name} network and head, {rows} row{'s' * (rows > 1)}", 1e3 * taken, "ms")
         self._notes.figure(f"{self._name} network and head, 36 rows/1 row", seconds[36] / seconds[1])
@@ -140,12 +147,12 @@ class _Measurement:
     ) -> dict[str, float]:
         """Steps of a single sequence: what each layout takes, and gives. Headlines are those of the default steps.
 
-        Drafts come true by decree, in steps on the device as in the host's.
+        Drafts are accepted at a synthetic rate, in steps on the device as in the host's.
         """
         notes, name, effort = self._notes, self._name, self._effort
         foretold = Foretold(model.facts, ACCEPTANCE)
         arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), auto()]
-        found: dict[str, Pace] = {}
+        found: dict[str, DecodingSpeed] = {}
         busy: dict[str, float] = {}
         replayed: dict[str, float] = {}
         cost = self._cost(model, kv, how)
@@ -154,7 +161,7 @@ class _Measurement:
                 model,
                 kv,
                 arm,
-                effort.room,
+                effort.sequence_size,
                 max_sequences=self._most,
                 steps=how,
                 cost=cost if arm.rule is None else None,
@@ -168,7 +175,7 @@ class _Measurement:
                 except RuntimeError as error:
                     notes.missing(f"{name} device idle between steps, {arm.name}", str(error)[:300])
         masks_alone = PacedWorker(
-            without_draft_head(model), kv, full(NUM_MASKS), effort.room,
+            without_draft_head(model), kv, full(NUM_MASKS), effort.sequence_size,
             max_sequences=self._most, steps=how, foretold=foretold,
         )  # fmt: skip
         found["k=5, no draft head"] = self._best(masks_alone, 1)
@@ -189,7 +196,7 @@ class _Measurement:
         if how == DEVICE:
             rarest = min(replayed, key=replayed.__getitem__)
             notes.figure(f"{head}steps that replay a graph, least of all layouts ({rarest})", replayed[rarest], "%")
-        notes.figure(f"{head}drafts that no decree covered", foretold.synthetic.num_unknown)
+        notes.figure(f"{head}drafts outside synthetic acceptance", foretold.synthetic.num_unknown)
         for arm_name, seconds in busy.items():
             idle = 1.0 - seconds / found[arm_name].step_seconds
             notes.figure(f"{head}device idle between steps, {arm_name}", max(0.0, idle), "%")
@@ -205,7 +212,7 @@ class _Measurement:
         cost = self._cost(model, kv, how)
         paced = {
             arm.name: PacedWorker(
-                model, kv, arm, effort.room, max_sequences=self._most, steps=how, cost=c, foretold=foretold
+                model, kv, arm, effort.sequence_size, max_sequences=self._most, steps=how, cost=c, foretold=foretold
             )
             for arm, c in zip(arms, (None, cost), strict=True)
         }
@@ -213,7 +220,7 @@ class _Measurement:
         for batch in [batch for batch in effort.batch_sizes if batch <= self._most]:
             if notes.is_late(f"{name} auto/plain at batch {batch}"):
                 continue
-            rates: dict[str, list[Pace]] = {arm.name: [] for arm in arms}
+            rates: dict[str, list[DecodingSpeed]] = {arm.name: [] for arm in arms}
             for turn in range(effort.rounds):
                 for arm in arms if turn % 2 == 0 else arms[::-1]:
                     rates[arm.name].append(self._pace(paced[arm.name], batch))
@@ -237,7 +244,7 @@ class _Measurement:
         kv = self._pages(model)
         rows = []
         for arm in (plain(), full(NUM_MASKS)):
-            paced = PacedWorker(model, kv, arm, effort.room, max_sequences=self._most, steps=how)
+            paced = PacedWorker(model, kv, arm, effort.sequence_size, max_sequences=self._most, steps=how)
             seconds = self._best(paced, 1).step_seconds
             notes.figure(f"{name} a step of {arm.name} with exact products, over the usual", seconds / usual[arm.name])
             rows.append([arm.name, f"{1e3 * usual[arm.name]:.2f}", f"{1e3 * seconds:.2f}"])
@@ -251,11 +258,11 @@ class _Measurement:
         points = calibrate(model, kv, max_sequences=self._most, seconds=seconds, steps=how).points
         return StepCost.from_points(points) if points else None
 
-    def _pace(self, paced: PacedWorker, batch: int) -> Pace:
+    def _pace(self, paced: PacedWorker, batch: int) -> DecodingSpeed:
         warm_up = 4 if self._notes.dry else 40 if paced.arm.rule is None else 12
         return paced.pace(batch, num_steps=self._effort.num_steps, seconds=self._effort.seconds, warm_up=warm_up)
 
-    def _best(self, paced: PacedWorker, batch: int) -> Pace:
+    def _best(self, paced: PacedWorker, batch: int) -> DecodingSpeed:
         """The middle one of the rounds, and one before them to warm up."""
         self._pace(paced, batch)
         found = sorted(
@@ -267,7 +274,7 @@ class _Measurement:
 _HEAD = ["layout", "ms per step", "tokens per step", "tokens/s", "speed-up", "drafts accepted"]
 
 
-def _row(arm: str, pace: Pace, first: Pace) -> list[str]:
+def _row(arm: str, pace: DecodingSpeed, first: DecodingSpeed) -> list[str]:
     return [
         arm,
         f"{1e3 * pace.step_seconds:.3f}",

@@ -21,7 +21,7 @@ from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 
-from gpu.models import FAMILIES, NUM_BLOCKS, NUM_SEATS, checkpoint_of, outcome_name
+from gpu.models import FAMILIES, NUM_BLOCKS, NUM_SEQUENCES, checkpoint_of, outcome_name
 from gpu.record import Notes
 from gpu.ties import Comparison, TieRule, differences
 
@@ -102,7 +102,7 @@ class ModelTexts:
 
     def compare(self, drafted: Comparison, against: Comparison, accepted: Counter[str]) -> None:
         """Add all differences, of as many texts as there is time for."""
-        for connection in range(1 if self._notes.dry else NUM_SEATS):
+        for connection in range(1 if self._notes.dry else NUM_SEQUENCES):
             plain = self._plain_text(connection, 0.0)
             prompt = plain.request.prompt
             found = differences(
@@ -124,7 +124,7 @@ class ModelTexts:
         live_ids = self._subject.live_ids
         source = None if drafts == "own" else ScriptedDrafts(RIGHT[drafts], live_ids)
         desk = Desk(make_worker(self._model, FixedLayout.full(k), source, num_blocks=NUM_BLOCKS))
-        records = [Record(self._request(connection, heat)) for connection in range(NUM_SEATS)]
+        records = [Record(self._request(connection, heat)) for connection in range(NUM_SEQUENCES)]
         for connection, record in enumerate(records):
             seq_id = desk.admit(record)
             if source is not None:

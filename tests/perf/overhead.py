@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from overhead_arms import PLAIN, PRUNED, Arm, arms
 from space_eval.bench.estimates import Ratio
-from space_eval.overhead_arms import PLAIN, PRUNED, Arm, arms
 from space_eval.prompts import built_in
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model

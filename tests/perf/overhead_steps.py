@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from doubles.worker import SmallRouter
-from space_eval.overhead_arms import PLAIN, Arm, plain
+from overhead_arms import PLAIN, Arm, plain
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import ModelFacts

@@ -419,7 +419,7 @@ class Run:
                     self._desk.release(seq_id)
 
     def _preempt(self) -> None:
-        """Seat 0 gives up its pages, and comes back on others with all it has said, up to the last report."""
+        """Sequence 0 is preempted and admitted again on other pages, with its tokens up to the last report."""
         seq_id = self._records[0].seq_id
         if seq_id is not None and self._desk.release_and_wait(seq_id).finish == pb.FINISH_NONE:
             self._admit(0)

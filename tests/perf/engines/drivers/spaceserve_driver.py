@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from doubles.worker import SmallRouter
+from overhead_arms import plain
 from space_common.version import version
-from space_eval.overhead_arms import plain
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.layout_yield import PLAIN as NO_DRAFTS
