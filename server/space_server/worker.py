@@ -25,8 +25,7 @@ from space_server.machine.device_health import is_lost
 from space_server.machine.memory import give_back_unused, is_out_of_memory
 from space_server.scheduling.prefill_budget import PrefillBudget
 from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
-from space_server.speculation.controller import Controller
-from space_server.speculation.speculation_controller import SpeculationController
+from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel

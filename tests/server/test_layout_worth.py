@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.speculation.layout_yield import LayoutYield, layout_yields
+from space_server.speculation.controller import LayoutYield, layout_yields
 
 chances_of = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=4).map(tuple)
 

@@ -8,18 +8,22 @@ from itertools import pairwise, takewhile
 import pytest
 from space_model.geometry.draft_layout import DraftLayout
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
-from space_server.speculation import speculation_probe as trials
-from space_server.speculation.controller import DraftLimits, StepLoad
-from space_server.speculation.layout_yield import layout_yields
-from space_server.speculation.speculation_controller import (
-    CHANGE,
-    EVERY,
+from space_server.speculation.controller import (
+    CHANGE_MARGIN,
+    DOUBTED_TRIALS,
+    ENABLE_MARGIN,
+    FIRST_TRIAL_AFTER,
+    LOOK_EVERY,
+    LOOK_SELDOM,
     PATIENCE,
     PROBE_SELDOM,
-    SELDOM,
-    TAKE_UP,
+    TRIAL_STEPS,
     BatchMix,
+    DraftLimits,
     SpeculationController,
+    SpeculationProbe,
+    StepLoad,
+    layout_yields,
 )
 from space_server.step_costs.step_cost import StepCost, StepShape
 
@@ -53,7 +57,7 @@ def settled(
     rooms: list[DraftLimits],
     load: StepLoad = StepLoad(),  # noqa: B008
 ) -> list[DraftLayout]:
-    for _ in range(PATIENCE + 2 * SELDOM):
+    for _ in range(PATIENCE + 2 * LOOK_SELDOM):
         layouts = controller.layouts(rooms, load)
     return layouts
 
@@ -80,7 +84,9 @@ def test_no_other_layout_used_by_all_brings_more(batch: int, ridge: int) -> None
 
     rates = {w.layout: rate(w.tokens, w.chain_rows, w.mask_rows) for w in layout_yields(chances, 5)}
     plain, best = rates[DraftLayout.plain()], max(rates.values())
-    assert rates[layout] * (1 + CHANGE) >= best or (layout == DraftLayout.plain() and best <= (1 + TAKE_UP) * plain)
+    assert rates[layout] * (1 + CHANGE_MARGIN) >= best or (
+        layout == DraftLayout.plain() and best <= (1 + ENABLE_MARGIN) * plain
+    )
     assert rates[layout] >= plain
 
 
@@ -141,21 +147,22 @@ class Watched(SpeculationController):
 
 
 @pytest.mark.parametrize(
-    ("per_row", "looks"), [pytest.param(1.0, 4, id="plain"), pytest.param(0.0, 4 * SELDOM, id="drafting")]
+    ("per_row", "looks"), [pytest.param(1.0, 4, id="plain"), pytest.param(0.0, 4 * LOOK_SELDOM, id="drafting")]
 )
 def test_who_drafts_looks_at_once_where_costs_change_and_plain_decoding_in_its_turn(per_row: float, looks: int) -> None:
     machine = Machine(1.0, per_row)
     controller = Watched(machine)
     settled(controller, [room()] * 16)
     before = controller.num_looks
-    for _ in range(4 * SELDOM):
+    for _ in range(4 * LOOK_SELDOM):
         machine.num_surprises += 1
         controller.layouts([room()] * 16, StepLoad())
     assert controller.num_looks - before == looks
 
 
 @pytest.mark.parametrize(
-    ("per_row", "looks"), [pytest.param(1.0, 4, id="plain"), pytest.param(1e-4, 4 * SELDOM // EVERY, id="drafting")]
+    ("per_row", "looks"),
+    [pytest.param(1.0, 4, id="plain"), pytest.param(1e-4, 4 * LOOK_SELDOM // LOOK_EVERY, id="drafting")],
 )
 def test_a_restless_machine_has_nobody_look_more_often(per_row: float, looks: int) -> None:
     """Every other step takes half as long again as the ones between."""
@@ -164,7 +171,7 @@ def test_a_restless_machine_has_nobody_look_more_often(per_row: float, looks: in
     controller, alone = Watched(cost), [room()]
     settled(controller, alone)
     before = controller.num_looks
-    for number in range(4 * SELDOM):
+    for number in range(4 * LOOK_SELDOM):
         layout = alone[0].fit(controller.layouts(alone, StepLoad())[0])
         shape = StepShape(1, 1 + layout.num_drafts, layout.num_masks, int(layout.num_masks > 0))
         cost.learn(shape, (1.0 + per_row * shape.num_rows) * (1.2, 0.8)[number % 2])
@@ -175,10 +182,12 @@ def test_crowds_far_too_large_for_drafts_are_looked_at_in_their_turn_however_the
     controller = Watched(Machine(1.0, 0.3, ridge=4))
     assert settled(controller, [room()] * 16) == [DraftLayout.plain()] * 16
     before = controller.num_looks
-    for number in range(8 * SELDOM):
+    for number in range(8 * LOOK_SELDOM):
         assert not controller.layouts([room()] * (12, 16, 24, 9)[number % 4], StepLoad())[0].num_masks
     assert controller.num_looks - before <= 16
-    laid_out = [next_layout(controller, [room()]).num_masks for _ in range(EVERY + 1)]  # one alone is no such crowd
+    laid_out = [
+        next_layout(controller, [room()]).num_masks for _ in range(LOOK_EVERY + 1)
+    ]  # one alone is no such crowd
     assert laid_out[-1] > 0
 
 
@@ -196,9 +205,9 @@ def test_at_the_threshold_the_choice_does_not_swing() -> None:
     controller = SpeculationController(machine)
     seen = []
     for number in range(400):
-        machine.per_row = 0.02 * (1.0 + 0.002 * (-1) ** (number // EVERY))
+        machine.per_row = 0.02 * (1.0 + 0.002 * (-1) ** (number // LOOK_EVERY))
         seen.append(controller.layouts([room()] * 4, StepLoad())[0])
-    steady = seen[PATIENCE + EVERY :]
+    steady = seen[PATIENCE + LOOK_EVERY :]
     assert sum(one != other for one, other in pairwise(steady)) <= 2 * 400 // 256 + 1
 
 
@@ -222,7 +231,7 @@ def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_l
         controller.stepped(1, 1.3 if drafts else 1.045)  # never more than plain decoding's, and longer
     first = steps.index(True)
     ends = steps.index(False, first)
-    assert ends - first < 10 * EVERY
+    assert ends - first < 10 * LOOK_EVERY
     assert sum(steps[ends : ends + 200]) < 20
     assert any(steps[ends + 200 :])  # what was true then need not be true now
     assert sum(steps) < 0.1 * len(steps)
@@ -263,7 +272,7 @@ def test_what_was_measured_in_a_bad_moment_is_found_out_by_a_trial() -> None:
     machine = Misjudged(1.0, 0.06)
     controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
-    for _ in range(2 * trials.AFTER):
+    for _ in range(2 * FIRST_TRIAL_AFTER):
         layout = next_layout(controller, [room()])
         machine.num_tried += layout.num_masks > 0
     assert layout.num_masks > 0
@@ -282,7 +291,7 @@ def test_plain_decoding_that_was_measured_in_a_bad_moment_is_found_out_by_a_prob
     machine = Misjudged(1.0, 0.37)
     controller = SpeculationController(machine)
     assert settled(controller, [room()])[0].num_masks > 0
-    for _ in range(PROBE_SELDOM + 2 * EVERY):
+    for _ in range(PROBE_SELDOM + 2 * LOOK_EVERY):
         layout = next_layout(controller, [room()])
         machine.num_plain += layout == DraftLayout.plain()
     assert layout == DraftLayout.plain()
@@ -293,17 +302,17 @@ def test_where_plain_decoding_is_best_trials_become_rare() -> None:
     controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
     tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(12_000)]
-    assert 2 * trials.STEPS <= sum(tried) < 0.01 * len(tried)
+    assert 2 * TRIAL_STEPS <= sum(tried) < 0.01 * len(tried)
 
 
 def test_a_crowd_that_may_not_draft_teaches_nothing_about_drafts() -> None:
     machine = Machine(1.0, 0.37)
     controller = SpeculationController(machine)
     assert settled(controller, [room()]) == [DraftLayout.plain()]
-    for _ in range(4 * trials.AFTER):
+    for _ in range(4 * FIRST_TRIAL_AFTER):
         assert controller.layouts([DraftLimits(1, 4, 0, ROOM_ENOUGH)], StepLoad()) == [DraftLayout.plain()]
         controller.stepped(1, 1.0)
-    tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(trials.AFTER // 2)]
+    tried = [next_layout(controller, [room()]).num_masks > 0 for _ in range(FIRST_TRIAL_AFTER // 2)]
     assert not any(tried)
 
 
@@ -347,13 +356,13 @@ def test_a_server_that_started_beside_other_work_finds_the_drafts_that_pay(batch
 
 
 def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
-    known = trials.SpeculationProbe()
+    known = SpeculationProbe()
     assert not known.is_due(0.5, 10**9)
     known.doubt()
-    assert not known.is_due(0.5, trials.AFTER)
-    assert known.is_due(0.5, 4 * trials.AFTER)
-    assert not known.is_due(0.05, 100 * trials.AFTER)
-    for _ in range(trials.DOUBTED):
+    assert not known.is_due(0.5, FIRST_TRIAL_AFTER)
+    assert known.is_due(0.5, 4 * FIRST_TRIAL_AFTER)
+    assert not known.is_due(0.05, 100 * FIRST_TRIAL_AFTER)
+    for _ in range(DOUBTED_TRIALS):
         known.begin()
         known.failed()
     assert not known.is_due(0.5, 10**9)

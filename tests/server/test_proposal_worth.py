@@ -6,18 +6,22 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.drafts.drafts import DraftSources
-from space_server.speculation.controller import DraftLimits, FixedLayout, StepLoad
-from space_server.speculation.lookup_policy import (
+from space_server.speculation.controller import (
     GAIN_RATE,
     LONGEST_PAUSE_STEPS,
+    LOOK_SELDOM,
+    LOOKUP_RETRY_EVERY,
+    PATIENCE,
     PAUSE_STEPS,
-    READING,
-    RETRY,
-    WINDOW,
+    READING_SECONDS,
+    READING_WINDOW,
+    DraftLimits,
+    FixedLayout,
     LookupPolicy,
     Offer,
+    SpeculationController,
+    StepLoad,
 )
-from space_server.speculation.speculation_controller import PATIENCE, SELDOM, SpeculationController
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
@@ -38,7 +42,7 @@ def stepped(
 def napping(num_sequences: int = 8) -> LookupPolicy:
     """Who has read that many for nothing."""
     worth = LookupPolicy()
-    for _ in range(WINDOW):
+    for _ in range(READING_WINDOW):
         stepped(worth, num_sequences)
     assert worth.is_paused
     return worth
@@ -64,7 +68,7 @@ def rooms(num_proposing: int, chances: tuple[float, ...] = (0.8, 0.8)) -> list[D
 @pytest.mark.parametrize(("num_proposing", "taken"), [(1, False), (8, True)])
 def test_one_sequences_drafts_are_not_taken_where_all_pay_for_them(num_proposing: int, taken: bool) -> None:
     controller = SpeculationController(Tiled(0.3))
-    layouts = [controller.layouts(rooms(num_proposing), StepLoad()) for _ in range(RETRY - 1)][-1]
+    layouts = [controller.layouts(rooms(num_proposing), StepLoad()) for _ in range(LOOKUP_RETRY_EVERY - 1)][-1]
     assert [layout.num_drafts for layout in layouts] == ([2] * num_proposing if taken else [0] * 8)
 
 
@@ -75,7 +79,7 @@ def test_where_the_first_row_more_is_cheap_one_sequences_drafts_are_taken() -> N
 
 def test_the_price_of_what_does_not_pay_is_looked_at_again() -> None:
     worth = LookupPolicy()
-    assert [worth.pays(BAD) for _ in range(2 * RETRY)].count(True) == 2
+    assert [worth.pays(BAD) for _ in range(2 * LOOKUP_RETRY_EVERY)].count(True) == 2
 
 
 @pytest.mark.parametrize(("num_sequences", "num_steps"), [(1, 64), (2, 32), (8, 8), (64, 8)])
@@ -89,15 +93,15 @@ def test_texts_are_not_read_where_that_has_not_paid_for_itself(num_sequences: in
 
 def test_steps_of_those_whose_texts_nobody_reads_say_nothing() -> None:
     worth = LookupPolicy()
-    for _ in range(5 * WINDOW):
+    for _ in range(5 * READING_WINDOW):
         stepped(worth, num_read=0)
         assert not worth.is_paused
 
 
 def test_texts_are_read_as_long_as_drafts_save_more_than_reading_takes() -> None:
     worth = LookupPolicy()
-    for _ in range(3 * WINDOW):
-        assert worth.pays(good(16 * READING))
+    for _ in range(3 * READING_WINDOW):
+        assert worth.pays(good(16 * READING_SECONDS))
         stepped(worth)
         assert not worth.is_paused
 
@@ -164,7 +168,7 @@ def test_masks_must_beat_plain_decoding_with_its_proposals() -> None:
             )
             for n, chances in enumerate([(0.95,) * 5] * proposing + [()] * (2 - proposing))
         ]
-        for _ in range(PATIENCE + 8 * SELDOM):
+        for _ in range(PATIENCE + 8 * LOOK_SELDOM):
             layouts = controller.layouts(drawn, StepLoad())
         rate[proposing] = controller.rule is not None
         assert (layouts[0].num_masks > 0) is rate[proposing]

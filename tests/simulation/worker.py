@@ -17,8 +17,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
 from space_server.scheduling.scheduled_batch import ScheduledSequence, shape_of
-from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
-from space_server.speculation.speculation_controller import SpeculationController
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, SpeculationController, StepLoad
 from space_server.step_costs.step_cost import StepCost
 from space_server.worker import Worker
 

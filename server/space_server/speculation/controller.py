@@ -1,14 +1,20 @@
-"""The interface that chooses the draft layouts of a step. Torch-free."""
+"""Chooses the draft layouts of a step with the most expected tokens per measured second. Torch-free."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple, Protocol, Self
 
 from space_model.geometry.draft_layout import DraftLayout
 
-from space_server.drafts.acceptance import Acceptance
+from space_server.drafts.acceptance import LEVELS_PER_UNIT, Acceptance
+from space_server.step_costs.step_cost import OUTLIER, StepCost, StepShape
 
 
 @dataclass(slots=True)  # not frozen, which would double the cost of making one per sequence and step
@@ -38,8 +44,7 @@ class DraftLimits:
         return DraftLayout.of(drafts, tuple(max(0, count) for count in masks))
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """The rest of the step's work."""
 
     num_prefill_rows: int = 0
@@ -92,3 +97,642 @@ class FixedLayout:
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """Do nothing: the rule is fixed."""
+
+
+_STATIONARY_ROUNDS = 64
+_RARE = 0.005  # states with a smaller share of the steps are ignored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutYield:
+    """A layout's long-run means per step."""
+
+    layout: DraftLayout
+    tokens: float  # expected tokens emitted
+    chain_rows: float
+    mask_rows: float
+    steps: tuple[tuple[float, int, int], ...] = ()  # (share of steps, chain rows, masks)
+
+    @classmethod
+    def of(cls, layout: DraftLayout, chances: Sequence[float]) -> LayoutYield:
+        """`chances[j-1]`: probability that a draft of mask depth j is accepted, given those before it are (SPACE §5).
+
+        A step's drafts come from the masks of the step before: fewer, and from deeper masks, where an earlier group
+        replaces one that was not laid out. So a step is in one of a few states (drafts, depth of the first); the means
+        are over the stationary distribution of that Markov chain.
+        """
+        states = [(0, 1)]
+        moves: list[list[tuple[int, float]]] = []  # per state: the next one's number, and its chance
+        rows: list[tuple[float, int, int]] = []
+        at = 0
+        while at < len(states):
+            num_drafts, first = states[at]
+            step = layout.with_drafts(num_drafts)
+            out, emitted, reached = [], 1.0, 1.0
+            for accepted in range(num_drafts + 1):
+                depth = min(first + accepted, len(chances)) - 1
+                goes_on = reached * chances[depth] if accepted < num_drafts else 0.0
+                emitted += goes_on
+                choice = step.next_drafts(accepted)
+                state = (0, 1) if choice is None else (min(choice.num_drafts, layout.num_drafts), choice.first_mask)
+                if state[0] == 0:
+                    state = (0, 1)
+                if state not in states:
+                    states.append(state)
+                out.append((states.index(state), reached - goes_on))
+                reached = goes_on
+            moves.append(out)
+            rows.append((emitted, 1 + num_drafts, step.num_masks))
+            at += 1
+        shares = [1.0 / len(states)] * len(states)
+        for _ in range(_STATIONARY_ROUNDS):
+            after = [0.0] * len(states)
+            for share, out in zip(shares, moves, strict=True):
+                for number, chance in out:
+                    after[number] += share * chance
+            # Averaged with the old shares, so that periodic chains converge too.
+            shares = [0.5 * (old + new) for old, new in zip(shares, after, strict=True)]
+        tokens, chain, masks = (sum(share * row[n] for share, row in zip(shares, rows, strict=True)) for n in range(3))
+        sizes: dict[tuple[int, int], float] = {}
+        for share, (_, chain_rows, mask_rows) in zip(shares, rows, strict=True):
+            sizes[chain_rows, mask_rows] = sizes.get((chain_rows, mask_rows), 0.0) + share
+        steps = ((share, *size) for size, share in sizes.items() if share > _RARE)
+        return cls(layout, tokens, chain, masks, tuple(steps))
+
+
+PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
+
+
+@lru_cache(maxsize=4096)
+def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYield, ...]:
+    """Return the layouts worth considering at these acceptance probabilities, plain decoding first.
+
+    For each k up to `max_drafts` it tries the most valuable masks, from one per draft to all, and keeps the layouts
+    that no other beats with fewer rows.
+    """
+    reach = [1.0]
+    for chance in chances:
+        reach.append(reach[-1] * chance)
+    found = [PLAIN]
+    for k in range(1, max_drafts + 1):
+        for num_kept in range(k, k * (k + 1) + 1, k):
+            found.append(LayoutYield.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
+    found.sort(key=lambda layout_yield: (layout_yield.chain_rows + layout_yield.mask_rows, -layout_yield.tokens))
+    best: list[LayoutYield] = []
+    for layout_yield in found:
+        if not best or layout_yield.tokens > best[-1].tokens + 1e-6:
+            best.append(layout_yield)
+    return tuple(best)
+
+
+SHARE_RATE, SHARE_STEPS = 0.2, 96  # per look the share moves by sequence steps over SHARE_STEPS, at most SHARE_RATE
+SHARE_FORGIVEN = 0.002  # part of the shortfall that each plain step forgets, so that drafts are tried again
+LEAST_SHARE, MOST_SHARE = 0.4, 1.1
+GAP_RATE, LONGEST_GAP = 0.02, 0.005  # moving average of the seconds between steps; longer gaps are not part of stepping
+
+
+class RealizedSpeedup:
+    """Compares a rule's predicted tokens per second with those of its steps since the last look: the cost model ignores
+    how speculation starts and ends.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0  # measured rate over predicted rate
+        self.pause = 0.0  # mean seconds between two steps
+        self._predicted_rate = 1.0  # predicted tokens per second
+        self._predicted_seconds = math.inf  # predicted seconds of a step
+        self._tokens, self._seconds = 0, 0.0  # of the steps since then
+
+    def predict(self, rate: float, step_seconds: float) -> None:
+        """Set the predicted tokens per second and seconds per step."""
+        self._predicted_rate, self._predicted_seconds = rate, step_seconds
+
+    def paused(self, seconds: float) -> None:
+        """Record the seconds between two steps."""
+        self.pause += GAP_RATE * (min(seconds, LONGEST_GAP) - self.pause)
+
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """Record a step by the rule. Outliers are capped as in the cost model."""
+        self._tokens += num_tokens
+        self._seconds += min(seconds + self.pause, OUTLIER * self._predicted_seconds)
+
+    def look_back(self, num_steps: int) -> bool:
+        """Update the share from the steps since the last look; False if none followed the rule."""
+        if not self._seconds:
+            return False
+        kept = self._tokens / (self._seconds * self._predicted_rate)
+        self.share += min(SHARE_RATE, num_steps / SHARE_STEPS) * (min(MOST_SHARE, max(LEAST_SHARE, kept)) - self.share)
+        self._tokens, self._seconds = 0, 0.0
+        return True
+
+    def reset(self) -> None:
+        """Reset: the machine's speed has changed, so earlier measurements do not apply."""
+        self.share = 1.0
+        self._tokens, self._seconds = 0, 0.0
+
+    def forgive(self, num_steps: float) -> None:
+        """Move the share towards 1 after `num_steps` plain steps."""
+        self.share += (1.0 - self.share) * min(1.0, SHARE_FORGIVEN * num_steps)
+
+
+TRIAL_STEPS = 16  # steps of a trial
+FIRST_TRIAL_AFTER, MOST_TRIAL_WAIT = 192, 6144  # plain steps before a trial: they double after each that failed
+TRIAL_WORTH = 0.92  # share of plain decoding that drafting must be expected to bring
+TRIAL_FORGOTTEN = 0.9  # shortens the wait at each look at which drafting is faster
+DOUBTED_TRIALS = 4  # trials of drafting that looks too slow, after its measured cost became doubtful
+
+
+class SpeculationProbe:
+    """Schedules short trials of drafting where it is expected to be slower: without them one cost measured in a bad
+    moment would keep plain decoding for good.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = 0  # steps left of the running trial
+        self._wait = FIRST_TRIAL_AFTER  # plain steps before the next trial
+        self._num_doubted = 0  # trials left that run however slow drafting looks
+
+    @property
+    def rarity(self) -> float:
+        """How many times the first distance the next trial waits."""
+        return self._wait / FIRST_TRIAL_AFTER
+
+    def is_due(self, worth: float, num_plain: int) -> bool:
+        """Whether to start a trial after `num_plain` plain steps, if drafting is expected to bring `worth` of plain
+        decoding.
+
+        Where costs are doubted, drafting that looks k times too slow is tried k² times as rarely.
+        """
+        if worth > TRIAL_WORTH:
+            return num_plain >= self._wait
+        return bool(self._num_doubted) and worth > 0.0 and num_plain >= (TRIAL_WORTH / worth) ** 2 * self._wait
+
+    def begin(self) -> None:
+        """Start a trial."""
+        self._num_left = TRIAL_STEPS
+        self._num_doubted = max(0, self._num_doubted - 1)
+
+    def doubt(self) -> None:
+        """Discard what trials have shown: the machine's speed changed, or its costs were measured beside other work."""
+        self._num_doubted, self._wait = DOUBTED_TRIALS, FIRST_TRIAL_AFTER
+
+    def goes_on(self, num_steps: int) -> bool:
+        """Whether the trial still runs after `num_steps` more steps."""
+        self._num_left = max(0, self._num_left - num_steps)
+        return self._num_left > 0
+
+    def failed(self) -> None:
+        """Record that drafting was slower."""
+        self._num_left, self._wait = 0, min(2 * self._wait, MOST_TRIAL_WAIT)
+
+    def paid(self) -> None:
+        """Record that drafting is faster."""
+        self._num_left, self._wait = 0, max(FIRST_TRIAL_AFTER, int(TRIAL_FORGOTTEN * self._wait))
+
+
+LOOKUP_MARGIN = 1.1  # worth of the drafts' tokens over the time they take: the best of noisy estimates is too good
+LOOKUP_RETRY_EVERY = 64  # one in so many steps that do not save time is run anyway, so that its cost stays known
+READING_SECONDS = 40e-6
+"""Seconds per step for reading one sequence's text, proposing, and planning with proposals. Measured with the embedded
+model, with and without, in turn: 60e-6 to 90e-6 alone, 43e-6 among 8, 24e-6 among 32. Most of it is cache misses after
+a pass over the weights; in a loop that does nothing else it is 3.4e-6.
+"""
+READING_WINDOW, LEAST_READING_STEPS = 64, 8  # readings and steps over which drafts must save what reading costs
+PAUSE_STEPS, LONGEST_PAUSE_STEPS = 512, 2048  # first pause and longest: each in a row is twice as long
+ESTIMATE_EVERY = 4  # one in so many steps with mask drafts also estimates what drafts without masks would have saved
+GAIN_RATE = 1 / 128  # per step, of the moving average of what drafts save
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Expected gain and cost of a step's drafts that no mask made."""
+
+    tokens: float  # expected, beyond those of a plain step
+    seconds: float  # beyond those of a plain step
+    plain_tokens: float  # of a plain step
+    plain_seconds: float
+
+    @property
+    def saved(self) -> float:
+        """Seconds of plain decoding that the tokens are worth, less those they take; negative if drafts slow down."""
+        return self.tokens * self.plain_seconds / self.plain_tokens - LOOKUP_MARGIN * self.seconds
+
+
+class LookupPolicy:
+    """Decides whether drafts from no mask save time, per step, and whether to read texts for them at all.
+
+    A draft's own price ends a chain of drafts. The first extra row is a separate question: a step with one row per
+    sequence is the cheapest kernel shape, and the cost of leaving it is shared by all drafts of the step.
+    """
+
+    def __init__(self) -> None:
+        self._num_refused = 0
+        self._gain = 0.0  # seconds saved per second of plain decoding
+        self._saved = self._spent = 0.0  # seconds in this window: saved by drafts, spent reading
+        self._num_steps = self._num_readings = 0  # of the window
+        self._num_left = 0  # steps left of the pause
+        self._next_pause = PAUSE_STEPS  # steps of the next pause
+        self._size = 0  # sequences when the pause began
+        self.is_paused = False  # texts are not read while paused
+        self._num_by_masks = 0  # steps in which masks drafted
+
+    @property
+    def gain(self) -> float:
+        """Recent share by which such drafts speed up plain decoding."""
+        return 0.0 if self.is_paused else self._gain
+
+    @property
+    def asks(self) -> bool:
+        """Whether this step, in which masks draft, should estimate drafts without masks."""
+        return self._num_by_masks % ESTIMATE_EVERY == 0
+
+    def stepped(self, num_sequences: int, num_read: int, *, by_masks: bool) -> None:
+        """Start a step in which `num_read` texts can be read. `by_masks`: masks draft in it, too."""
+        self._gain -= GAIN_RATE * self._gain
+        self._num_by_masks += by_masks
+        self._num_left = max(0, self._num_left - 1)
+        # A batch of half the size resumes: there drafts cost less.
+        self.is_paused = not by_masks and self._num_left > 0 and 2 * num_sequences > self._size
+        if self.is_paused or by_masks or not num_read:
+            return
+        self._spent += READING_SECONDS * num_read
+        self._num_steps += 1
+        self._num_readings += num_read
+        if self._num_readings < READING_WINDOW or self._num_steps < LEAST_READING_STEPS:
+            return
+        if self._saved < self._spent:
+            self.is_paused, self._size, self._num_left = True, num_sequences, self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_STEPS)
+        elif not self._num_left:  # else this smaller batch resumed early, and the pause still holds for the larger
+            self._next_pause = PAUSE_STEPS
+        self._saved = self._spent = 0.0
+        self._num_steps = self._num_readings = 0
+
+    def pays(self, offer: Offer) -> bool:
+        """Whether a step without mask drafts should verify this offer."""
+        if offer.saved <= 0.0:
+            self._num_refused += 1
+            if self._num_refused % LOOKUP_RETRY_EVERY:
+                return False
+        self._saved += offer.saved
+        self._gain += GAIN_RATE * offer.saved / offer.plain_seconds
+        return True
+
+    def would_pay(self, offer: Offer) -> None:
+        """Record an estimate made because of `asks`; it stands for the steps in between."""
+        self._gain += ESTIMATE_EVERY * GAIN_RATE * max(0.0, offer.saved) / offer.plain_seconds
+
+
+MASK_PRICE = 0.8  # cost of a mask row relative to a chain row: it is neither sampled nor written
+
+ENABLE_MARGIN = 0.08  # expected gain over plain decoding needed to start speculating: starts and ends are not in it
+DISABLE_MARGIN = 0.0  # and to continue, lower so that a batch at the threshold does not switch back and forth
+CHANGE_MARGIN = 0.02  # expected gain needed to change the rule
+
+PROPOSED_ROWS = (8, 16)  # extra rows of one sequence's lookup drafts, and of two sequences'
+PROPOSAL_MARGIN = 1.5  # tokens that a draft from no mask must bring over the price of its row, a noisy difference
+
+LOOK_EVERY, LOOK_SELDOM = 16, 64
+"""Steps between two looks at the choice while the batch keeps its size to an eighth. While decoding stays plain the
+interval doubles up to the second; a batch of another size waits for the first.
+"""
+
+HOPELESS = 0.9
+"""If drafting reaches less than this share of plain decoding, it is not tried in a larger batch either: rows of more
+sequences cost more. Under load every batch differs in size, and a look costs a tenth of such a step. If the first
+rules fall this short, the others are not evaluated.
+"""
+
+PATIENCE = 24  # plain steps before speculation starts again: starting costs a step of masks alone
+
+PROBE_EVERY, PROBE_WITHIN, PROBE_SELDOM = 256, 0.15, 1024
+"""While speculating, one in so many steps is plain, to measure its cost, where the expected gain is below the share;
+one in PROBE_SELDOM where it is above, since the plain cost may be wrong.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceClass:
+    """Sequences treated alike share one object, the key for looking up their layout."""
+
+    chances: tuple[float, ...]  # acceptance probability by mask depth 1, 2, …
+    max_masks: int
+
+
+class BatchMix:
+    """The sequences that reach their root in a step, by class."""
+
+    def __init__(self, limits: Sequence[DraftLimits], kinds: Sequence[SequenceClass]) -> None:
+        self.kinds = Counter(kinds)
+        self.size = len(limits)
+        self.num_noisy = sum(one.is_noisy for one in limits)  # sequences that are not greedy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """Selects a class's layout: by the price of a row in tokens, or the best within a bound on rows."""
+
+    price: float | None  # tokens that a row must bring
+    most_rows: int | None = None  # of a sequence's step, where no price is given
+
+
+RULES = (
+    *(Rule(price) for price in (0.6, 0.45, 0.34, 0.26, 0.2, 0.15, 0.11, 0.08, 0.06, 0.045, 0.03, 0.0)),
+    *(Rule(None, rows) for rows in (3, 4, 6, 8, 9, 11, 14, 16, 20, 24, 30)),
+)
+"""All rules tried. Prices suit mixed batches; row bounds find layouts below a machine's roofline ridge."""
+
+FIRST_RULES = RULES[::4]
+"""A sample of all sizes: no other rule is far better than all of these."""
+
+
+@lru_cache(maxsize=8192)
+def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
+    """Return the layout of a class by a rule."""
+    found = layout_yields(kind.chances, kind.max_masks)
+    if rule.price is None:
+        assert rule.most_rows is not None
+        return max((w for w in found if w.chain_rows + w.mask_rows <= rule.most_rows), key=lambda w: w.tokens)
+    price = rule.price
+    return max(found, key=lambda w: w.tokens - price * (w.chain_rows + MASK_PRICE * w.mask_rows))
+
+
+class Expected(NamedTuple):
+    """Expected tokens and seconds of a step by a rule."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+class SpeculationController:
+    """A Controller that maximizes expected tokens per measured second over the whole batch.
+
+    A few rules each give every sequence a layout. The rule with the most expected tokens per measured second is used;
+    plain decoding is always a candidate, and must be beaten by a margin.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
+        self._rule: Rule | None = None  # in use; None: plain decoding
+        self._num_sequences = 0  # batch size at the last look
+        self._num_surprises = 0  # of the cost model, at the last look
+        self._num_turns = 0  # speed changes of the machine, at the last look
+        self._num_since = 0  # steps since the last look
+        self._num_to_look = LOOK_EVERY  # steps between two looks
+        self._hopeless_size = math.inf  # batch size from which drafting is far too slow
+        self._is_without_masks = False  # at the last look no sequence could have masks
+        self._priced = 0, 0  # batch size and cost surprises that `row_price` was computed for
+        self._probe = SpeculationProbe()
+        self._num_plain = PATIENCE  # steps of plain decoding in a row
+        self._num_unprobed = 0  # steps that speculated since plain decoding was measured
+        self._advantage = 0.0  # expected gain over plain decoding
+        self._rate = 0.0  # expected tokens per second of the choice
+        self._realized = RealizedSpeedup()  # share of the predicted rate that is reached
+        self._proposals = LookupPolicy()
+        self._watched = False  # whether the running step follows the rule and does nothing else
+        self.row_price = 0.0  # see Controller.row_price
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule in use; None: plain decoding."""
+        return self._rule
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether reading texts for drafts is paused."""
+        return self._proposals.is_paused
+
+    def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+        """Return the layout of each sequence, before `DraftLimits.fit`."""
+        if not limits:
+            return []
+        num_read = sum(one.is_read for one in limits)
+        self._proposals.stepped(len(limits), num_read, by_masks=self._rule is not None)
+        self._num_since += 1
+        surprised = self.cost.num_surprises != self._num_surprises
+        has_changed = _differ(len(limits), self._num_sequences)
+        is_hopeless = self._rule is None and len(limits) >= self._hopeless_size
+        if self._num_since >= LOOK_EVERY and (self._rule is not None or (has_changed and not is_hopeless)):
+            self._num_to_look = LOOK_EVERY
+        has_others = any(one.chances for one in limits)
+        # While drafting, a changed batch is evaluated at once; plain decoding can wait for its interval.
+        is_anew = self._rule is not None or not self._num_sequences  # the first step
+        is_due = (is_anew and (surprised or has_changed)) or self._num_since >= self._num_to_look
+        is_due = is_due or (self._is_without_masks and any(_class_of(one).max_masks for one in limits))
+        if self._rule is None and not is_due and not has_others:  # fast path: plain decoding continues
+            self._num_plain += 1
+            self._watched = False
+            return [PLAIN.layout] * len(limits)
+        kinds = [_class_of(one) for one in limits]
+        if is_due:
+            self._choose(BatchMix(limits, kinds), load)
+            self._num_sequences, self._num_since = len(limits), 0
+            self._num_surprises = self.cost.num_surprises
+        elif has_others:
+            self._price(len(limits), load)
+        rule = self._rule
+        # Masks in a single step are wasted: if the next step is plain, their drafts are dropped.
+        if load.num_prefill_rows and rule is not None:
+            rule = self._beside(BatchMix(limits, kinds), load)
+        elif rule is not None and self._is_probe():
+            rule = None
+        begins = self._num_plain > 0  # the first step has masks but no drafts; the margin covers it
+        self._num_plain = 0 if rule is not None else self._num_plain + 1
+        self._watched = rule is not None and not begins and not load.num_prefill_rows
+        found = [self._layout(one, kind, rule) for one, kind in zip(limits, kinds, strict=True)]
+        if has_others and self._rule is None:
+            offer = self._offer(limits, found, load)
+            if offer is not None and not self._proposals.pays(offer):
+                return [PLAIN.layout] * len(limits)
+        elif has_others and self._proposals.asks:
+            offer = self._offer(limits, [self._layout(one, _NO_MASKS, None) for one in limits], load)
+            if offer is not None:
+                self._proposals.would_pay(offer)
+        return found
+
+    def _offer(self, limits: Sequence[DraftLimits], layouts: Sequence[DraftLayout], load: StepLoad) -> Offer | None:
+        """Return the gain and cost of these layouts' drafts over a plain step; None without drafts."""
+        fitting = (min(layout.num_drafts, one.num_drafts) for one, layout in zip(limits, layouts, strict=True))
+        drafting = [(one, count) for one, count in zip(limits, fitting, strict=True) if count]
+        if not drafting:
+            return None
+        size, tokens = len(limits), 0.0
+        num_noisy = sum(one.is_noisy for one in limits)
+        num_drafts = num_noisy_drafts = 0
+        for one, count in drafting:
+            tokens += sum(accumulate(one.chances[:count], mul))
+            num_drafts += count
+            num_noisy_drafts += count * one.is_noisy
+        alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy))
+        before = self.cost.seconds(StepShape(size, size, 0, 0, *load, num_noisy)) if load.num_prefill_rows else alone
+        after = self.cost.seconds(StepShape(size, size + num_drafts, 0, 0, *load, num_noisy + num_noisy_drafts))
+        return Offer(tokens, after - before, size, alone + self._realized.pause)
+
+    def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
+        """Record the tokens and seconds of the last step, which began `pause` seconds after the one before."""
+        if pause is not None:
+            self._realized.paused(pause)
+        if self._watched:
+            self._realized.stepped(num_tokens, seconds)
+
+    def _choose(self, mix: BatchMix, load: StepLoad) -> None:
+        if self.cost.num_turns != self._num_turns:
+            self._num_turns = self.cost.num_turns
+            self._realized.reset()
+            self._probe.doubt()
+        is_known = self._realized.look_back(self._num_since * self._num_sequences)
+        load = StepLoad(num_context=load.num_context)
+        self._price(mix.size, load, anew=True)
+        plain = (1.0 + self._proposals.gain) * self._expected(None, mix, load).rate
+        rates = self._rates(mix, load, FIRST_RULES) if self._rule is None else {}
+        if not rates or max(rates.values()) > HOPELESS * plain:
+            rates = self._rates(mix, load, RULES)
+        best = max(rates, key=rates.__getitem__, default=None)
+        most = 0.0 if best is None else rates[best]
+        if best is None:  # no sequence may draft: nothing is learnt, and trials come no nearer
+            self._num_plain = min(self._num_plain, PATIENCE)
+        elif self._rule is None and not is_known:
+            self._realized.forgive(self._num_since / self._probe.rarity)
+        self._advantage = most / plain - 1.0
+        self._is_without_masks = not any(kind.max_masks for kind in mix.kinds)
+        self._hopeless_size = mix.size if best is not None and most < HOPELESS * plain else math.inf
+        now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
+        if self._rule is None:
+            self._num_to_look = min(2 * self._num_to_look, LOOK_SELDOM)
+            if most > (1.0 + ENABLE_MARGIN) * plain and self._num_plain >= PATIENCE:
+                self._rule = best
+            elif self._probe.is_due(most / plain, self._num_plain):
+                self._rule = best
+                self._probe.begin()
+        elif best is None:
+            self._rule = None
+        elif self._probe.goes_on(self._num_since):
+            self._rule = self._rule if now else best
+        elif most < (1.0 + DISABLE_MARGIN) * plain:
+            self._rule = None
+            self._probe.failed()
+        else:
+            self._rule = best if most > (1.0 + CHANGE_MARGIN) * now else self._rule
+            self._probe.paid()
+        self._rate = plain if self._rule is None else rates[self._rule]
+        self._realized.predict(self._rate / self._realized.share, self._expected(self._rule, mix, load).seconds)
+
+    def _rates(self, mix: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
+        """Return the expected tokens per second of each rule that gives some sequence masks, scaled by the realized
+        share.
+        """
+        kinds = [kind for kind in mix.kinds if kind.max_masks]
+        if not kinds:
+            return {}
+        known: dict[tuple[LayoutYield, ...], float] = {}  # several rules give the same layouts
+        rates: dict[Rule, float] = {}
+        for rule in rules:
+            yields = tuple([chosen(kind, rule) for kind in kinds])
+            if all(not layout_yield.mask_rows for layout_yield in yields):
+                continue
+            if yields not in known:
+                known[yields] = self._realized.share * self._expected(rule, mix, load).rate
+            rates[rule] = known[yields]
+        return rates
+
+    def _beside(self, mix: BatchMix, load: StepLoad) -> Rule | None:
+        """Return the rule for a step with prompt rows: time is valued at the tokens of a step without them."""
+        found: dict[Rule | None, float] = {}
+        for rule in {None, self._rule, *FIRST_RULES}:
+            expected = self._expected(rule, mix, load)
+            found[rule] = expected.tokens - self._rate * expected.seconds
+        return max(found, key=found.__getitem__)
+
+    def _expected(self, rule: Rule | None, mix: BatchMix, load: StepLoad) -> Expected:
+        if mix.size == 1 and rule is not None:
+            return self._alone(next(iter(mix.kinds)), rule, mix, load)
+        tokens = chain = float(mix.size)
+        masks = drafting = 0.0
+        for kind, count in mix.kinds.items():
+            if rule is None or not kind.max_masks:
+                continue
+            layout_yield = chosen(kind, rule)
+            tokens += count * (layout_yield.tokens - 1.0)
+            chain += count * (layout_yield.chain_rows - 1.0)
+            masks += count * layout_yield.mask_rows
+            drafting += count * (layout_yield.mask_rows > 0)
+        noisy = round(chain * mix.num_noisy / mix.size)
+        shape = StepShape(mix.size, round(chain), round(masks), round(drafting), *load, noisy)
+        return Expected(tokens, self.cost.seconds(shape) + self._realized.pause)
+
+    def _alone(self, kind: SequenceClass, rule: Rule, mix: BatchMix, load: StepLoad) -> Expected:
+        """Expectation for one sequence, averaged over step sizes because cost is not linear in them."""
+        layout_yield = chosen(kind, rule) if kind.max_masks else PLAIN
+        total = seconds = 0.0
+        for share, chain, masks in layout_yield.steps:
+            noisy = chain if mix.num_noisy else 0
+            total += share
+            seconds += share * self.cost.seconds(StepShape(1, chain, masks, int(masks > 0), *load, noisy))
+        return Expected(layout_yield.tokens, seconds / total + self._realized.pause)
+
+    def _price(self, num_sequences: int, load: StepLoad, *, anew: bool = False) -> None:
+        """Update `row_price`: a row's cost at the current value of a token, with a margin for the host's work.
+        Recomputed only after changes, or if `anew`.
+
+        It uses the most expensive of three step sizes: lookup drafts of one sequence, of two, and of all. Those sizes
+        occur, so their measured costs are better known than those in between.
+        """
+        size, num_surprises = self._priced
+        if not (anew or num_surprises != self.cost.num_surprises or _differ(num_sequences, size)):
+            return
+        self._priced = num_sequences, self.cost.num_surprises
+        before = self.cost.seconds(StepShape.plain(num_sequences, load.num_context))
+        dearest = 0.0
+        for rows in (*PROPOSED_ROWS, 4 * num_sequences):
+            more = StepShape(num_sequences, num_sequences + rows, num_context=load.num_context)
+            dearest = max(dearest, (self.cost.seconds(more) - before) / rows)
+        self.row_price = PROPOSAL_MARGIN * dearest * num_sequences / (before + self._realized.pause)
+
+    def _is_probe(self) -> bool:
+        """Whether to run a plain step now, to keep its cost known; more often where plain decoding is nearly
+        as fast.
+        """
+        self._num_unprobed += 1
+        if self._num_unprobed < (PROBE_EVERY if self._advantage <= PROBE_WITHIN else PROBE_SELDOM):
+            return False
+        self._num_unprobed = 0
+        return True
+
+    def _layout(self, limits: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
+        layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
+        if not limits.chances:
+            return layout
+        # Drafts from no mask are added while each brings more than its row costs.
+        num_drafts, reached = 0, 1.0
+        for chance in limits.chances:
+            reached *= chance
+            if reached <= self.row_price:
+                break
+            num_drafts += 1
+        groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
+        return DraftLayout.of(num_drafts, groups)
+
+
+def _differ(size: int, known: int) -> bool:
+    """Whether the batch size differs from `known` by more than an eighth."""
+    return 8 * abs(size - known) > known
+
+
+def _class_of(limits: DraftLimits) -> SequenceClass:
+    if limits.acceptance is None or limits.max_masks < 1:
+        return _NO_MASKS
+    return _sequence_class(limits.acceptance.shape.snapshot, limits.acceptance.level, limits.max_masks)
+
+
+_NO_MASKS = SequenceClass((), 0)
+
+
+@lru_cache(maxsize=4096)
+def _sequence_class(snapshot: tuple[float, ...], level: int, max_masks: int) -> SequenceClass:
+    """Build a class from rounded log-odds, so that few classes exist and layout yields are looked up, not computed."""
+    return SequenceClass(tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot), max_masks)

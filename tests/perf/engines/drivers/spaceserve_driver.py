@@ -12,8 +12,8 @@ from overhead_arms import plain
 from space_common.version import version
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server.speculation.layout_yield import PLAIN as NO_DRAFTS
-from space_server.speculation.layout_yield import LayoutYield, layout_yields
+from space_server.speculation.controller import PLAIN as NO_DRAFTS
+from space_server.speculation.controller import LayoutYield, layout_yields
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost, StepShape
