@@ -7,15 +7,22 @@ import math
 from collections.abc import Callable
 
 
-def whole(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
-    return int(text)
+def whole_from(low: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least `low`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}; got {text!r}")
+        return int(text)
+
+    return parse
 
 
-def number_in(low: float, high: float) -> Callable[[str], float]:
-    """Return a parser of numbers from `low` to `high`."""
+whole = whole_from(1)
+
+
+def number_in(low: float, high: float, what: str = "a number") -> Callable[[str], float]:
+    """Return a parser of numbers from `low` to `high`; `what` they are, for the error message."""
 
     def parse(text: str) -> float:
         try:
@@ -23,7 +30,7 @@ def number_in(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a number from {low:g} to {high:g}; got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be {what} from {low:g} to {high:g}; got {text!r}")
         return value
 
     return parse

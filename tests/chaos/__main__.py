@@ -10,7 +10,7 @@ from pathlib import Path
 
 from space_eval.bench.client import LoadError
 from space_eval.bench.server_process import ServerError, unwind_when_told_to_end
-from space_eval.written import write
+from space_eval.report.tables import write_report
 
 from chaos.harness import FlagError, Report
 from chaos.machines import HostError
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(report.page())
     if options.out is not None:
-        write(options.out, options.experiment, report.record(), report.page())
+        write_report(options.out, options.experiment, report.page(), report.record())
     return 0 if report.passed else 1
 
 

@@ -18,8 +18,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from space_eval.bench.client import Endpoint, get_json, get_text
-from space_eval.bench.facts import facts
 from space_eval.bench.server_process import ServerError, ServerProcess
+from space_eval.report.facts import facts
 
 from chaos.harness import Report
 from chaos.requests import raw_request

@@ -14,10 +14,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from processes import ProcessFigures
 from space_eval.bench.client import get_json
-from space_eval.bench.facts import facts
 from space_eval.bench.server_process import ServerProcess
-from space_eval.process_figures import ProcessFigures
+from space_eval.report.facts import facts
 
 from chaos.harness import RECOVERY_SECONDS, Report, StreamCounts, StreamLoad, num_leaked_pages, say, stream_table
 from chaos.injection import LOSSES, Fault, WorkerSlot, inject, planned

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from space_eval.bench.client import LoadError, get_json
-from space_eval.bench.facts import facts
 from space_eval.bench.server_process import ServerProcess
+from space_eval.report.facts import facts
 
 from chaos.harness import Report, StreamCounts, StreamLoad, say, stream_table
 from chaos.machines import Host, can_have_namespaces, scripted, served

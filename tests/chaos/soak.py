@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from processes import ProcessFigures
 from space_eval.bench.client import Endpoint, get_json, get_text
-from space_eval.bench.facts import facts
 from space_eval.bench.polling import idle
 from space_eval.bench.server_process import ServerProcess
-from space_eval.process_figures import ProcessFigures
 from space_eval.prompts import built_in, long_text
+from space_eval.report.facts import facts
 
 from chaos.harness import FlagError, Report, num_leaked_pages, say
 from chaos.requests import StreamAnswer, ask

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from space_eval.process_figures import ProcessFigures
+from processes import ProcessFigures
 
 from chaos.faults import Recovered, report
 from chaos.harness import StreamCounts

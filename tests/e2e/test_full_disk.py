@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from space_eval.bench.server_process import free_port
+from processes import free_port
 
 FULL = Path("/dev/full")
 """Every write fails as on a full disk."""

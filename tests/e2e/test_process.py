@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from space_eval.bench.server_process import ServerProcess, free_port
+from processes import free_port
+from space_eval.bench.server_process import ServerProcess
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]
 LONG = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}

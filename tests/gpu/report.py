@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from space_eval.bench.facts import commit, machine
+from space_eval.report.facts import commit, machine
 
 from gpu.record import Figure, Record, written
 from gpu.stages import STAGES

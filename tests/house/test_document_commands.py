@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+from processes import free_port
 from safetensors.torch import save_file
 from space_eval.bench.command import COMMANDS as BENCHMARKS
-from space_eval.bench.server_process import ServerProcess, free_port
+from space_eval.bench.server_process import ServerProcess
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROGRAMS = Path(sys.executable).parent

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from space_common.python_process import module_command, safe_environment
-from space_eval.bench.estimates import percentile
-from space_eval.bench.facts import commit, machine
+from space_eval.report.estimates import percentile
+from space_eval.report.facts import commit, machine
 
 Arm = TypeVar("Arm")
 

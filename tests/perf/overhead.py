@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms
-from space_eval.bench.estimates import Ratio
 from space_eval.prompts import built_in
+from space_eval.report.estimates import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel

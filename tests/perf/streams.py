@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from space_eval.bench.estimates import percentile
+from processes import ProcessFigures
 from space_eval.bench.server_process import ServerProcess, cpu_seconds
-from space_eval.process_figures import ProcessFigures
+from space_eval.report.estimates import percentile
 from tokenizers import Tokenizer
 
 from perf.harness import PerfError, Report, at_least, log, numbers, start_module, table

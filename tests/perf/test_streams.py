@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from space_eval.process_figures import ProcessFigures
+from processes import ProcessFigures
 from space_proto import worker_pb2
 
 from perf.command import main

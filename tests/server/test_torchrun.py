@@ -19,7 +19,7 @@ import psutil
 import pytest
 from chaos.machines import can_have_namespaces
 from doubles.worker import SmallRouter
-from space_eval.bench.server_process import free_port
+from processes import free_port
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.training import random_ids
-from space_eval.bench.server_process import free_port
+from processes import free_port
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main

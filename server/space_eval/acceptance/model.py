@@ -13,8 +13,8 @@ from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.space_model import SpaceModel
 from tokenizers import Tokenizer
 
-from space_eval.bench.facts import commit, machine
 from space_eval.prompts import Prompt
+from space_eval.report.facts import commit, machine
 
 
 def load_tokenizer(model: str) -> Tokenizer:

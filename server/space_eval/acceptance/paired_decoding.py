@@ -15,7 +15,7 @@ from space_server.worker import Worker
 
 from space_eval.acceptance.generation import Generation, generate
 from space_eval.acceptance.text_statistics import is_looping
-from space_eval.bench.estimates import Spread
+from space_eval.report.estimates import Spread
 from space_eval.report.tables import ratio
 
 PLAIN = 0

@@ -27,9 +27,9 @@ from space_eval.acceptance.paired_decoding import (
     speedup,
     tokens_per_step,
 )
-from space_eval.bench.estimates import Spread
 from space_eval.plots import Bar, PlotError, bar_plot
 from space_eval.prompts import PromptError, built_in, load_prompts
+from space_eval.report.estimates import Spread
 from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
 
 DESCRIPTION = """\

@@ -1,16 +1,109 @@
-"""One arm of a comparison: a server, its API, and the request fields besides the prompt."""
+"""One arm of a comparison: a server, its API, the request fields besides the prompt, and the streamed answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from space_eval.bench.client import Endpoint, LoadError, get_json, parsed, post_json, stream_events
-from space_eval.bench.exchange import Exchange, LoadRequest, TokenEvent
 from space_eval.bench.polling import joules
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One request of the load."""
+
+    number: int  # within its round
+    prompt: str | tuple[int, ...]  # text or token ids
+    max_tokens: int
+    arrival: float = 0.0  # seconds after the round's start; open loop only
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One stream event that has tokens."""
+
+    seconds: float  # since the request began
+    num_tokens: int
+    token_ids: tuple[int, ...] = ()  # empty if the server sends none
+    num_characters: int = 0
+
+
+@dataclass
+class Exchange:
+    """One request and its complete or partial answer.
+
+    A request begins when it is sent; in open loop when it was due, so that client delay counts as latency.
+    """
+
+    started: float = 0.0  # seconds after the round's start
+    late: float = 0.0  # seconds from the request's beginning to its sending
+    events: list[TokenEvent] = field(default_factory=list)
+    text: str = ""
+    statistics: Mapping[str, Any] = field(default_factory=dict)  # the `spaceserve` object
+    num_prompt_tokens: int | None = None  # as counted by the server
+    num_counted: int | None = None  # tokens of the answer, as counted by the server
+    seconds: float = 0.0  # from the beginning to the end of the stream
+    finished: bool = False  # the stream ended normally
+    error: str | None = None  # HTTP status of an error, or "broken"
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(id_ for event in self.events for id_ in event.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(event.num_tokens for event in self.events)
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.events[0].seconds
+
+    @property
+    def event_gaps(self) -> list[float]:
+        """Seconds between consecutive events."""
+        return [after.seconds - before.seconds for before, after in itertools.pairwise(self.events)]
+
+    @property
+    def token_gaps(self) -> list[float]:
+        """Seconds per token after the first event: an event's gap is divided by its tokens, one entry per token."""
+        gaps: list[float] = []
+        for gap, event in zip(self.event_gaps, self.events[1:], strict=True):
+            gaps += [gap / event.num_tokens] * event.num_tokens
+        return gaps
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean seconds per token after the first event; 0 if there is no later event."""
+        num_tokens = self.num_tokens - self.events[0].num_tokens
+        return (self.events[-1].seconds - self.events[0].seconds) / num_tokens if num_tokens else 0.0
+
+    def share_counted_tokens(self) -> None:
+        """Distribute the server's token count over events that have no token ids."""
+        if self.num_counted is None or self.token_ids or not self.events:
+            return
+        counts = shared(self.num_counted, [event.num_characters for event in self.events])
+        pairs = zip(self.events, counts, strict=True)
+        self.events = [replace(event, num_tokens=count) for event, count in pairs if count]
+
+
+def shared(total: int, weights: Sequence[int]) -> list[int]:
+    """Split `total` into integers in proportion to `weights`, each at least 1 if possible."""
+    if total < len(weights):
+        return [1] * total + [0] * (len(weights) - total)
+    if not any(weights):
+        weights = [1] * len(weights)
+    ends, so_far = [0], 0
+    for place, weight in enumerate(weights, start=1):
+        so_far += weight
+        fair = total * so_far // sum(weights)
+        ends.append(min(max(fair, ends[-1] + 1), total - (len(weights) - place)))
+    return [after - before for before, after in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -63,52 +156,42 @@ class Arm:
             exchange.share_counted_tokens()
 
 
-class LoadApi(Protocol):
+@dataclass(frozen=True)
+class LoadApi(ABC):
     """An HTTP API: its path, its request body, its events."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    path: str
 
-    @property
-    def path(self) -> str: ...
-
+    @abstractmethod
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
         """Return the fields that every server of this API accepts."""
 
+    @abstractmethod
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
         """Return the extra fields that only spaceserve accepts."""
 
+    @abstractmethod
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
         """Record an event `seconds` after the start. Return True if it is the last one. Raises LoadError."""
 
 
 @dataclass(frozen=True)
-class OpenAI:
+class OpenAI(LoadApi):
     """`/v1/completions` or `/v1/chat/completions`."""
 
-    name: str = "openai"
-    path: str = "/v1/completions"
     chat: bool = False
 
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
-        messages = {"messages": [{"role": "user", "content": request.prompt}]}
-        return {
-            **(messages if self.chat else {"prompt": request.prompt}),
-            "max_tokens": request.max_tokens,
-            "temperature": arm.temperature,
-            "seed": arm.seed + request.number,
-            "stream": True,
-            **({} if arm.model is None else {"model": arm.model}),
-            **({"stream_options": {"include_usage": True}} if arm.usage else {}),
-        }
+        messages: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
+        body = messages if self.chat else {"prompt": request.prompt}
+        body |= {"max_tokens": request.max_tokens, "temperature": arm.temperature, "seed": arm.seed + request.number}
+        options = {"include_usage": True} if arm.usage else None
+        return {**body, "stream": True, **_without_none({"model": arm.model, "stream_options": options})}
 
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
-        optional = {
-            "speculation": arm.speculation,
-            "cache_salt": salt,
-            "truncate_prompt_tokens": max_prompt_tokens,
-        }
-        return {"return_token_ids": True, "ignore_eos": arm.ignore_eos, **_given(optional)}
+        given = {"speculation": arm.speculation, "cache_salt": salt, "truncate_prompt_tokens": max_prompt_tokens}
+        return {"return_token_ids": True, "ignore_eos": arm.ignore_eos, **_without_none(given)}
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
         _raise_error(value)
@@ -126,11 +209,8 @@ class OpenAI:
 
 
 @dataclass(frozen=True)
-class Tgi:
+class Tgi(LoadApi):
     """`/generate_stream`: one event per token."""
-
-    name: str = "tgi"
-    path: str = "/generate_stream"
 
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
         parameters: dict[str, Any] = {"max_new_tokens": request.max_tokens, "details": True}
@@ -140,7 +220,7 @@ class Tgi:
 
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
         # This API has no fields for the salt and for ignoring EOS.
-        return {"parameters": _given({"speculation": arm.speculation, "truncate": max_prompt_tokens})}
+        return {"parameters": _without_none({"speculation": arm.speculation, "truncate": max_prompt_tokens})}
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
         _raise_error(value)
@@ -160,9 +240,9 @@ class Tgi:
 
 
 APIS: Mapping[str, LoadApi] = {
-    "openai": OpenAI(),
+    "openai": OpenAI("openai", "/v1/completions"),
     "chat": OpenAI("chat", "/v1/chat/completions", chat=True),
-    "tgi": Tgi(),
+    "tgi": Tgi("tgi", "/generate_stream"),
 }
 """APIs by their `--api` name."""
 
@@ -176,37 +256,31 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
             raise
         info = {}
     if info.get("router") == "spaceserve":
-        window = info.get("max_total_tokens")
-        if window is None:
+        if (window := info.get("max_total_tokens")) is None:
             raise LoadError(f"{arm.name} is not ready: it does not know its model yet.")
-        counts_energy = await joules(arm.endpoint) is not None
-        synthetic = bool(info.get("synthetic_acceptance"))
-        arm = replace(arm, window=window, counts_energy=counts_energy, has_synthetic_acceptance=synthetic)
-        return replace(arm, is_spaceserve=True), info
+        found = replace(
+            arm,
+            is_spaceserve=True,
+            window=window,
+            counts_energy=await joules(arm.endpoint) is not None,
+            has_synthetic_acceptance=bool(info.get("synthetic_acceptance")),
+        )
+        return found, info
     model = arm.model
     if model is None and arm.api.name != "tgi":
-        model = await _first_model(arm.endpoint)
-    return await _with_usage(replace(arm, model=model, speculation=None)), info or {"model_id": model}
-
-
-async def _first_model(endpoint: Endpoint) -> str:
-    """Return the server's model name for requests."""
-    listed = (await get_json(endpoint, "/v1/models")).get("data") or []
-    if not listed:
-        raise LoadError("/v1/models lists no model. Give its name with --served-model.")
-    return str(listed[0]["id"])
-
-
-async def _with_usage(arm: Arm) -> Arm:
-    """Probe with one short request; disable `usage` if the server rejects `stream_options`."""
-    begun = asyncio.get_running_loop().time()
-    try:
-        await arm.answer(LoadRequest(0, "Hello", 1), None, Exchange(), begun)
-    except LoadError as error:
-        if error.status not in (400, 422) or not arm.usage:
-            raise
-        return await _with_usage(replace(arm, usage=False))
-    return arm
+        listed = (await get_json(arm.endpoint, "/v1/models")).get("data") or []
+        if not listed:
+            raise LoadError("/v1/models lists no model. Give its name with --served-model.")
+        model = str(listed[0]["id"])
+    arm = replace(arm, model=model, speculation=None)
+    for probed in (arm, replace(arm, usage=False)):  # some servers reject `stream_options`
+        try:
+            await probed.answer(LoadRequest(0, "Hello", 1), None, Exchange(), asyncio.get_running_loop().time())
+            break
+        except LoadError as error:
+            if error.status not in (400, 422) or not probed.usage:
+                raise
+    return probed, info or {"model_id": model}
 
 
 async def token_ids(endpoint: Endpoint, text: str) -> list[int] | None:
@@ -234,7 +308,7 @@ def merged(body: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

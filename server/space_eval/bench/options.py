@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from space_eval.bench.arms import APIS
-from space_eval.bench.exchange import Exchange
-from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
-from space_eval.bench.workload import FORMS, Lengths
+from space_eval.bench.arms import APIS, Exchange
+from space_eval.bench.workload import FORMS, Closed, Lengths, LoadShape, Open, Swing
+from space_eval.flag_values import number_in, whole, whole_from
 
 Read = TypeVar("Read")
 
@@ -157,7 +155,7 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     where.add_argument("--model", help="start a server for this model and stop it [demo]")
     _switch(group, "--plain-server", "compare with a second server, started with --speculation off: slowing plain "
             "decoding cannot help")
-    _add(group, "--starts", "N", _number,
+    _add(group, "--starts", "N", whole,
          "start the servers so many times anew, --rounds on each: two of a kind differ "
          "for as long as they run [1]", dest="num_starts")
     group.add_argument("--api", choices=list(APIS), help="completions, chat completions or TGI [openai]")
@@ -175,13 +173,13 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     _add(shape, "--rate", "R[,R...]|file", _rates, "open loop: requests/s, Poisson; file: as --prompts says")
     _add(shape, "--swing", "LOW:HIGH:PERIOD", _checked(lambda text: Swing.parse(text, seconds_of)),
          "streams that swing between two numbers, such as 1:64:5s")
-    _add(group, "--rounds", "N", _number, "of every arm, in turn [4]", dest="num_rounds")
+    _add(group, "--rounds", "N", whole, "of every arm, in turn [4]", dest="num_rounds")
     how_long = group.add_mutually_exclusive_group()
-    _add(how_long, "--requests", "N", _number, "per round and arm [two for each stream]", dest="num_requests")
+    _add(how_long, "--requests", "N", whole, "per round and arm [two for each stream]", dest="num_requests")
     _add(how_long, "--duration", "TIME", _checked(seconds_of),
          "of a round, such as 30s; in closed loop what still runs "
          "is cut off [open loop: 10s; swing: 6 periods]")
-    _add(group, "--warm-up", "N", _count, "requests before [one for each stream]", dest="num_warm_up")
+    _add(group, "--warm-up", "N", whole_from(0), "requests before [one for each stream]", dest="num_warm_up")
     lengths = _checked(Lengths.parse)
     words = f"of answers: {FORMS} [128]"
     group.add_argument("--output-tokens", "--max-tokens", metavar="LENGTHS", type=lengths, help=words)
@@ -190,13 +188,13 @@ def _parser(commands: str) -> argparse.ArgumentParser:
          "tokenizes [each prompt as it is]")
     _add(group, "--prompts", "FILE", Path, "JSONL (prompt, question, turns; prompt_tokens, output_tokens, arrival) or "
          "text [function heads]")
-    _add(group, "--temperature", "T", _float(0, 2, "a number"), "0 is greedy; requests are seeded [0]")
-    _add(group, "--seed", "N", _count, "of lengths, arrivals and the first request [1]")
+    _add(group, "--temperature", "T", number_in(0, 2), "0 is greedy; requests are seeded [0]")
+    _add(group, "--seed", "N", whole_from(0), "of lengths, arrivals and the first request [1]")
     _switch(group, "--stop-at-eos", "ours only: answers may end early [full length]")
     group = parser.add_argument_group("report")
     _add(group, "--slo", "LIMITS", _checked(Limits.parse),
          "goodput counts requests within ttft=…, itl=… (mean per token), gap=… (longest silence), e2e=…", dest="limits")
-    _add(group, "--carbon-intensity", "G", _float(0, 10_000, "grams of CO2e per kWh,"),
+    _add(group, "--carbon-intensity", "G", number_in(0, 10_000, "grams of CO2e per kWh,"),
          "of your grid, in g CO2e per kWh: "
          "adds g CO2e per million tokens, where the server counts energy")
     _add(group, "--out", "FOLDER", Path, "report.json, report.md, plots; FILE.json: that alone")
@@ -234,37 +232,8 @@ def _checked(read: Callable[[str], Read]) -> Callable[[str], Read]:
     return checked
 
 
-def _float(low: float, high: float, what: str) -> Callable[[str], float]:
-    """Return a parser of numbers from `low` to `high`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be {what} from {low:g} to {high:g}; got {text!r}")
-        return value
-
-    return read
-
-
-def _whole(low: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least `low`."""
-
-    def read(text: str) -> int:
-        if not text.isdigit() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}; got {text!r}")
-        return int(text)
-
-    return read
-
-
-_number, _count = _whole(1), _whole(0)
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(_number, text.split(",")))
+    return tuple(map(whole, text.split(",")))
 
 
 def _rates(text: str) -> tuple[float | None, ...]:
@@ -280,7 +249,7 @@ def _rates(text: str) -> tuple[float | None, ...]:
 
 
 def _speculations(text: str) -> tuple[str | int, ...]:
-    return tuple(dict.fromkeys(part if part == "auto" else _number(part) for part in text.split(",")))
+    return tuple(dict.fromkeys(part if part == "auto" else whole(part) for part in text.split(",")))
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from space_eval.bench.report import ArmSummary, BenchResult
-from space_eval.bench.swing import SwingTimeline
+from space_eval.bench.report import ArmSummary, BenchResult, SwingTimeline
 from space_eval.plots import Bar, bar_plot, line_plot
 
 

@@ -13,7 +13,6 @@ ENERGY = "spaceserve_energy_joules_total"
 DRAFTS = ("spaceserve_draft_length_sum", "spaceserve_draft_length_count")
 POWER_SECONDS = 0.25
 """The interval at which workers report their counters."""
-
 JOULES_PER_KWH = 3.6e6
 IDLE_SECONDS = 30.0
 """Longest wait for cancelled requests to leave a server."""
@@ -54,26 +53,26 @@ class PowerMeter:
     """Power from a counter that updates in steps, measured from its first to its last update."""
 
     def __init__(self) -> None:
-        self._moves: list[tuple[float, float]] = []  # (seconds, joules) when a new value was first seen
+        self._updates: list[tuple[float, float]] = []  # (seconds, joules) when a new value was first seen
         self._last: float | None = None
 
     def read(self, seconds: float, text: str) -> bool:
         if (joules := energy_figure(text)) is None:
             return False
-        self.look(seconds, joules)
+        self.add(seconds, joules)
         return True
 
-    def look(self, seconds: float, joules: float) -> None:
+    def add(self, seconds: float, joules: float) -> None:
         if self._last is not None and joules != self._last:
-            self._moves.append((seconds, joules))
+            self._updates.append((seconds, joules))
         self._last = joules
 
     @property
     def watts(self) -> float | None:
         """Mean watts; None if the counter has not changed often enough."""
-        if len(self._moves) < 3:
+        if len(self._updates) < 3:
             return None
-        (begun, first), (ended, last) = self._moves[0], self._moves[-1]
+        (begun, first), (ended, last) = self._updates[0], self._updates[-1]
         return (last - first) / (ended - begun)
 
 

@@ -1,26 +1,29 @@
-"""Summarises rounds: medians with ranges, ratios with bounds; as a table and as a JSON record."""
+"""Summarises rounds: medians with ranges, ratios with bounds, a swing in time; as a table and a JSON record."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from space_server.speculation.synthetic_acceptance import label
+
 from space_eval.bench.arms import Arm
-from space_eval.bench.estimates import Ratio, Spread, percentile
-from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
 from space_eval.bench.options import BenchSettings, Limits
-from space_eval.bench.polling import JOULES_PER_KWH
+from space_eval.bench.polling import JOULES_PER_KWH, DraftSample
 from space_eval.bench.rounds import PrefixIsolation, Round, num_identical
-from space_eval.bench.swing import SwingTimeline, half_ratios, timelines
+from space_eval.bench.workload import Closed, LoadShape, Open, Swing
+from space_eval.report.estimates import Ratio, Spread, percentile
+from space_eval.report.tables import markdown_table
 
 PERCENTILES = (50, 90, 99)
 
 Number = TypeVar("Number", int, float)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ArmSummary:
     """One arm under one load, over all rounds: a row of the table, and of report.json."""
 
@@ -49,7 +52,7 @@ class ArmSummary:
     errors: Mapping[str, int]  # by status
     late_ms: float  # p99 of the client's own delay in sending
     cpu_shares: Mapping[str, float]  # processor seconds per second: medians over the rounds
-    identical: str | None  # answers equal to the first arm's, of the comparable ones; None without any
+    identical: str | None = None  # answers equal to the first arm's, of the comparable ones; None without any
     phases: Mapping[str, Mapping[str, Ratio]] = field(default_factory=dict)  # of a swing: low and high, by arm
     watts: Spread | None = None  # of all devices with a counter; None without any
     joules_per_token: Spread | None = None  # per generated token, including prefill
@@ -67,12 +70,11 @@ class BenchResult:
 def summarize(settings: BenchSettings, arms: Sequence[Arm], rounds: Sequence[Sequence[Sequence[Round]]]) -> BenchResult:
     """Summarise `rounds`, [shape][round][arm]."""
     same_prompts = PrefixIsolation.of(arms).same_prompts
+    limits, grams = settings.limits, settings.carbon_intensity
     rows: list[ArmSummary] = []
     swings: dict[str, Sequence[SwingTimeline]] = {}
     for shape, of_shape in zip(settings.shapes, rounds, strict=True):
-        rows += summaries(
-            shape, of_shape, arms, same_prompts=same_prompts, limits=settings.limits, grams=settings.carbon_intensity
-        )
+        rows += summaries(shape, of_shape, arms, same_prompts=same_prompts, limits=limits, grams=grams)
         if isinstance(shape, Swing):
             swings[shape.name] = timelines(shape, of_shape)
     return BenchResult(rows, swings)
@@ -94,22 +96,11 @@ def summaries(
     rows = []
     for place, (arm, own) in enumerate(zip(arms, by_arm, strict=True)):
         bases = {other.name: by_arm[base] for base, other in enumerate(arms[:place]) if other.is_baseline}
-        row = replace(_summary(shape, own, limits), speculation=arm.speculation)
-        if isinstance(shape, Open):  # arrivals fix its throughput, so only latency can be compared
-            row = replace(row, latency_ratios=_ratios(own, bases, lambda one: one.request_seconds))
-        else:
-            ratios = _ratios(own, bases, lambda one: one.tokens_per_second)
-            row = replace(row, ratios=ratios, ratio=next(iter(ratios.values()), None))
-        if isinstance(shape, Swing):
-            row = replace(row, phases={name: half_ratios(shape, own, bases[name]) for name in row.ratios})
-        joules = _known(one.joules_per_token for one in own)
-        row = replace(row, watts=_spread(_known(one.watts for one in own)), joules_per_token=_spread(joules))
-        if grams is not None:
-            row = replace(row, grams_per_million_tokens=_spread([1e6 * one / JOULES_PER_KWH * grams for one in joules]))
+        row = _summary(shape, arm, own, bases, limits, grams)
         if same_prompts:
             counts = [num_identical(*pair) for pair in zip(by_arm[0], own, strict=True)]
             same, num = (sum(column) for column in zip(*counts, strict=True))
-            row = replace(row, identical=f"{same}/{num}" if num else None)
+            row.identical = f"{same}/{num}" if num else None
         rows.append(row)
     return rows
 
@@ -127,28 +118,38 @@ def _ratios(
     return ratios
 
 
-def _summary(shape: LoadShape, rounds: Sequence[Round], limits: Limits | None) -> ArmSummary:
-    """Summarise one arm's own rounds."""
+def _summary(
+    shape: LoadShape,
+    arm: Arm,
+    rounds: Sequence[Round],
+    bases: Mapping[str, Sequence[Round]],
+    limits: Limits | None,
+    grams: float | None,
+) -> ArmSummary:
+    """Summarise one arm's rounds. Arrivals fix the throughput of an open loop, so only its latency is compared."""
+    is_open = isinstance(shape, Open)
+    ratios = {} if is_open else _ratios(rounds, bases, lambda one: one.tokens_per_second)
     every = [exchange for one in rounds for exchange in one.exchanges]
     answered = [exchange for exchange in every if exchange.events]
     whole = [exchange for exchange in answered if exchange.finished]
     prompts = _known(exchange.num_prompt_tokens for exchange in every)
     statuses = sorted({status for one in rounds for status in one.errors})
+    joules = _known(one.joules_per_token for one in rounds)
     return ArmSummary(
         load=shape.name,
         num_streams=shape.num_streams if isinstance(shape, Closed) else None,
-        rate=statistics.median(len(one.exchanges) / one.seconds for one in rounds) if isinstance(shape, Open) else None,
-        arm=rounds[0].arm,
-        speculation=None,
+        rate=statistics.median(len(one.exchanges) / one.seconds for one in rounds) if is_open else None,
+        arm=arm.name,
+        speculation=arm.speculation,
         num_rounds=len(rounds),
         num_requests=len(every),
         prompt_tokens=statistics.fmean(prompts) if prompts else None,
         output_tokens=statistics.fmean([exchange.num_tokens for exchange in whole]) if whole else 0.0,
         tokens_per_second=Spread.of([one.tokens_per_second for one in rounds]),
         requests_per_second=Spread.of([one.num_finished / one.seconds for one in rounds]),
-        ratios={},
-        ratio=None,
-        latency_ratios={},
+        ratios=ratios,
+        ratio=next(iter(ratios.values()), None),
+        latency_ratios=_ratios(rounds, bases, lambda one: one.request_seconds) if is_open else {},
         tokens_per_step=_spread(_known(one.tokens_per_step for one in rounds)),
         drafts_per_step=_spread(_known(one.drafts_per_step for one in rounds)),
         first_token_ms=_percentiles([exchange.first_token_seconds for exchange in answered]),
@@ -160,7 +161,12 @@ def _summary(shape: LoadShape, rounds: Sequence[Round], limits: Limits | None) -
         errors={status: sum(one.errors.get(status, 0) for one in rounds) for status in statuses},
         late_ms=1000 * percentile([exchange.late for exchange in every], 0.99),
         cpu_shares={name: statistics.median(one.cpu_shares[name] for one in rounds) for name in rounds[0].cpu_shares},
-        identical=None,
+        phases={name: half_ratios(shape, rounds, bases[name]) for name in ratios} if isinstance(shape, Swing) else {},
+        watts=_spread(_known(one.watts for one in rounds)),
+        joules_per_token=_spread(joules),
+        grams_per_million_tokens=None
+        if grams is None
+        else _spread([1e6 * one / JOULES_PER_KWH * grams for one in joules]),
     )
 
 
@@ -218,15 +224,11 @@ def _columns(rows: Sequence[ArmSummary]) -> dict[str, Cell]:
 
 
 def _ratio_cell(field_name: str, baseline: str) -> Cell:
-    def cell(row: ArmSummary) -> str:
-        ratio = getattr(row, field_name).get(baseline)
-        return "–" if ratio is None else str(ratio.shown())
-
-    return cell
+    return lambda row: _shown(getattr(row, field_name).get(baseline), 3)
 
 
-def _shown(spread: Spread | None, digits: int) -> str:
-    return "–" if spread is None else spread.shown(digits)
+def _shown(figure: Spread | None, digits: int) -> str:
+    return "–" if figure is None else figure.shown(digits)
 
 
 def _joined(values: Mapping[str, float], digits: int) -> str:
@@ -258,6 +260,15 @@ def phase_lines(rows: Sequence[ArmSummary]) -> list[str]:
     ]
 
 
+def synthetic_acceptance_label(infos: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the label for every figure if a server accepts drafts at a synthetic rate, else ""."""
+    rates = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
+    labels = {name: label(rate) for name, rate in rates.items() if rate}
+    if len(infos) == 1:
+        return "".join(labels.values())
+    return "; ".join(f"{name}: {text}" for name, text in labels.items())
+
+
 def record(facts: Mapping[str, Any], load: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
     """Return the content of the JSON file."""
     moments = {
@@ -281,8 +292,8 @@ def markdown(record: Mapping[str, Any], rows: Sequence[ArmSummary], pictures: Se
     facts = {name: value for name, value in record["facts"].items() if value not in (None, "", [], {})}
     text += [f"- {name}: {_in_words(value)}" for name, value in facts.items()]
     text += ["", "Load: " + "; ".join(f"{name} {_in_words(value)}" for name, value in record["load"].items()), ""]
-    text += ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
-    text += ["", *(f"- {note}" for note in (*phase_lines(rows), *NOTES)), ""]
+    text += [markdown_table(head, lines)]
+    text += [*(f"- {note}" for note in (*phase_lines(rows), *NOTES)), ""]
     text += [f"![{picture.removesuffix('.png')}]({picture})" for picture in pictures]
     return "\n".join(text) + "\n"
 
@@ -293,3 +304,91 @@ def _in_words(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_in_words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+HALVES = ("low", "high")
+
+
+@dataclass(frozen=True)
+class SwingTimeline:
+    """One arm's timeline: medians over the rounds."""
+
+    arm: str
+    seconds: tuple[float, ...]  # middle of each moment
+    tokens_per_second: tuple[float, ...]
+    ratios: tuple[float, ...]  # median over rounds of the ratio to the first arm; empty for that arm
+    draft_lengths: tuple[tuple[float, float, float, float], ...]  # (seconds, median, lowest, highest) of the rounds
+    draft_change: float | None  # mean change of the draft length between samples within a half; None without samples
+
+    @property
+    def share_below(self) -> float:
+        """Share of moments in which more than half of the rounds were slower than the first arm."""
+        return sum(ratio < 1 for ratio in self.ratios) / len(self.ratios) if self.ratios else 0.0
+
+
+def timelines(swing: Swing, rounds: Sequence[Sequence[Round]]) -> list[SwingTimeline]:
+    """Return the timeline of each arm. `rounds`: [round][arm]."""
+    wide = swing.moment_seconds
+    lines = [[one.timeline(wide) for one in arms] for arms in rounds]
+    moments = range(min(len(line) for arms in lines for line in arms))
+    made = []
+    for place, first in enumerate(rounds[0]):
+        own = [arms[place] for arms in rounds]
+        ratios = []
+        for moment in moments if place else ():
+            pairs = [(arms[place][moment], arms[0][moment]) for arms in lines]
+            ratios.append(statistics.median([mine / other if other else 1.0 for mine, other in pairs]))
+        made.append(
+            SwingTimeline(
+                arm=first.arm,
+                seconds=tuple((moment + 0.5) * wide for moment in moments),
+                tokens_per_second=tuple(statistics.median(arms[place][m] for arms in lines) for m in moments),
+                ratios=tuple(ratios),
+                draft_lengths=_draft_lengths(wide, own),
+                draft_change=_draft_change(swing, own),
+            )
+        )
+    return made
+
+
+def _draft_lengths(wide: float, rounds: Sequence[Round]) -> tuple[tuple[float, float, float, float], ...]:
+    samples: dict[int, list[float]] = {}
+    for one in rounds:
+        for sample in one.drafts:
+            samples.setdefault(round(sample.seconds / wide), []).append(sample.draft_length)
+    return tuple(
+        ((number - 0.5) * wide, statistics.median(lengths), min(lengths), max(lengths))
+        for number, lengths in sorted(samples.items())
+    )
+
+
+def _draft_change(swing: Swing, rounds: Sequence[Round]) -> float | None:
+    pairs = [pair for one in rounds for pair in itertools.pairwise(one.drafts)]
+    middle = swing.moment_seconds / 2  # a sample covers the time before it
+
+    def half(sample: DraftSample) -> int:
+        return int((sample.seconds - middle) / swing.period)
+
+    changes = [abs(b.draft_length - a.draft_length) for a, b in pairs if half(a) == half(b)]
+    return statistics.fmean(changes) if changes else None
+
+
+def half_ratios(swing: Swing, mine: Sequence[Round], others: Sequence[Round]) -> dict[str, Ratio]:
+    """Return the ratios of tokens in all low and in all high halves to the other arm's in the same round."""
+    found: dict[str, list[float]] = {name: [] for name in HALVES}
+    for one, other in zip(mine, others, strict=True):
+        for name, made, plain in zip(HALVES, _tokens(swing, one), _tokens(swing, other), strict=True):
+            if plain:
+                found[name].append(made / plain)
+    return {name: Ratio.of(ratios) for name, ratios in found.items() if ratios}
+
+
+def _tokens(swing: Swing, one: Round) -> tuple[int, int]:
+    """Return the tokens in the low and in the high halves."""
+    counts = [0, 0]
+    for exchange in one.exchanges:
+        for event in exchange.events:
+            at = exchange.started + event.seconds
+            if at <= one.seconds:
+                counts[int(at / swing.period) % 2] += event.num_tokens
+    return counts[0], counts[1]

@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from space_eval.bench.arms import Arm
+from space_eval.bench.arms import Arm, Exchange, LoadRequest
 from space_eval.bench.client import Endpoint, LoadError
-from space_eval.bench.exchange import Exchange, LoadRequest
-from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
 from space_eval.bench.options import BenchSettings
 from space_eval.bench.polling import POWER_SECONDS, DraftMeter, DraftSample, PowerMeter, idle, polled
-from space_eval.bench.workload import Workload
+from space_eval.bench.workload import Closed, LoadShape, Open, Swing, Workload
 
 CpuCounter = Callable[[], Mapping[str, float]]
 """Returns the CPU seconds so far, by process."""
@@ -237,9 +235,8 @@ class LoadRun:
             return itertools.islice(self.work.requests(number, rate, mark=mark), count)
 
         of_start = number - self.start * self.settings.num_rounds
-        label = f"{shape.name}, {arm.name}, " + (
-            f"round {of_start}/{self.settings.num_rounds}" if number else "warm-up"
-        )
+        label = f"{shape.name}, {arm.name}, "
+        label += f"round {of_start}/{self.settings.num_rounds}" if number else "warm-up"
         if missing := self._answered.missing(arm, requests(num_requests or len(self.work.recorded))):
             self._progress.set_description(f"{label}: {len(missing)} answers without drafts")
             plain = replace(arm, speculation="off")

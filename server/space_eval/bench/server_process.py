@@ -6,12 +6,11 @@ import collections
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -211,22 +210,6 @@ def _unbroken() -> Iterator[None]:
 def unwind_when_told_to_end() -> None:
     """Make SIGTERM unwind the program's scopes, and so stop its servers. Call before starting servers."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-_given_ports: set[int] = set()
-
-
-def free_port() -> int:
-    """Return a free port, never the same twice. It is below the system's ephemeral range, so that the system does not
-    assign it before it is bound.
-    """
-    for port in range(20_000 + os.getpid() % 10_000, 32_768):
-        if port in _given_ports:
-            continue
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            _given_ports.add(port)
-            return port
-    raise ServerError("no port is free")
 
 
 def children(pid: int) -> list[int]:

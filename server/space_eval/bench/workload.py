@@ -1,16 +1,20 @@
-"""The requests of a round: prompts, lengths and arrivals, redrawn for every round."""
+"""The load of a round: its requests, redrawn for every round, and the pattern in which they arrive."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_eval.bench.exchange import LoadRequest
+from space_eval.bench.arms import LoadRequest
+from space_eval.bench.client import LoadError
 from space_eval.prompts import FIELDS, PromptError, json_lines, load_prompts, text_of
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -76,6 +80,7 @@ class Workload:
 
 
 FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SPREAD[:LOW:HIGH] or lognormal:MEDIAN:SIGMA[:LOW:HIGH]"
+_NUM_PARAMETERS = {"fixed": (1,), "uniform": (2,), "normal": (2, 4), "lognormal": (2, 4)}
 
 
 class LengthError(ValueError):
@@ -87,58 +92,53 @@ class Lengths:
     """A distribution of lengths in tokens, from `low` to `high`.
 
     normal: mean and standard deviation. lognormal: median, and standard deviation of the logarithm. Values are clamped
-    to the bounds.
+    to the bounds; the default upper bound is 4 standard deviations.
     """
 
     form: str  # as given by the user
-    sampling_params: str
-    figures: tuple[float, ...]
+    distribution: str
+    parameters: tuple[float, ...]
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
         """Parse a distribution. Raises LengthError."""
-        sampling_params, *rest = text.split(":") if ":" in text else ("fixed", text)
+        name, *rest = text.split(":") if ":" in text else ("fixed", text)
         try:
-            figures = [float(part) for part in rest]
+            given = [float(part) for part in rest]
         except ValueError:
-            figures = []
-        if (
-            sampling_params not in _LAWS
-            or len(figures) not in _COUNTS[sampling_params]
-            or not all(map(math.isfinite, figures))
-        ):
+            given = []
+        if len(given) not in _NUM_PARAMETERS.get(name, ()) or not all(map(math.isfinite, given)):
             raise LengthError(f"{text!r} is no length: give {FORMS}.")
-        bounds = figures[2:] if sampling_params in ("normal", "lognormal") else figures
-        low, high = (min(bounds), max(bounds)) if bounds else (1.0, _far(sampling_params, figures))
-        if low < 1 or any(bound != int(bound) for bound in bounds) or figures[0] < 1 or figures[-1] < 0:
+        has_spread = name in ("normal", "lognormal")
+        bounds = given[2:] if has_spread else given
+        low, high = (min(bounds), max(bounds)) if bounds else (1.0, _four_deviations(name, *given))
+        if low < 1 or any(bound != int(bound) for bound in bounds) or given[0] < 1 or given[-1] < 0:
             raise LengthError(f"{text!r}: lengths are whole numbers of at least 1. Give {FORMS}.")
         if bounds != sorted(bounds):
             raise LengthError(f"{text!r}: the lower bound {bounds[0]:g} is above the upper one, {bounds[1]:g}.")
-        if sampling_params in ("normal", "lognormal") and figures[1] < 0:
-            raise LengthError(f"{text!r}: the spread must be at least 0; got {figures[1]:g}.")
-        return cls(text, sampling_params, tuple(figures), int(low), int(high))
+        if has_spread and given[1] < 0:
+            raise LengthError(f"{text!r}: the spread must be at least 0; got {given[1]:g}.")
+        return cls(text, name, tuple(given), int(low), int(high))
 
     def draw(self, source: random.Random) -> int:
         """Draw the next length."""
-        drawn = round(_LAWS[self.sampling_params](source, self.figures))
-        return min(max(drawn, self.low), self.high)
+        first, second, *_ = (*self.parameters, 0.0)
+        match self.distribution:
+            case "uniform":
+                drawn: float = source.randint(int(first), int(second))
+            case "normal":
+                drawn = source.gauss(first, second)
+            case "lognormal":
+                drawn = source.lognormvariate(math.log(first), second)
+            case _:
+                drawn = first
+        return min(max(round(drawn), self.low), self.high)
 
 
-def _far(sampling_params: str, figures: Sequence[float]) -> float:
-    """Return the default upper bound: 4 standard deviations."""
-    mean, spread = figures[0], figures[1]
-    return math.ceil(mean + 4 * spread if sampling_params == "normal" else mean * math.exp(4 * min(spread, 5.0)))
-
-
-_LAWS: dict[str, Callable[[random.Random, Sequence[float]], float]] = {
-    "fixed": lambda source, figures: figures[0],
-    "uniform": lambda source, figures: source.randint(int(figures[0]), int(figures[1])),
-    "normal": lambda source, figures: source.gauss(figures[0], figures[1]),
-    "lognormal": lambda source, figures: source.lognormvariate(math.log(figures[0]), figures[1]),
-}
-_COUNTS = {"fixed": (1,), "uniform": (2,), "normal": (2, 4), "lognormal": (2, 4)}
+def _four_deviations(name: str, mean: float, spread: float) -> float:
+    return math.ceil(mean + 4 * spread if name == "normal" else mean * math.exp(4 * min(spread, 5.0)))
 
 
 PROMPT_LENGTHS = ("prompt_tokens", "input_length")
@@ -200,3 +200,156 @@ def _arrival(record: Mapping[str, Any], where: str) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e12:
         raise PromptError(f"{where}: `{name}` must be a number of at least 0; it is {value!r}.")
     return float(value) * unit
+
+
+Send = Callable[[LoadRequest, float | None], Awaitable[None]]
+"""Sends a request and waits for its end; the number is its due time after the round's start (None: now)."""
+
+
+class LoadShape(ABC):
+    """The arrival pattern of a round's requests."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    def default_requests(self) -> int | None:
+        """Requests per round; None if time ends the round."""
+        return None
+
+    @property
+    def default_seconds(self) -> float | None:
+        """Duration of a round; None if the number of requests ends it."""
+        return None
+
+    @property
+    def warm_up_streams(self) -> int:
+        """Concurrent requests before the first round."""
+        return 4
+
+    @abstractmethod
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises LoadError."""
+
+
+@dataclass(frozen=True)
+class Closed(LoadShape):
+    """Closed loop: each of `num_streams` streams sends its next request when the previous one is done."""
+
+    num_streams: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_streams} stream" + "s" * (self.num_streams > 1)
+
+    @property
+    def default_requests(self) -> int:
+        return 2 * self.num_streams
+
+    @property
+    def warm_up_streams(self) -> int:
+        return self.num_streams
+
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), _first_failure(), asyncio.TaskGroup() as group:
+                for _ in range(self.num_streams):
+                    group.create_task(_stream(requests, send))
+
+
+@dataclass(frozen=True)
+class Open(LoadShape):
+    """Open loop: requests are sent when due, regardless of the server. Failed ones are counted; the round continues."""
+
+    rate: float | None  # per second, Poisson; None: arrivals of the file
+
+    @property
+    def name(self) -> str:
+        return "as recorded" if self.rate is None else f"{self.rate:g}/s"
+
+    @property
+    def default_seconds(self) -> float:
+        return 10.0  # a few hundred requests at common rates
+
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        """Send arrivals for `seconds`, then wait for all of them."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+
+        async def send_one(request: LoadRequest) -> None:
+            with suppress(LoadError):  # recorded in its exchange
+                await send(request, request.arrival)
+
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                if seconds is not None and request.arrival >= seconds:
+                    break
+                await asyncio.sleep(max(0.0, begun + request.arrival - clock()))
+                group.create_task(send_one(request))
+
+
+@dataclass(frozen=True)
+class Swing(LoadShape):
+    """Alternates `low` and `high` streams, `period` seconds each; surplus streams are cancelled."""
+
+    low: int
+    high: int
+    period: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.low}–{self.high} streams every {self.period:g} s"
+
+    @property
+    def default_seconds(self) -> float:
+        return 6 * self.period
+
+    @property
+    def warm_up_streams(self) -> int:
+        return self.high
+
+    @property
+    def moment_seconds(self) -> float:
+        """Seconds per point of a timeline: 1, or less if a half is short."""
+        return min(1.0, self.period / 4)
+
+    @classmethod
+    def parse(cls, text: str, seconds_of: Callable[[str], float]) -> Swing:
+        """Parse `1:64:5s`. Raises ValueError."""
+        parts = text.split(":")
+        if len(parts) != 3 or not (parts[0].isdigit() and parts[1].isdigit()) or not 0 < int(parts[0]) < int(parts[1]):
+            raise ValueError(f"{text!r} is no swing: give LOW:HIGH:PERIOD, such as 1:64:5s")
+        return cls(int(parts[0]), int(parts[1]), seconds_of(parts[2]))
+
+    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        """Run for `seconds` (required), the low half first."""
+        clock = asyncio.get_running_loop().time
+        begun, number = clock(), 0
+        end = begun + (2 * self.period if seconds is None else seconds)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end), _first_failure(), asyncio.TaskGroup() as group:
+                for _ in range(self.low):
+                    group.create_task(_stream(requests, send))
+                while True:
+                    number += 1
+                    await asyncio.sleep(begun + number * self.period - clock())
+                    if number % 2:
+                        extra = [group.create_task(_stream(requests, send)) for _ in range(self.high - self.low)]
+                    else:
+                        for task in extra:
+                            task.cancel()
+
+
+async def _stream(requests: Iterator[LoadRequest], send: Send) -> None:
+    for request in requests:
+        await send(request, None)
+
+
+@asynccontextmanager
+async def _first_failure() -> AsyncIterator[None]:
+    """Raise the first failure of an exception group."""
+    try:
+        yield
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None

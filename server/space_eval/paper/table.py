@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from space_eval.acceptance.paired_decoding import rates, speedup, tokens_per_step
-from space_eval.bench.estimates import Spread
 from space_eval.paper.protocol import MeasuredQuestion
 from space_eval.paper.published import PublishedFigure, PublishedModel
 from space_eval.paper.tasks import PaperTask
 from space_eval.plots import Bar, bar_plot
 from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
 from space_eval.quality.rouge import rouge_l
+from space_eval.report.estimates import Spread
 from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
 
 

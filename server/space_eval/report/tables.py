@@ -25,7 +25,7 @@ def write_report(folder: Path, name: str, markdown: str, record: Mapping[str, ob
     """Write `name`.md and `name`.json to `folder`, creating it if needed. In JSON nan is null."""
     folder.mkdir(parents=True, exist_ok=True)
     page, file = folder / f"{name}.md", folder / f"{name}.json"
-    page.write_text(markdown, encoding="utf-8")
+    page.write_text(markdown.rstrip("\n") + "\n", encoding="utf-8")
     file.write_text(json.dumps(without_nan(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return [file, page]
 

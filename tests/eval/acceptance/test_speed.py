@@ -11,7 +11,7 @@ from space_eval.acceptance.assisted_generation import AssistedDecoder, AssistedE
 from space_eval.acceptance.generation import Generation, generate
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TextsDiffer, TimedAnswer, check_same_text
 from space_eval.acceptance.speed import OURS, MethodRow, SpeedRow, size, to_markdown, write_speed
-from space_eval.bench.estimates import Spread
+from space_eval.report.estimates import Spread
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 from space_eval.bench import command as bench
-from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.arms import APIS, Arm, Exchange, TokenEvent
 from space_eval.bench.client import Endpoint
-from space_eval.bench.estimates import Ratio, Spread, bootstrap, percentile
-from space_eval.bench.exchange import Exchange, TokenEvent
-from space_eval.bench.load_shapes import Closed, Open, Swing
 from space_eval.bench.options import Limits, parse, seconds_of
 from space_eval.bench.report import BenchResult, markdown, record, summaries, table
 from space_eval.bench.rounds import Round
-from space_eval.bench.workload import Lengths
+from space_eval.bench.workload import Closed, Lengths, Open, Swing
+from space_eval.report.estimates import Ratio, Spread, bootstrap, percentile
 
 
 def arm(name: str, speculation: str | None = None, *, is_baseline: bool = False) -> Arm:

@@ -5,9 +5,8 @@ import json
 
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, event, jumping, openai_answer, tgi_answer
-from space_eval.bench.arms import APIS, Arm, find, token_ids
+from space_eval.bench.arms import APIS, Arm, Exchange, LoadRequest, TokenEvent, find, shared, token_ids
 from space_eval.bench.client import Endpoint, LoadError, get_json
-from space_eval.bench.exchange import Exchange, LoadRequest, TokenEvent, shared
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

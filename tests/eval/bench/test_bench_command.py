@@ -10,8 +10,8 @@ import pytest
 from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
 from space_eval.bench import command as bench
 from space_eval.bench.arms import Arm
+from space_eval.bench.command import Target, find_arms
 from space_eval.bench.options import parse
-from space_eval.bench.targets import Target, find_arms
 
 
 def benched(flags: list[str], scripts: dict[str, Callable[[str, Any], Reply]], monkeypatch: pytest.MonkeyPatch) -> int:

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 from space_eval.bench import command as bench
-from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.arms import APIS, Arm, Exchange, TokenEvent
 from space_eval.bench.client import Endpoint
-from space_eval.bench.exchange import Exchange, TokenEvent
-from space_eval.bench.load_shapes import Closed
 from space_eval.bench.options import parse
 from space_eval.bench.polling import PowerMeter, energy_figure
 from space_eval.bench.report import ArmSummary, summaries, table
 from space_eval.bench.rounds import Round
 from space_eval.bench.server_process import ServerProcess
+from space_eval.bench.workload import Closed
 
 WATTS = 40
 
@@ -24,7 +23,7 @@ WATTS = 40
 def test_power_is_that_between_the_first_and_the_last_movement_of_the_counter() -> None:
     meter = PowerMeter()
     for seconds, joules in ((0, 7), (1, 7), (2, 30), (3, 30), (4, 130), (6, 230), (9, 230)):
-        meter.look(seconds, joules)
+        meter.add(seconds, joules)
     assert meter.watts == (230 - 30) / (6 - 2)
 
 
@@ -32,7 +31,7 @@ def test_power_is_that_between_the_first_and_the_last_movement_of_the_counter() 
 def test_a_counter_that_hardly_moved_tells_nothing(joules: Sequence[float]) -> None:
     meter = PowerMeter()
     for seconds, value in enumerate(joules):
-        meter.look(seconds, value)
+        meter.add(seconds, value)
     assert meter.watts is None
 
 

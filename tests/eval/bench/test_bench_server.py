@@ -7,7 +7,8 @@ import time
 
 import psutil
 import pytest
-from space_eval.bench.server_process import children, free_port
+from processes import free_port
+from space_eval.bench.server_process import children
 
 BENCHMARK = """
 import sys, time

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer
-from space_eval.bench.arms import APIS, Arm
+from space_eval.bench.arms import APIS, Arm, Exchange, LoadRequest
 from space_eval.bench.client import Endpoint, LoadError
-from space_eval.bench.exchange import Exchange, LoadRequest
-from space_eval.bench.load_shapes import Closed, LoadShape, Open, Swing
 from space_eval.bench.options import BenchSettings
 from space_eval.bench.polling import DraftSample, draft_figures, idle
-from space_eval.bench.report import BenchResult, summarize
+from space_eval.bench.report import BenchResult, half_ratios, summarize, timelines
 from space_eval.bench.rounds import LoadRun, Round, run_round
-from space_eval.bench.swing import half_ratios, timelines
-from space_eval.bench.workload import Lengths, Recorded, Workload
+from space_eval.bench.workload import Closed, Lengths, LoadShape, Open, Recorded, Swing, Workload
 
 TEN = openai_answer([(1.0, 1), *[(0.5, 2)] * 4, (1.0, 1)], ids=True)  # 10 tokens in 4 seconds
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from space_eval.bench.facts import synthetic_acceptance_label
-from space_eval.bench.report import markdown
+from space_eval.bench.report import markdown, synthetic_acceptance_label
 from space_server.speculation.synthetic_acceptance import NAMED, label
 
 LABEL = label(NAMED[0.78])

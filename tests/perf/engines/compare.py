@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from space_eval.bench.estimates import Ratio
 from space_eval.prompts import long_text
+from space_eval.report.estimates import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_server.speculation.synthetic_acceptance import label, parse_chances
 from tokenizers import Tokenizer

@@ -64,20 +64,18 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Spread):
     """Median of per-round ratios, and its 95 % bootstrap bounds."""
 
-    median: float
-    low: float
-    high: float
     num: int  # rounds
 
     @classmethod
-    def of(cls, ratios: Sequence[float], starts: Sequence[int] = ()) -> Ratio:
+    def of(cls, values: Sequence[float], starts: Sequence[int] = ()) -> Ratio:
         """`starts`: the number of the servers' start that each ratio was measured on."""
-        low, high = bootstrap(ratios, starts)
-        return cls(statistics.median(ratios), low, high, len(ratios))
+        low, high = bootstrap(values, starts)
+        return cls(statistics.median(values), low, high, len(values))
 
-    def shown(self) -> str:
+    def shown(self, digits: int = 3) -> str:
         """Format with the lower bound first, as claims must be based on it."""
-        return f"{self.median:.3f} (≥ {self.low:.3f}, ≤ {self.high:.3f})" if self.num > 1 else f"{self.median:.3f}"
+        middle, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
+        return f"{middle} (≥ {low}, ≤ {high})" if self.num > 1 else middle

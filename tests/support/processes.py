@@ -1,7 +1,10 @@
-"""Memory and open files of a process, read from /proc."""
+"""Memory, open files and ports of processes that tests start."""
 
 from __future__ import annotations
 
+import os
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,3 +28,19 @@ class ProcessFigures:
         fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
         resident = int(fields["VmRSS"][0]) * 1024 if "VmRSS" in fields else 0  # a zombie has none
         return cls(resident, num_files, int(fields["Threads"][0]))
+
+
+_given_ports: set[int] = set()
+
+
+def free_port() -> int:
+    """Return a free port, never the same twice. It is below the system's ephemeral range, so that the system does not
+    assign it before it is bound.
+    """
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        if port in _given_ports:
+            continue
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            _given_ports.add(port)
+            return port
+    raise OSError("no port is free")

@@ -11,32 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from space_common.version import version
-from space_server.speculation.synthetic_acceptance import label
 
 _OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
 
 
-def facts(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of this machine and of the server's /info, `info`."""
+def environment() -> dict[str, Any]:
+    """Return date, version, commit and machine."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": version(),
         "commit": commit(),
         "machine": machine(),
+    }
+
+
+def facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of this machine and of the server's /info, `info`."""
+    return {
+        **environment(),
         "python": platform.python_version(),
         **{name.removeprefix("model_"): info.get(name) for name in _OF_THE_MODEL},
         "window": info.get("max_total_tokens"),
         "speculation": info.get("speculation"),
     }
-
-
-def synthetic_acceptance_label(infos: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the label for every figure if a server accepts drafts at a synthetic rate, else ""."""
-    rates = {name: info.get("synthetic_acceptance") for name, info in infos.items()}
-    labels = {name: label(rate) for name, rate in rates.items() if rate}
-    if len(infos) == 1:
-        return "".join(labels.values())
-    return "; ".join(f"{name}: {text}" for name, text in labels.items())
 
 
 def machine() -> str:
@@ -49,14 +46,9 @@ def machine() -> str:
 
 def commit() -> str | None:
     """Return the commit of this checkout, with `-dirty` if it has changes; None without a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        made = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
+        made = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return made.stdout.strip() or None
