@@ -27,10 +27,13 @@ def download_progress(
     def watch() -> None:
         while not over.wait(PROGRESS_SECONDS):
             done = measure()
-            rate = max(done - before, 1) / (time.monotonic() - begun)
-            left = max(total - done, 0) / rate
             share = f"{size_text(done)} of {size_text(total)}" + (f" ({done / total:.0%})" if total else "")
-            say(f"downloading {name}: {share}, {size_text(rate)}/s, {left:.0f} s left")
+            if done > before:
+                rate = (done - before) / (time.monotonic() - begun)
+                pace = f"{size_text(rate)}/s, {max(total - done, 0) / rate:.0f} s left"
+            else:  # pip may resolve and connect for longer than one interval
+                pace = f"nothing received for {time.monotonic() - begun:.0f} s"
+            say(f"downloading {name}: {share}, {pace}")
 
     watcher = threading.Thread(target=watch, name="download progress", daemon=True)
     watcher.start()
