@@ -275,8 +275,8 @@ def test_numbers_are_written_with_three_digits() -> None:
 
 def test_kernels_are_tested_on_the_device_whatever_their_file_is_called() -> None:
     files = kernel_tests()
-    assert {"tests/kernels/test_step_state.py", "tests/kernels/test_attention_triton.py"} <= set(files)
-    tried = {file.name for file in (Path(__file__).parents[1] / "kernels").glob("test_*triton.py")}
+    assert {"tests/kernels/step/test_step_state.py", "tests/kernels/attention/test_attention_triton.py"} <= set(files)
+    tried = {file.name for file in (Path(__file__).parents[1] / "kernels").rglob("test_*triton.py")}
     assert tried <= {Path(file).name for file in files}
 
 

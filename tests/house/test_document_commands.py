@@ -40,8 +40,8 @@ RUN_BY = {
         "tests/router/process/test_rolling_restart_process.py",
         'front.workers("restart", "--finish-seconds"',
     ),
-    ".venv/bin/python -m pytest -m slow tests/server/test_torchrun.py": (
-        "tests/server/test_torchrun.py",
+    ".venv/bin/python -m pytest -m slow tests/server/tensor_parallel/test_torchrun.py": (
+        "tests/server/tensor_parallel/test_torchrun.py",
         "def test_two_agents_serve",
     ),
     'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_crowd.py", '["crowd", "--turns", "2"'),
@@ -49,7 +49,10 @@ RUN_BY = {
         "tests/chaos/test_hosts.py",
         '["hosts", *flags',
     ),
-    'make faults FLAGS="--faults 200 --streams 32 --out faults"': ("tests/e2e/test_faults.py", '"--faults", "20"'),
+    'make faults FLAGS="--faults 200 --streams 32 --out faults"': (
+        "tests/e2e/process/test_faults.py",
+        '"--faults", "20"',
+    ),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
 }
 """Commands that other tests run, and what of those says so."""

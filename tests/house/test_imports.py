@@ -130,4 +130,4 @@ sys.exit(pytest.main([*words, "-m", "gpu", "tests"]) or pytest.main([*words, *ke
     assert run.returncode == 0, run.stdout + run.stderr
     assert "llguidance, which compiles them, is not installed" in run.stdout
     assert "tests/gpu/test_speed.py" in run.stdout
-    assert "tests/server/test_device_graphs.py" in run.stdout
+    assert "tests/server/device_runner/test_device_graphs.py" in run.stdout

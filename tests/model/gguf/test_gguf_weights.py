@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-K_QUANTS = Path(__file__).parent / "gguf"
+K_QUANTS = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)

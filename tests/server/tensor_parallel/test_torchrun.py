@@ -29,7 +29,7 @@ PROMPT = [70, 71, 72, 73]
 MAX_TOKENS = 20
 SECONDS = 240.0
 WORKER_PORT, STORE_PORT = 50051, 29500
-PAGE = Path(__file__).parents[2] / "docker" / "KUBERNETES.md"
+PAGE = Path(__file__).parents[3] / "docker" / "KUBERNETES.md"
 
 
 @dataclass
