@@ -26,10 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from space_common.file_hash import sha256_of
-from space_common.hub import Hub, HubError, Missing
-from space_common.progress import download_progress, size_text
-from space_common.python_process import module_command, safe_environment
+from space_common.files import sha256_of
+from space_common.hub import Hub, HubError, Missing, download_progress, size_text
+from space_common.process import module_command, safe_environment
 
 NAME = "smollm2"
 """`--model smollm2`, and the default of `--model`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from space_router.errors import ConfigError, Unauthorized
-from space_router.settings import parse
+from space_router.setting import whole
 
 _NAME = re.compile(r"[A-Za-z0-9._:/@-]{1,64}")
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")
@@ -135,11 +135,11 @@ def _key(words: list[str]) -> ApiKey:
     is_operator = "operator" in fields
     if fields.pop("operator", "yes") != "yes":
         raise ValueError("operator must be yes, or not be there")
-    whole = parse.whole(1, 10**12)
+    limit = whole(1, 10**12, "N")
     limits: dict[str, int] = {}
     for field, value in fields.items():
         try:
-            limits[field.replace("-", "_")] = whole(value)
+            limits[field.replace("-", "_")] = limit.parse(value)
         except ValueError as error:
             raise ValueError(f"{field} {error}") from None
     return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator)

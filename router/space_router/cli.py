@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 
 from space_router.commands.programs import PROGRAMS, Program
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings

@@ -6,14 +6,15 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import FrameType
 
 import uvicorn
+from space_common.certificate import CertificateFiles
 from space_common.default_model import FALLBACK
-from space_common.garbage import collect_seldom
-from space_common.log_lines import log_to_stderr
+from space_common.process import collect_seldom, log_to_stderr
 from space_common.tracing import exporting
 
 from space_router.api.service import Service
@@ -28,7 +29,6 @@ from space_router.http_server.listening import GUARD, curl, is_open_to_others, l
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
 from space_router.text.model_text import ModelText, with_default_model
-from space_router.tls import https
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                ssl_context_factory=None if certificate is None else lambda *_: https(certificate),
+                ssl_context_factory=None if certificate is None else lambda *_: _https(certificate),
                 timeout_graceful_shutdown=round(FLUSH_SECONDS),
             ),
             signalled,
@@ -185,6 +185,17 @@ def _description(facts: WorkerModelFacts) -> str:
 
 def _workers(config: ServeConfig) -> str:
     return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f" for {config.model}"
+
+
+def _https(files: CertificateFiles) -> ssl.SSLContext:
+    """Return an SSL context that uses the files' current content at each handshake."""
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = files.latest().context
+
+    listening = files.last.context
+    listening.sni_callback = choose  # also called for clients that send no server name
+    return listening
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGINT):  # until torch and transformers are imported: no traceback
         signal.signal(_number, lambda number, frame: os._exit(0))
 
-from space_server.machine.openmp import sleep_soon
+from space_server.machine.cores import sleep_soon
 
 if __name__ == "__main__":
     sleep_soon(os.environ)  # before torch loads OpenMP
@@ -39,10 +39,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from space_common import default_model
-from space_common.garbage import collect_seldom
 from space_common.hub import Hub
-from space_common.log_lines import log_to_stderr
+from space_common.process import collect_seldom, log_to_stderr
 from space_common.tracing import exporting
+from space_common.worker_settings import Steps, StepsHere, WorkerSettings
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
@@ -55,36 +55,36 @@ from space_model.networks.paged_kv import PagedKV
 from space_model.networks.tensor_parallel import Ranks, check_ranks
 from space_model.space_model import SpaceModel
 
-from space_server.config import Steps, StepsHere, WorkerConfig, parse
+from space_server.config import parse
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.drafts.drafts import DraftSources
 from space_server.grammar.grammars import Grammars
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.machine.cores import keep_off_last, num_cores, num_threads
 from space_server.machine.energy import Meter, find_sensors
-from space_server.machine.free_memory import FreeMemory
-from space_server.machine.host_memory import keep_freed_memory, use_one_heap
 from space_server.machine.machine_load import GpuLoad, LoadWatch
 from space_server.machine.memory import (
+    FreeMemory,
     NotEnoughMemory,
     check_num_blocks,
     choose_num_blocks,
     free_bytes,
     give_back_unused,
+    keep_freed_memory,
+    use_one_heap,
 )
 from space_server.machine.nvml import Nvml
-from space_server.machine.run_in_thread import run_in_thread
+from space_server.machine.threads import run_in_thread
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate, time_plain_step
-from space_server.startup.cost_file import CostFile
 from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
 from space_server.startup.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.startup.model_need import ModelNeed, num_blocks_of
 from space_server.startup.model_source import ModelSource, say
 from space_server.startup.one_gpu import on_first_gpu
-from space_server.startup.starting_costs import starting_costs
+from space_server.startup.starting_costs import CostFile, starting_costs
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.tensor_parallel.lead_model import TensorParallelLeader
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if has_device else NO_DEVICE
 
 
-def _check_machine(config: WorkerConfig) -> None:
+def _check_machine(config: WorkerSettings) -> None:
     """Log what slows or endangers this worker. Raises InvalidSetting if there is a GPU that cannot be used."""
     gpu = check_gpu(config.device, TorchBuild.here())
     if gpu.state == "fail":
@@ -159,7 +159,7 @@ def _check_machine(config: WorkerConfig) -> None:
             _log.warning("%s", finding.sentence)
 
 
-def _with_default_model(config: WorkerConfig) -> WorkerConfig:
+def _with_default_model(config: WorkerSettings) -> WorkerSettings:
     """Fall back to `demo` if no model was named and the default one cannot be fetched."""
     if config.model_is_named:
         return config
@@ -175,7 +175,7 @@ class _NoAddress(Exception):
 
 
 def _load(
-    config: WorkerConfig, source: ModelSource, ranks: Ranks | None = None, device: str | None = None
+    config: WorkerSettings, source: ModelSource, ranks: Ranks | None = None, device: str | None = None
 ) -> SpaceModel:
     """Load the model, or this rank's shard of it. Raises ModelError."""
     os.environ[cpu_library.SWITCH] = config.cpu_kernels
@@ -211,7 +211,7 @@ def _load(
 
 
 def build_worker(
-    config: WorkerConfig,
+    config: WorkerSettings,
     lead: TensorParallelLeader | None = None,
     source: ModelSource | None = None,
     watch: LoadWatch | None = None,
@@ -313,7 +313,7 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
 
 
 def measured_cost(
-    config: WorkerConfig, model: StepModel, kv: PagedKV, watch: LoadWatch, steps: StepsHere = "host"
+    config: WorkerSettings, model: StepModel, kv: PagedKV, watch: LoadWatch, steps: StepsHere = "host"
 ) -> StepCost | None:
     """Return the step costs, measured now or at an earlier start. None: they are learnt while serving."""
     if not config.calibration_seconds:
@@ -356,7 +356,7 @@ def choose_steps(asked: Steps, facts: ModelFacts) -> StepsHere:
     return "device" if asked == "auto" else asked
 
 
-def _threads(config: WorkerConfig) -> int:
+def _threads(config: WorkerSettings) -> int:
     """Threads of one matmul for large weights."""
     beside_router = config.parent_pid is not None and not isinstance(config.cores, set)  # else it keeps off one already
     return num_threads(num_cores(), beside_router=beside_router, num_workers=config.num_workers, environment=os.environ)
@@ -372,7 +372,7 @@ def choose_threads(model: str | Checkpoint) -> int | None:
     return 1 if size < SMALL_WEIGHTS else None
 
 
-def _meter(config: WorkerConfig, worker: Worker) -> Meter:
+def _meter(config: WorkerSettings, worker: Worker) -> Meter:
     """Return the energy meter of this machine's processors and of the GPUs used here."""
     device = worker.facts.device
     uuids = _gpu_uuids(config, device.index or 0) if device.type == "cuda" else []
@@ -381,7 +381,7 @@ def _meter(config: WorkerConfig, worker: Worker) -> Meter:
     return meter
 
 
-def _gpu_load(config: WorkerConfig) -> GpuLoad | None:
+def _gpu_load(config: WorkerSettings) -> GpuLoad | None:
     """Observe the load of this worker's GPUs before it uses them; None on a CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
         return None
@@ -389,24 +389,24 @@ def _gpu_load(config: WorkerConfig) -> GpuLoad | None:
     return GpuLoad.of(_gpu_uuids(config, number or 0), Nvml.open())
 
 
-def _gpu_uuids(config: WorkerConfig, number: int) -> list[str]:
+def _gpu_uuids(config: WorkerSettings, number: int) -> list[str]:
     """Return the UUIDs of the GPUs used on this machine: those of all ranks, or the one with this number."""
     numbers = range(config.tensor_parallel) if config.tensor_parallel > 1 else [number]
     here = [one for one in numbers if one < torch.cuda.device_count()]  # other ranks' GPUs are on other machines
     return [str(torch.cuda.get_device_properties(one).uuid) for one in here]
 
 
-async def _serve(worker: Worker, config: WorkerConfig, meter: Meter, tracer: Tracer | None) -> bool:
+async def _serve(worker: Worker, config: WorkerSettings, meter: Meter, tracer: Tracer | None) -> bool:
     """Serve until stopped. False if the device was lost."""
     service = WorkerService(worker, meter=meter, tracer=tracer)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)
     try:
-        server, address = await start_server(service, config.listen, config.tls)
+        server, address = await start_server(service, config.listen, config.certificate())
     except OSError as error:
         raise _NoAddress(str(error)) from error
-    if config.tls is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
+    if config.tls_cert is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
         _log.warning("%s accepts any client that reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
     collect_seldom()
     with contextlib.suppress(OSError):  # a full disk, or a closed pipe

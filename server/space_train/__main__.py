@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from space_common.worker_process import WorkerError
 from space_model.model_error import ModelError
 
 from space_train.data.data_error import DataError
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         run_session(options, plan_of(options))
-    except (InvalidPlan, DataError, ModelError, OwnTextError) as error:
+    except (InvalidPlan, DataError, ModelError, OwnTextError, WorkerError) as error:
         print(f"spaceserve train: {error}", file=sys.stderr)
         return 2
     except Diverged as error:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from space_common.python_process import module_command
+from space_common.process import module_command
 
 PORT = 9100
 START_SECONDS = 600.0

@@ -3,14 +3,14 @@
 import time
 
 import pytest
-from space_common import progress
+from space_common import hub
 
 
 def test_no_time_is_estimated_before_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "PROGRESS_SECONDS", 0.01)
     lines: list[str] = []
     received = 0
-    with progress.download_progress("model", 4_000_000, lambda: received, lines.append):
+    with hub.download_progress("model", 4_000_000, lambda: received, lines.append):
         wait_for_lines(lines, 2)
         received = 1_000_000
         wait_for_lines(lines, len(lines) + 2)

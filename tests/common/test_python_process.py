@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 
 
 def test_what_a_started_program_starts_itself_has_no_current_folder_on_its_path_either(

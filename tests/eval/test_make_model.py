@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doubles.worker import SmallRouter
 from safetensors.torch import load_file
+from space_common.worker_client import WorkerClient
 from space_eval.make_model import SIZES, Size, main, random_llama
 from space_model.loading.load import load_model
 from space_server.speculation.controller import FixedLayout
@@ -25,10 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_served_with_five_masks_and_a_draft_head(folder: Path) -> None:
     model = load_model(folder, num_threads=1)
     assert (model.facts.num_masks, model.facts.has_draft_head, str(model.facts.dtype)) == (5, True, "torch.bfloat16")
-    router = SmallRouter(Worker(model, num_blocks=8, controller=FixedLayout.full(5)))
-    number = router.admit([60, 61, 62], max_tokens=20)
-    router.run()
-    assert len(router.ran[number].tokens) == 20
+    router = WorkerClient(Worker(model, num_blocks=8, controller=FixedLayout.full(5)))
+    sequence = router.generate([60, 61, 62], max_tokens=20)
+    assert len(sequence.tokens) == 20
     assert max(report.stats.mask_rows for report in router.reports) == 30
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from desk import Desk, Record, Request
 from exactness_matrix import Subject, make_worker
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
@@ -29,7 +29,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def requests_of(subject: Subject, rng: np.random.Generator) -> list[Request]:
+def requests_of(subject: Subject, rng: np.random.Generator) -> list[SequenceRequest]:
     """Prompts of 1 to 330 ids."""
     found = []
     for number in range(NUM_SEQUENCES):
@@ -38,15 +38,15 @@ def requests_of(subject: Subject, rng: np.random.Generator) -> list[Request]:
         sampling.seed = int(rng.integers(1 << 63))
         prompt = rng.choice(subject.live_ids, int(rng.integers(1, (8, 40, 330)[number % 3])))
         limits = pb.Limits(max_tokens=int(rng.integers(2, 20)))
-        found.append(Request(tuple(prompt.tolist()), sampling, limits, want_logprobs=True, num_logprobs=3))
+        found.append(SequenceRequest(tuple(prompt.tolist()), sampling, limits, want_logprobs=True, num_logprobs=3))
     return found
 
 
-def alone(subject: Subject, request: Request) -> Record:
-    record = Record(request)
-    desk = Desk(make_worker(subject.model, FixedLayout.full(0), None, num_blocks=100))
-    desk.admit(record)
-    desk.run(lambda: not desk.records)
+def alone(subject: Subject, request: SequenceRequest) -> ClientSequence:
+    record = ClientSequence(request)
+    client = WorkerClient(make_worker(subject.model, FixedLayout.full(0), None, num_blocks=100), automatic=True)
+    client.submit(record)
+    client.run()
     return record
 
 
@@ -77,15 +77,15 @@ def test_in_a_random_crowd_everyone_speaks_as_when_alone(
 
     source = ScriptedDrafts(lambda n, k: int(rng.integers(0, 6)), subject.live_ids)
     worker = make_worker(subject.model, FixedLayout(any_layout), source, num_blocks=700)
-    desk = Desk(worker, max_prefill_rows=int(rng.integers(30, 400)))
-    waiting = [Record(plain.request) for plain in wanted]
+    client = WorkerClient(worker, max_prefill_rows=int(rng.integers(30, 400)), automatic=True)
+    waiting = [ClientSequence(plain.request) for plain in wanted]
     records = list(waiting)
-    while waiting or desk.records:
+    while waiting or client.running:
         if waiting and rng.random() < 0.7:
             at = len(records) - len(waiting)
-            source.futures[desk.admit(waiting.pop(0))] = Future(wanted[at].ids, 5)
-        desk.step()
-    desk.check_all_free()
+            source.futures[client.submit(waiting.pop(0)).seq_id] = Future(wanted[at].ids, 5)
+        client.step()
+    client.check_all_free()
     verifications = [verification for record in records for verification in record.verifications]
     assert {0, 1, 2} <= {accepted for _, accepted in verifications}
     assert [record.tokens for record in records] == [plain.tokens for plain in wanted]

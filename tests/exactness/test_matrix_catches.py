@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from desk import DeskError
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
+from space_common.worker_client import WorkerClientError
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.paging.slots import StepRows
 from space_kernels.sampling.sampling_params import SamplingParams
@@ -158,7 +158,7 @@ def test_a_fault_is_caught(
     cell = Cell(**{**PLAIN_CELL, **where}, head=True)
     check_cell(subject, cell)  # sound, and its plain texts known
     fault(monkeypatch)
-    with pytest.raises((Mismatch, DeskError)):
+    with pytest.raises((Mismatch, WorkerClientError)):
         check_cell(subject, cell)
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from desk import Desk, Record, Request
-from doubles.worker import SmallRouter
 from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import first_difference
 from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts, half_right
 from space_model.loading.load import load_model
@@ -110,7 +109,9 @@ def set_parameter(name: str, sampling_params: pb.Sampling, limits: pb.Limits, gr
             raise ValueError(name)
 
 
-def request_with(subject: Subject, names: Iterable[str], connection: int, temperature: float, dice: Random) -> Request:
+def request_with(
+    subject: Subject, names: Iterable[str], connection: int, temperature: float, dice: Random
+) -> SequenceRequest:
     """The request of a seat under these parameters, with the log-probabilities of its ids and some others."""
     bare = subject.request(connection, temperature, "none")
     base = subject.plain(connection, temperature, "none").tokens
@@ -131,7 +132,7 @@ def request_with(subject: Subject, names: Iterable[str], connection: int, temper
     )
 
 
-def repeating(request: Request, live_ids: Sequence[int]) -> Request:
+def repeating(request: SequenceRequest, live_ids: Sequence[int]) -> SequenceRequest:
     """The same with two ids allowed, so that the text repeats itself: long enough for lookups, right and wrong."""
     sampling_params, limits = pb.Sampling(), pb.Limits()
     sampling_params.CopyFrom(request.sampling)
@@ -142,7 +143,7 @@ def repeating(request: Request, live_ids: Sequence[int]) -> Request:
     return replace(request, sampling=sampling_params, limits=limits)
 
 
-def random_request(subject: Subject, dice: Random, connection: int) -> Request:
+def random_request(subject: Subject, dice: Random, connection: int) -> SequenceRequest:
     """Two to seven parameters at random, greedy or sampled, with a bound on drafts of its own."""
     names = dice.sample(PARAMETERS, dice.randint(2, 7))
     greedy = "temperature" not in names and dice.random() < 0.35
@@ -150,20 +151,20 @@ def random_request(subject: Subject, dice: Random, connection: int) -> Request:
     return replace(request, max_draft_length=dice.choice((8, 8, 8, 8, 2, 1)))
 
 
-def random_batch(subject: Subject, dice: Random, size: int) -> list[Request]:
+def random_batch(subject: Subject, dice: Random, size: int) -> list[SequenceRequest]:
     """Unlike requests, and one that repeats itself."""
     requests = [random_request(subject, dice, connection=number % NUM_SEATS) for number in range(size)]
     requests.append(repeating(request_with(subject, (), 1, 1.0, dice), subject.live_ids))
     return requests
 
 
-def plain_records(subject: Subject, requests: Sequence[Request]) -> list[Record]:
+def plain_records(subject: Subject, requests: Sequence[SequenceRequest]) -> list[ClientSequence]:
     """Plain decoding, all at once: that company changes no text is the matrix' and the crowd's to show."""
-    records = [Record(request) for request in requests]
-    desk = Desk(make_worker(subject.model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))
+    records = [ClientSequence(request) for request in requests]
+    client = WorkerClient(make_worker(subject.model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS), automatic=True)
     for record in records:
-        desk.admit(record)
-    desk.run(lambda: not desk.records)
+        client.submit(record)
+    client.run()
     return records
 
 
@@ -179,7 +180,7 @@ def strays(tokens: Sequence[int], live_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(live_ids[at] if at % 5 == 4 else id_ for at, id_ in enumerate(tokens))
 
 
-def speculate(subject: Subject, plain: Sequence[Record], mode: str) -> list[Record]:
+def speculate(subject: Subject, plain: Sequence[ClientSequence], mode: str) -> list[ClientSequence]:
     """The requests in one batch that they join one by one, with drafts."""
     k = MODES[mode]
     oracle = MasksAndOracle(half_right, subject.live_ids) if mode.startswith("k") else None
@@ -191,22 +192,22 @@ def speculate(subject: Subject, plain: Sequence[Record], mode: str) -> list[Reco
         )
     else:
         worker = make_worker(subject.model, FixedLayout.full(k), oracle, num_blocks=NUM_BLOCKS, sources=sources)
-    desk = Desk(worker, max_prefill_rows=13)
+    client = WorkerClient(worker, max_prefill_rows=13, automatic=True)
     records = []
     for one in plain:
         prediction = strays(one.tokens, subject.live_ids) if mode == "predicted" else ()
-        record = Record(replace(one.request, prediction=prediction, want_logprobs=mode != ON_DEVICE))
-        seq_id = desk.admit(record)
+        record = ClientSequence(replace(one.request, prediction=prediction, want_logprobs=mode != ON_DEVICE))
+        seq_id = client.submit(record).seq_id
         if oracle is not None:
             oracle.futures[seq_id] = Future(one.ids, k)
         records.append(record)
-        desk.step()
-    desk.run(lambda: not desk.records)
-    desk.check_all_free()
+        client.step()
+    client.run()
+    client.check_all_free()
     return records
 
 
-def compare(ours: Record, plain: Record, where: str) -> None:
+def compare(ours: ClientSequence, plain: ClientSequence, where: str) -> None:
     """Ids, end and log-probabilities, to the last bit."""
     sampling_params = f"{ours.request.sampling} {ours.request.limits}".replace("\n", " ")
     if (at := first_difference(ours.tokens, plain.tokens)) is not None:
@@ -220,7 +221,9 @@ def compare(ours: Record, plain: Record, where: str) -> None:
     assert ours.finish == plain.finish, (where, sampling_params)
 
 
-def check_batch(subject: Subject, requests: Sequence[Request], modes: Iterable[str] = MODES) -> list[Record]:
+def check_batch(
+    subject: Subject, requests: Sequence[SequenceRequest], modes: Iterable[str] = MODES
+) -> list[ClientSequence]:
     """The plain texts, which every mode gives, too; in each of them drafts are accepted and drafts are rejected."""
     plain = plain_records(subject, requests)
     for mode in modes:
@@ -310,12 +313,12 @@ def test_a_text_that_comes_to_where_every_id_is_forbidden_fails_there_and_not_be
         sampling_params.bad_words.append(pb.IdRun(ids=[first] * 6 + [last]))
     oracle = ScriptedDrafts(half_right, subject.live_ids)
     worker = Worker(subject.model, num_blocks=50, controller=FixedLayout.full(k), draft_source=oracle)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     prompt = [subject.live_ids[5]] * 3
     seq_id = router.admit(prompt, max_tokens=20, sampling=sampling_params)
     oracle.futures[seq_id] = Future([*prompt, *[first] * 20], k)
     router.run()
-    ran = router.ran[seq_id]
+    ran = router.sequences[seq_id]
     assert ran.tokens == [first] * 6
     assert ran.finish == pb.FINISH_ERROR
     assert ran.error.startswith(f"No id can be chosen at position {len(prompt) + 6}")

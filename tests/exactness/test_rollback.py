@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from desk import Desk, Record
 from exactness_matrix import Subject, make_worker
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
@@ -52,43 +52,43 @@ class EachItsOwn:
         return self.sources[seq_id - 1].propose(seq_id, ids, max_drafts)
 
 
-def crowd(subject: Subject, k: int) -> tuple[WrittenSlots, Desk, list[Record], list[Record]]:
+def crowd(subject: Subject, k: int) -> tuple[WrittenSlots, WorkerClient, list[ClientSequence], list[ClientSequence]]:
     """k+1 unequal sequences in one batch, number a with a right drafts in every chain; and their plain texts."""
     model = WrittenSlots(subject.model)
     source = EachItsOwn(k, subject.live_ids)
-    desk = Desk(make_worker(model, FixedLayout.full(k), source))
+    client = WorkerClient(make_worker(model, FixedLayout.full(k), source), automatic=True)
     records, plain = [], []
     for number in range(k + 1):
         sampling_params = (number % 4, (0.0, 0.8, 1.0)[number % 3], "none")
-        records.append(Record(subject.request(*sampling_params)))
+        records.append(ClientSequence(subject.request(*sampling_params)))
         plain.append(subject.plain(*sampling_params))
-        seq_id = desk.admit(records[-1])
+        seq_id = client.submit(records[-1]).seq_id
         source.sources[number].futures[seq_id] = Future(plain[-1].ids, k)
-    return model, desk, records, plain
+    return model, client, records, plain
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
 def test_only_chain_rows_write_only_in_the_pass_and_a_rollback_copies_no_byte(k: int, subject_of: Subjects) -> None:
-    model, desk, records, _ = crowd(subject_of("llama", "float32"), k)
+    model, client, records, _ = crowd(subject_of("llama", "float32"), k)
     assert model.kv is not None
-    while desk.records:
+    while client.running:
         passes = model.num_forwards
-        report = desk.step()
+        report = client.step()
         assert model.num_forwards - passes == report.stepped
         if report.stepped:
             assert model.changed <= chain_slots(model.batches.pop())
             for left, now in zip(model.left, (*model.kv.keys, *model.kv.values), strict=True):
                 assert torch.equal(left, now)  # verdict, rollback and drafting wrote nothing
     assert any(a < d for record in records for d, a in record.verifications)
-    desk.check_all_free()
+    client.check_all_free()
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
 def test_one_step_of_one_batch_accepts_every_length_and_each_goes_on_right(k: int, subject_of: Subjects) -> None:
-    _, desk, records, plain = crowd(subject_of("qwen3", "float32"), k)
-    desk.step()  # every prompt at once
-    desk.step()
+    _, client, records, plain = crowd(subject_of("qwen3", "float32"), k)
+    client.step()  # every prompt at once
+    client.step()
     assert [record.verifications for record in records] == [[(k, a)] for a in range(k + 1)]
-    desk.run(lambda: not desk.records)
+    client.run()
     assert [record.tokens for record in records] == [record.tokens for record in plain]
     assert [record.logprobs for record in records] == [record.logprobs for record in plain]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from doubles.router.scenario import Performance, Scenario
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -85,17 +85,16 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
 
     def solo_text(request: ValidRequest) -> tuple[int, ...]:
         plain.reset()
-        router = SmallRouter(plain)
+        router = WorkerClient(plain)
         assert request.max_tokens is not None
-        seq_id = router.admit(
+        sequence = router.generate(
             request.prompt_ids,
             max_tokens=request.max_tokens,
             sampling=worker_messages.sampling(request.sampling),
             eos_ids=request.eos_ids,
             max_draft_length=0,
         )
-        router.run()
-        return tuple(router.ran[seq_id].tokens)
+        return tuple(sequence.tokens)
 
     def run(seed: int, *, on_device: bool = False) -> Counter[str]:
         dice = random.Random(f"worker {seed}")

@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from desk import Desk, Record
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle, NotEqual, Tie
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.testing import FAMILIES
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
@@ -21,13 +21,13 @@ NUM_SEATS = 4
 
 def ties_of(subject: Subject, oracle: GreedyOracle, k: int, max_tokens: int) -> list[Tie]:
     """The ties of four unequal prompts in one batch, decoded with up to k drafts per step."""
-    desk = Desk(make_worker(subject.model, FixedLayout.full(k), None, num_blocks=300))
+    client = WorkerClient(make_worker(subject.model, FixedLayout.full(k), None, num_blocks=300), automatic=True)
     records = []
     for connection in range(NUM_SEATS):
         request = replace(subject.request(connection, 0.0, "none"), limits=pb.Limits(max_tokens=max_tokens))
-        records.append(Record(request))
-        desk.admit(records[-1])
-    desk.run(lambda: not desk.records)
+        records.append(ClientSequence(request))
+        client.submit(records[-1])
+    client.run()
     return [tie for record in records for tie in oracle.check(record.request.prompt, record.tokens)]
 
 

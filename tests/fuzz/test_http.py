@@ -19,9 +19,9 @@ from space_router.api.openai.fields import CompletionBody
 from space_router.api.openai.response_fields import ResponseBody
 from space_router.api.tgi.generate_fields import GenerateParameters
 from space_router.app import create_app
+from space_router.config import ServeConfig
 from space_router.http_server.http_connection import bounded
 from space_router.metrics import Metrics
-from space_router.settings.connection_settings import ConnectionSettings
 from uvicorn.server import ServerState
 
 from fuzz.harness import Fuzzer
@@ -190,7 +190,7 @@ async def _length_of_body(scope: Any, receive: Any, send: Any) -> None:
 
 def test_hostile_bytes_on_a_connection_get_an_http_answer_or_none(fuzzer: Fuzzer) -> None:
     state = ServerState()
-    connection_class = bounded(ConnectionSettings(max_header=32 * 1024), Metrics())
+    connection_class = bounded(ServeConfig(max_header=32 * 1024), Metrics())
     config = uvicorn.Config(_length_of_body, interface="asgi3", lifespan="off", log_config=None, access_log=False)
     config.load()
 

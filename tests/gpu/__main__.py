@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import torch
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 
 from gpu.record import Record, written
 from gpu.report import Report

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from desk import Desk, Record, Request
 from exactness_matrix import Subject
 from greedy_oracle import GreedyOracle
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_proto import worker_pb2 as pb
 
 from gpu.record import Notes
@@ -23,35 +23,37 @@ def demo_rule(subject: Subject) -> TieRule:
         return TieRule(GreedyOracle(folder, banned_ids=subject.model.facts.mask_ids), torch.float32)
 
 
-def request_of(subject: Subject, connection: int, num_tokens: int, *, drafts: int) -> Request:
+def request_of(subject: Subject, connection: int, num_tokens: int, *, drafts: int) -> SequenceRequest:
     """Seats 1 and 3 sample."""
     sampling = pb.Sampling(seed=connection, temperature=0.8 if connection % 2 else 0.0)
     prompt = subject.prompt(connection, long=False)
     limits = pb.Limits(max_tokens=num_tokens)
-    return Request(prompt, sampling, limits, max_draft_length=drafts, slots_ahead=num_tokens)
+    return SequenceRequest(prompt, sampling, limits, max_draft_length=drafts, slots_ahead=num_tokens)
 
 
-def decode(desk: Desk, requests: Sequence[Request]) -> tuple[list[Record], float]:
+def decode(client: WorkerClient, requests: Sequence[SequenceRequest]) -> tuple[list[ClientSequence], float]:
     """Decode all in one batch; the answers, and tokens per second from the first to the last."""
-    records = [Record(request) for request in requests]
+    records = [ClientSequence(request) for request in requests]
     for record in records:
-        desk.admit(record)
-    desk.run(lambda: all(record.tokens for record in records))
+        client.submit(record)
+    client.run(lambda: all(record.tokens for record in records))
     begun, before = time.perf_counter(), sum(len(record.tokens) for record in records)
-    desk.run(lambda: not desk.records)
+    client.run()
     made = sum(len(record.tokens) for record in records) - before
     return records, made / (time.perf_counter() - begun)
 
 
-def compare(found: Comparison, where: str, ours: Record, theirs: Record, desk: Desk, rule: TieRule) -> None:
-    """Add how `ours` differs from `theirs`; `desk` decodes what theirs says behind a tie."""
+def compare(
+    found: Comparison, where: str, ours: ClientSequence, theirs: ClientSequence, client: WorkerClient, rule: TieRule
+) -> None:
+    """Add how `ours` differs from `theirs`; `client` decodes what theirs says behind a tie."""
 
     def behind(known: Sequence[int]) -> list[int]:
         if not known:
             return theirs.tokens
-        again = Record(replace(theirs.request, max_draft_length=0), tokens=list(known))
-        desk.admit(again)
-        desk.run(lambda: not desk.records)
+        again = ClientSequence(replace(theirs.request, max_draft_length=0), tokens=list(known))
+        client.submit(again)
+        client.run()
         return again.tokens[len(known) :]
 
     found.add(

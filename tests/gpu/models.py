@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from desk import Desk, Record
 from exactness_matrix import Subject, describe_difference, make_worker
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_eval.acceptance.equivalence import first_difference
 from space_eval.acceptance.scripted_drafts import RIGHT, Future, ScriptedDrafts
 from space_model.space_model import SpaceModel
@@ -42,16 +42,16 @@ def changed_texts(model: SpaceModel, num_texts: int, num_tokens: int) -> list[st
     asked = [replace(request, want_logprobs=True, num_logprobs=4) for request in asked]
     plain = []
     for request in asked:
-        plain.append(Record(request))
-        desk = Desk(make_worker(model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))
-        desk.admit(plain[-1])
-        desk.run(lambda desk=desk: not desk.records)  # type: ignore[misc]
+        plain.append(ClientSequence(request))
+        client = WorkerClient(make_worker(model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS), automatic=True)
+        client.submit(plain[-1])
+        client.run()
     source = ScriptedDrafts(RIGHT["half"], subject.live_ids)
-    desk = Desk(make_worker(model, FixedLayout.full(5), source, num_blocks=NUM_BLOCKS))
-    ours = [Record(request) for request in asked]
+    client = WorkerClient(make_worker(model, FixedLayout.full(5), source, num_blocks=NUM_BLOCKS), automatic=True)
+    ours = [ClientSequence(request) for request in asked]
     for record, known in zip(ours, plain, strict=True):
-        source.futures[desk.admit(record)] = Future(known.ids, 5)
-    desk.run(lambda: not desk.records)
+        source.futures[client.submit(record).seq_id] = Future(known.ids, 5)
+    client.run()
     changed = []
     for number, (record, known) in enumerate(zip(ours, plain, strict=True)):
         at = first_difference(record.tokens, known.tokens)

@@ -10,15 +10,15 @@ from typing import Final
 
 import torch
 from overhead_arms import Arm
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker_settings import StepsHere
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server.config import StepsHere
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import Worker
-from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 from gpu.llama import FIRST_MASK, NUM_MASKS, Foretold
 
@@ -104,96 +104,86 @@ class PacedWorker:
             synthetic=None if foretold is None else foretold.synthetic,
             device_steps=steps == DEVICE,
         )
-        most = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
-        start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=most, max_prefill_rows=1 << 20)
-        self.worker.apply(pb.Command(start=start))
-        self._num_admitted = 0
+        self._most_drafts = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
+        self._client = WorkerClient(
+            self.worker, max_prefill_rows=1 << 20, max_draft_length=self._most_drafts, keeps_reports=False
+        )
 
     def pace(self, batch: int, *, num_steps: int, seconds: float = 2.0, warm_up: int = 12) -> DecodingSpeed:
         """At most so many steps and seconds, after `warm_up` steps. Raises RuntimeError where a sequence fails."""
-        tokens = self._admit(batch)
+        sequences = self._admit(batch)
         for _ in range(warm_up):
-            self._step(tokens)
-        while min(tokens.values()) < 1:
-            self._step(tokens)
-        before, done = sum(tokens.values()), 0
+            self._step()
+        while not all(sequence.tokens for sequence in sequences):
+            self._step()
+        before, done = sum(len(sequence.tokens) for sequence in sequences), 0
         drafted = accepted = 0
         # From report to report: with steps under way, waiting for the device here would count some of them twice.
         begun = time.perf_counter()
-        while done < num_steps and max(tokens.values()) < self._sequence_size.most_tokens:
-            report = self._step(tokens)
+        most_tokens = self._sequence_size.most_tokens
+        while done < num_steps and max(len(sequence.tokens) for sequence in sequences) < most_tokens:
+            report = self._step()
             drafted += sum(sequence.num_drafted for sequence in report.sequences)
             accepted += sum(sequence.num_accepted for sequence in report.sequences)
             done += report.stepped
             if time.perf_counter() - begun > seconds:
                 break
         taken = time.perf_counter() - begun
-        made = sum(tokens.values()) - before
-        self._release(tokens)
+        made = sum(len(sequence.tokens) for sequence in sequences) - before
+        self._release()
         if not done:
             raise RuntimeError(f"{self.arm.name}: no step was left to time; give the sequences more tokens")
         return DecodingSpeed(batch, done, made, drafted, accepted, taken)
 
     def stretch(self, batch: int, num_steps: int, measure: Callable[[Callable[[], None]], float]) -> float:
         """What `measure` says of `num_steps` steps, by step."""
-        tokens = self._admit(batch)
-        while min(tokens.values()) < 1 or self._num_stepped < 8:
-            self._step(tokens)
+        sequences, before = self._admit(batch), self._client.num_steps
+        while not all(sequence.tokens for sequence in sequences) or self._client.num_steps - before < 8:
+            self._step()
         self._wait()
 
         def run() -> None:
             for _ in range(num_steps):
-                self._step(tokens)
+                self._step()
 
         found = measure(run) / num_steps
-        self._release(tokens)
+        self._release()
         return found
 
-    def _admit(self, batch: int) -> dict[int, int]:
-        """seq_id -> tokens so far, of new sequences with pages of their own."""
-        rng, sequence_size, tokens = random.Random(batch), self._sequence_size, {}
-        first = FIRST_MASK + NUM_MASKS
+    def _admit(self, batch: int) -> list[ClientSequence]:
+        """New sequences with pages of their own, whose context counts as computed."""
+        rng, size, client = random.Random(batch), self._sequence_size, self._client
+        first, num_cached = FIRST_MASK + NUM_MASKS, size.context // BLOCK_SIZE
+        sequences = []
         for number in range(batch):
-            self._num_admitted += 1
-            ids = [rng.randrange(first, self._facts.vocab_size) for _ in range(sequence_size.context + 1)]
-            admit = pb.Admit(
-                seq_id=self._num_admitted,
-                ids=ids,
-                num_prompt=len(ids),
-                num_cached=sequence_size.context,
-                pages=range(number * sequence_size.blocks_each, (number + 1) * sequence_size.blocks_each),
-                sampling=pb.Sampling(seed=number),
-                limits=pb.Limits(max_tokens=sequence_size.most_tokens + SLACK),
-                max_draft_length=NUM_MASKS if self.arm.num_drafts is None else self.arm.num_drafts,
+            ids = [rng.randrange(first, self._facts.vocab_size) for _ in range(size.context + 1)]
+            request = SequenceRequest(
+                tuple(ids),
+                pb.Sampling(seed=number),
+                pb.Limits(max_tokens=size.most_tokens + SLACK),
+                max_draft_length=self._most_drafts,
             )
-            self.worker.apply(pb.Command(admit=admit))
-            sequence = self.worker.batch.get(self._num_admitted)
+            shared, client.free = client.free[:num_cached], client.free[num_cached:]
+            sequences.append(client.submit(ClientSequence(request), num_pages=size.blocks_each, shared=shared))
+            sequence = self.worker.batch.get(sequences[-1].seq_id)
             if self._foretold is not None and sequence is not None:
                 self._foretold.tell(sequence, sequence.num_left)
-            tokens[self._num_admitted] = 0
-        self._num_stepped = 0
-        return tokens
+        return sequences
 
-    def _step(self, tokens: dict[int, int]) -> pb.StepReport:
-        report = self.worker.step()
+    def _step(self) -> pb.StepReport:
+        report = self._client.step()
         if report is None:
             raise RuntimeError(f"{self.arm.name}: the worker has nothing to do, and the sequences have not ended")
-        self._num_stepped += report.stepped
-        for sequence in report.sequences:
-            if sequence.error:
-                raise RuntimeError(f"{self.arm.name}: {sequence.error}")
-            tokens[sequence.seq_id] += len(sequence.tokens)
+        if failed := next((part.error for part in report.sequences if part.error), ""):
+            raise RuntimeError(f"{self.arm.name}: {failed}")
         return report
 
-    def _release(self, tokens: dict[int, int]) -> None:
-        for seq_id in tokens:
-            self.worker.apply(pb.Command(release=pb.Release(seq_id=seq_id)))
-        missing = set(tokens)
-        while missing:
-            report = self.worker.step()
-            if report is None:
-                raise RuntimeError(f"{self.arm.name}: {len(missing)} releases are not acknowledged")
-            missing -= set(report.released)
+    def _release(self) -> None:
+        for seq_id in self._client.running:
+            self._client.release(seq_id)
+        while self._client.running:
+            if self._client.step() is None:
+                raise RuntimeError(f"{self.arm.name}: {len(self._client.running)} releases are not acknowledged")
 
     def _wait(self) -> None:
         if self._facts.device.type == "cuda":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_common.python_process import module_command
+from space_common.process import module_command
 from space_kernels.compile_check import SHARED_KIB
 
 from gpu.record import Notes

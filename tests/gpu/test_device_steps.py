@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from desk import Desk
 from exactness_matrix import Subject
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.speculation.controller import FixedLayout
@@ -41,7 +41,7 @@ def test_device_steps(notes: Notes) -> None:
             for how in (HOST, DEVICE):
                 controller = None if k is None else FixedLayout.full(k)
                 worker = Worker(model, num_blocks=600, controller=controller, device_steps=how == DEVICE)
-                desk = Desk(worker)
+                client = WorkerClient(worker, automatic=True)
                 asked = [
                     replace(
                         request_of(subject, connection % 4, num_tokens, drafts=NUM_MASKS if k is None else k),
@@ -49,13 +49,13 @@ def test_device_steps(notes: Notes) -> None:
                     )
                     for connection in range(batch)
                 ]
-                decode(desk, asked)  # compiles and captures
-                texts[how], rates[how] = decode(desk, asked)
-                desk.check_all_free()
+                decode(client, asked)  # compiles and captures
+                texts[how], rates[how] = decode(client, asked)
+                client.check_all_free()
                 if how == DEVICE:
                     _check_replays(notes, worker)
             for connection, (ours, theirs) in enumerate(zip(texts["device"], texts["host"], strict=True)):
-                compare(found, f"k={k}, batch {batch}, sequence {connection}", ours, theirs, desk, rule)
+                compare(found, f"k={k}, batch {batch}, sequence {connection}", ours, theirs, client, rule)
             name = "auto" if k is None else f"k={k}"
             rows.append(
                 [name, batch, *(f"{rates[how]:.0f}" for how in rates), f"{rates['device'] / rates['host']:.2f}"]
@@ -77,16 +77,16 @@ def _exact_texts(notes: Notes) -> None:
         for connection in range(4)
     ]
     asked = [replace(one, want_logprobs=connection > 1, num_logprobs=4) for connection, one in enumerate(asked)]
-    plainly = Desk(Worker(model, num_blocks=600, controller=FixedLayout.full(0)))
+    plainly = WorkerClient(Worker(model, num_blocks=600, controller=FixedLayout.full(0)), automatic=True)
     plain = [decode(plainly, [one])[0][0] for one in asked]
     changed, num_texts, accepted = [], 0, Counter[str]()
     for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
         for batch in batch_sizes:
             controller = None if k is None else FixedLayout.full(k)
             worker = Worker(model, num_blocks=600, controller=controller, device_steps=True)
-            desk = Desk(worker)
+            client = WorkerClient(worker, automatic=True)
             for _ in range(2):  # the first of them compiles and captures
-                records = decode(desk, [replace(asked[n % 4], max_draft_length=NUM_MASKS) for n in range(batch)])[0]
+                records = decode(client, [replace(asked[n % 4], max_draft_length=NUM_MASKS) for n in range(batch)])[0]
                 for number, record in enumerate(records):
                     known = plain[number % 4]
                     num_texts += 1

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from overhead_arms import full
+from space_common.worker_settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import ops_for
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.config import StepsHere
-from space_server.speculation.synthetic_acceptance import NAMED
 
 from gpu.__main__ import check, main, run_stage
 from gpu.clock import covered
@@ -333,7 +332,7 @@ def test_shapes_are_as_large_as_they_are_called() -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> SpaceModel:
-    facts = facts_of(DRY, CPU, NAMED[0.78])
+    facts = facts_of(DRY, CPU, NAMED_CHANCES[0.78])
     return space_llama(random_llama(DRY, CPU), facts, ops_for(CPU), draft_head(DRY, CPU))
 
 
@@ -366,11 +365,11 @@ def test_drafts_come_true_as_decreed(
 def test_drafts_of_chance_78_give_the_tokens_that_they_should(llama: SpaceModel, steps: StepsHere) -> None:
     sequence_size = SequenceSize(context=16, most_tokens=500)
     kv = llama.allocate_kv(2 * sequence_size.blocks_each, BLOCK_SIZE)
-    foretold = Foretold(llama.facts, NAMED[0.78])
+    foretold = Foretold(llama.facts, NAMED_CHANCES[0.78])
     paced = PacedWorker(llama, kv, full(NUM_MASKS), sequence_size, max_sequences=2, steps=steps, foretold=foretold)
     pace = paced.pace(2, num_steps=120, seconds=60, warm_up=3)
     expected, reached = 1.0, 1.0
-    for chance in NAMED[0.78]:
+    for chance in NAMED_CHANCES[0.78]:
         reached *= chance
         expected += reached
     assert pace.tokens_per_step == pytest.approx(expected, rel=0.12)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from overhead_arms import auto, full, plain, pruned
+from space_common.worker_settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
-from space_server.config import StepsHere
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.machine.memory import free_bytes
-from space_server.speculation.synthetic_acceptance import NAMED
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
@@ -34,7 +33,7 @@ from gpu.report import BATCH_SIZES
 
 pytestmark = pytest.mark.gpu
 
-ACCEPTANCE = NAMED[0.78]
+ACCEPTANCE = NAMED_CHANCES[0.78]
 COPY_BYTES = 2 * 1024**3
 FRACTION = 0.8
 """Of the free memory that pages may take."""

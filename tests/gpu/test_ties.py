@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from desk import Desk, Record, Request
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
@@ -98,7 +98,7 @@ class ModelTexts:
             (heat, k) for heat in ((0.8,) if dry else (0.0, 0.8, 1.0)) for k in ((3,) if dry else (1, 3, 5))
         ]
         self._name, self._notes = name, notes
-        self._plain: dict[tuple[int, float], Record] = {}
+        self._plain: dict[tuple[int, float], ClientSequence] = {}
 
     def compare(self, drafted: Comparison, against: Comparison, accepted: Counter[str]) -> None:
         """Add all differences, of as many texts as there is time for."""
@@ -123,15 +123,17 @@ class ModelTexts:
         """A batch that joins one by one, against its plain texts."""
         live_ids = self._subject.live_ids
         source = None if drafts == "own" else ScriptedDrafts(RIGHT[drafts], live_ids)
-        desk = Desk(make_worker(self._model, FixedLayout.full(k), source, num_blocks=NUM_BLOCKS))
-        records = [Record(self._request(connection, heat)) for connection in range(NUM_SEQUENCES)]
+        client = WorkerClient(
+            make_worker(self._model, FixedLayout.full(k), source, num_blocks=NUM_BLOCKS), automatic=True
+        )
+        records = [ClientSequence(self._request(connection, heat)) for connection in range(NUM_SEQUENCES)]
         for connection, record in enumerate(records):
-            seq_id = desk.admit(record)
+            seq_id = client.submit(record).seq_id
             if source is not None:
                 source.futures[seq_id] = Future(self._plain_text(connection, heat).ids, k)
-            desk.step()
-        desk.run(lambda: not desk.records)
-        desk.check_all_free()
+            client.step()
+        client.run()
+        client.check_all_free()
         for connection, record in enumerate(records):
             where = f"{self._name} T={heat:g} k={k}, {drafts} drafts, seat {connection}"
             found = differences(
@@ -149,23 +151,25 @@ class ModelTexts:
     def _generated(self, prompt: Sequence[int], num_tokens: int, known: Sequence[int]) -> list[int]:
         return self._oracle.generate([*prompt, *known], num_tokens - len(known))
 
-    def _request(self, connection: int, heat: float) -> Request:
+    def _request(self, connection: int, heat: float) -> SequenceRequest:
         request = self._subject.request(connection, heat, "none")
         return replace(request, limits=pb.Limits(max_tokens=self._num_tokens), want_logprobs=False, num_logprobs=0)
 
-    def _plain_text(self, connection: int, heat: float) -> Record:
+    def _plain_text(self, connection: int, heat: float) -> ClientSequence:
         if (connection, heat) not in self._plain:
-            self._plain[connection, heat] = self._decoded(Record(self._request(connection, heat)))
+            self._plain[connection, heat] = self._decoded(ClientSequence(self._request(connection, heat)))
         return self._plain[connection, heat]
 
     def _plain_behind(self, connection: int, heat: float, known: Sequence[int]) -> list[int]:
         """What plain decoding says behind the first ids of another text."""
         if not known:
             return self._plain_text(connection, heat).tokens
-        return self._decoded(Record(self._request(connection, heat), tokens=list(known))).tokens[len(known) :]
+        return self._decoded(ClientSequence(self._request(connection, heat), tokens=list(known))).tokens[len(known) :]
 
-    def _decoded(self, record: Record) -> Record:
-        desk = Desk(make_worker(self._model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS))
-        desk.admit(record)
-        desk.run(lambda: not desk.records)
+    def _decoded(self, record: ClientSequence) -> ClientSequence:
+        client = WorkerClient(
+            make_worker(self._model, FixedLayout.full(0), None, num_blocks=NUM_BLOCKS), automatic=True
+        )
+        client.submit(record)
+        client.run()
         return record

@@ -173,9 +173,9 @@ def repository() -> type[Repository]:
 FETCH = """
 import json, sys
 from pathlib import Path
-from space_common import hub_file
+from space_common import hub
 from space_common.hub import Hub, HubError
-hub_file.PAUSES = (0.01, 0.01)
+hub.PAUSES = (0.01, 0.01)
 for line in sys.stdin:
     asked = json.loads(line)
     weights, model = asked.pop("weights", True), asked.pop("model")

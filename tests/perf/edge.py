@@ -26,9 +26,9 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from space_common.worker_settings import parse_amount
 from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.prompts import built_in
-from space_server.machine.memory import NotEnoughMemory, parse_amount
 from space_server.startup.model_need import shown
 
 from perf.harness import PerfError, Report, at_least, table
@@ -282,7 +282,7 @@ def run(options: argparse.Namespace) -> Report:
 def _amount(text: str) -> int:
     try:
         amount = parse_amount(text)
-    except NotEnoughMemory as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not isinstance(amount, int):
         raise argparse.ArgumentTypeError(f"must be bytes such as 1GiB; got {text!r}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 from space_eval.report.estimates import percentile
 from space_eval.report.facts import commit, machine
 

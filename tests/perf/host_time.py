@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
 import torch
-from space_common.garbage import collect_seldom
+from space_common.process import collect_seldom
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grpc_server.router_session import RouterSession
 from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
-from space_server.machine.host_memory import keep_freed_memory
+from space_server.machine.memory import keep_freed_memory
 from space_server.scheduling.scheduled_batch import ScheduledSequence
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker

@@ -20,7 +20,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.mapped_files import give_back, mappings
 from space_model.testing import tiny_checkpoint
-from space_server.machine.host_memory import keep_freed_memory, use_one_heap
+from space_server.machine.memory import keep_freed_memory, use_one_heap
 from space_server.startup.model_need import shown
 from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
 

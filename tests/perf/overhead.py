@@ -18,13 +18,14 @@ from pathlib import Path
 
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms
+from space_common.worker_settings import parse_chances
 from space_eval.prompts import built_in
 from space_eval.report.estimates import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_server.__main__ import choose_threads
-from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label, parse_chances
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.calibration import SECONDS
 from tokenizers import Tokenizer
 

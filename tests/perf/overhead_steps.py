@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from doubles.worker import SmallRouter
 from overhead_arms import PLAIN, Arm, plain
+from space_common.worker_client import WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import ModelFacts
@@ -20,7 +20,6 @@ from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import Worker
-from space_server.worker_messages.hello import PROTOCOL_MAJOR
 from torch import Tensor
 
 from perf.harness import PerfError
@@ -134,7 +133,7 @@ class Bench:
         kv = model.allocate_kv(num_blocks, BLOCK_SIZE)
         points = calibrate(model, kv, max_sequences=most_sequences, seconds=calibration_seconds).points
 
-        def router(arm: Arm) -> SmallRouter:
+        def router(arm: Arm) -> WorkerClient:
             worker = Worker(
                 self.model,
                 num_blocks=num_blocks,
@@ -145,9 +144,7 @@ class Bench:
                 controller=arm.controller(),
                 synthetic=synthetic,
             )
-            start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=1 << 20, max_draft_length=99)
-            worker.apply(pb.Command(start=start))
-            return SmallRouter(worker)
+            return WorkerClient(worker, max_prefill_rows=1 << 20)
 
         self._routers = {arm.name: router(arm) for arm in (*arms, plain())}
 
@@ -159,15 +156,15 @@ class Bench:
         if missing:
             router.run()
         for n, number in zip(missing, numbers, strict=True):
-            if router.ran[number].error:
-                raise PerfError(f"Prompt {n + 1} cannot be decoded: {router.ran[number].error}")
-            self._texts[n] = router.ran[number].tokens
+            if router.sequences[number].error:
+                raise PerfError(f"Prompt {n + 1} cannot be decoded: {router.sequences[number].error}")
+            self._texts[n] = router.sequences[number].tokens
 
     def turn(self, arm: Arm, num_sequences: int, *, most_steps: int) -> Turn:
         """Step the first `num_sequences` prompts until one of them has its tokens. Raises PerfError."""
         router = self._routers[arm.name]
         numbers = [self._admit(router, n) for n in range(num_sequences)]
-        ran = [router.ran[number] for number in numbers]
+        ran = [router.sequences[number] for number in numbers]
         while not all(one.tokens for one in ran):
             self._step(router)
         turn = Turn(num_sequences)
@@ -185,11 +182,11 @@ class Bench:
                 raise PerfError(f"{arm.name} at batch {num_sequences} changed the text of prompt {n + 1}.")
         return turn
 
-    def _admit(self, router: SmallRouter, n: int) -> int:
+    def _admit(self, router: WorkerClient, n: int) -> int:
         return router.admit(self.load.prompts[n], max_tokens=self.load.max_tokens + TAIL, sampling=pb.Sampling(seed=n))
 
     @staticmethod
-    def _step(router: SmallRouter) -> pb.StepReport:
+    def _step(router: WorkerClient) -> pb.StepReport:
         report = router.step()
         failed = next((one.error for one in report.sequences if one.error), "") if report is not None else "no step"
         if report is None or failed:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
-from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.cache.pages import PagePool
 from space_router.engine.engine import Engine
@@ -24,6 +23,7 @@ from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics
 
 from perf.harness import Report, Spread, at_least, log, table, take_turns
+from perf.streams_worker import InstantWorker
 
 NUM_QUEUED = (10, 100, 1_000, 10_000)
 NUM_BLOCKS = (1_000, 10_000, 100_000, 1_000_000)
@@ -32,7 +32,6 @@ FEW_QUEUED = 100  # where the pages vary
 POINTS = [*((n, MANY_BLOCKS) for n in NUM_QUEUED), *((FEW_QUEUED, n) for n in NUM_BLOCKS if n != MANY_BLOCKS)]
 """(queued, pages): one varies while the other stands."""
 BATCH = 64
-BLOCK_SIZE = 16
 NUM_KEYS = 20
 WARM_UP = 40  # steps that are not timed
 
@@ -47,57 +46,6 @@ class Cost:
     p99_us: float
     submit_us: float  # median of what one new request costs
     num_admitted: int
-
-
-class InstantWorker:
-    """Emits two ids per sequence and step at once; nothing is computed."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._running: dict[int, list[int]] = {}  # seq_id -> ids, ids left
-        self._released: list[int] = []
-
-    def hello(self) -> worker_pb2.Hello:
-        return worker_pb2.Hello(
-            protocol_major=1,
-            vocab_size=1 << 16,
-            block_size=BLOCK_SIZE,
-            num_blocks=self.num_blocks,
-            window=4096,
-            max_draft_length=3,
-            max_sequences=BATCH,
-        )
-
-    def apply(self, command: worker_pb2.Command) -> None:
-        match command.WhichOneof("command"):
-            case "admit":
-                admit = command.admit
-                self._running[admit.seq_id] = [len(admit.ids), admit.limits.max_tokens]
-            case "release":
-                self._running.pop(command.release.seq_id, None)
-                self._released.append(command.release.seq_id)
-
-    def step(self) -> worker_pb2.StepReport | None:
-        report = worker_pb2.StepReport(stepped=True, released=self._released)
-        self._released = []
-        for seq_id, state in self._running.items():
-            num_ids, left = state
-            if not left:
-                continue
-            count = min(2, left)
-            state[0], state[1] = num_ids + count, left - count
-            report.sequences.add(
-                seq_id=seq_id,
-                tokens=[5] * count,
-                num_computed=state[0] - 1,
-                num_drafted=1,
-                num_accepted=count - 1,
-                decoded=True,
-                finish=worker_pb2.FINISH_NONE if state[1] else worker_pb2.FINISH_LENGTH,
-            )
-        report.stats.num_sequences = len(report.sequences)
-        report.stats.forward_seconds = 0.01
-        return report
 
 
 def timed(method: Callable[..., None], seconds: array[float]) -> Callable[..., None]:
@@ -115,7 +63,9 @@ def measure(num_queued: int, num_blocks: int, *, num_steps: int, seed: int = 0) 
     """A full batch, `num_queued` requests behind it, every page in use or cached; each finished request is replaced."""
     dice = random.Random(seed)
     config = ServeConfig(max_queue=num_queued + 10 * BATCH, max_prefill_rows=4096)
-    table = Tabletop(lambda: InstantWorker(num_blocks), config=config, metrics=Metrics())
+    table = Tabletop(
+        lambda: InstantWorker(num_blocks=num_blocks, max_sequences=BATCH, per_step=2), config=config, metrics=Metrics()
+    )
     engine = table.engine
     for connection in table.connections:
         if connection.scheduler is not None:

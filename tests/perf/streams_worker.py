@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import grpc.aio
+from space_common.worker_client import PROTOCOL_MAJOR
 from space_proto import worker_pb2, worker_pb2_grpc
 
 BLOCK_SIZE = 16
@@ -42,61 +43,85 @@ class Stream:
     num_slots: int
 
 
-class Batch:
-    """Commands in, a report of every stream out."""
+class InstantWorker:
+    """Emits the same token, up to `per_step` times, for every stream that has slots for it; nothing is computed."""
 
-    def __init__(self, token: int, emitted: Emitted) -> None:
-        self.streams: dict[int, Stream] = {}  # by seq_id
-        self._token, self._emitted = token, emitted
+    def __init__(
+        self,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        max_sequences: int = MAX_SEQUENCES,
+        vocab_size: int = 1 << 16,
+        token: int = 5,
+        per_step: int = 1,
+        on_token: Callable[[int], None] | None = None,
+    ) -> None:
+        """`on_token`: called with a stream's seed when it gets tokens."""
+        self._num_blocks, self._max_sequences, self._vocab_size = num_blocks, max_sequences, vocab_size
+        self._token, self._per_step, self._on_token = token, per_step, on_token
+        self._streams: dict[int, Stream] = {}  # by seq_id
         self._released: list[int] = []
-        self._report_no = 0
+
+    def hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            protocol_major=PROTOCOL_MAJOR,
+            incarnation="instant",
+            vocab_size=self._vocab_size,
+            block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+            window=WINDOW,
+            max_sequences=self._max_sequences,
+            max_draft_length=3 * (self._per_step > 1),
+            dtype="none",
+            device="none",
+            model_name="instant",
+        )
 
     def apply(self, command: worker_pb2.Command) -> None:
         match command.WhichOneof("command"):
             case "admit":
                 admit = command.admit
                 num_generated = len(admit.ids) - admit.num_prompt
-                self.streams[admit.seq_id] = Stream(
+                self._streams[admit.seq_id] = Stream(
                     admit.sampling.seed,
                     len(admit.ids) - 1,
                     admit.limits.max_tokens - num_generated,
                     len(admit.pages) * BLOCK_SIZE,
                 )
             case "extend":
-                if stream := self.streams.get(command.extend.seq_id):
+                if stream := self._streams.get(command.extend.seq_id):
                     stream.num_slots += len(command.extend.pages) * BLOCK_SIZE
             case "release":
-                self.streams.pop(command.release.seq_id, None)
+                self._streams.pop(command.release.seq_id, None)
                 self._released.append(command.release.seq_id)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._released) or any(s.num_left and s.computed < s.num_slots for s in self.streams.values())
+        return bool(self._released) or any(s.num_left and s.computed < s.num_slots for s in self._streams.values())
 
-    def step(self, now: float) -> worker_pb2.WorkerMessage:
-        """A token for each stream that has a slot for it."""
-        message = self.heartbeat()
-        report = message.report
-        report.stepped = True
-        report.released.extend(self._released)
+    def step(self) -> worker_pb2.StepReport:
+        report = worker_pb2.StepReport(stepped=True, released=self._released)
         self._released = []
-        for seq_id, stream in self.streams.items():
-            if not stream.num_left or stream.computed >= stream.num_slots:
+        for seq_id, stream in self._streams.items():
+            count = min(self._per_step, stream.num_left, stream.num_slots - stream.computed)
+            if count <= 0:
                 continue
-            stream.computed += 1
-            stream.num_left -= 1
-            part = report.sequences.add(seq_id=seq_id, num_computed=stream.computed, decoded=True)
-            part.tokens.append(self._token)
-            if not stream.num_left:
-                part.finish = worker_pb2.FINISH_LENGTH
-            self._emitted[stream.seed].append(now)
+            stream.computed += count
+            stream.num_left -= count
+            report.sequences.add(
+                seq_id=seq_id,
+                tokens=[self._token] * count,
+                num_computed=stream.computed,
+                num_drafted=self._per_step - 1,
+                num_accepted=count - 1,
+                decoded=True,
+                finish=worker_pb2.FINISH_NONE if stream.num_left else worker_pb2.FINISH_LENGTH,
+            )
+            if self._on_token is not None:
+                self._on_token(stream.seed)
         report.stats.num_sequences = report.stats.chain_rows = len(report.sequences)
         report.stats.forward_seconds = 0.001
-        return message
-
-    def heartbeat(self) -> worker_pb2.WorkerMessage:
-        self._report_no += 1
-        return worker_pb2.WorkerMessage(report=worker_pb2.StepReport(report_no=self._report_no))
+        return report
 
 
 class StreamsWorker(worker_pb2_grpc.WorkerServicer):
@@ -111,47 +136,41 @@ class StreamsWorker(worker_pb2_grpc.WorkerServicer):
         request_iterator: AsyncIterator[worker_pb2.RouterMessage],
         context: grpc.aio.ServicerContext[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
-        batch, news = Batch(self._token, self.emitted), asyncio.Event()
+        now = 0.0  # of the present step
+        worker = InstantWorker(
+            token=self._token, vocab_size=self._vocab_size, on_token=lambda seed: self.emitted[seed].append(now)
+        )
+        news = asyncio.Event()
 
         async def read() -> None:
             async for message in request_iterator:
                 for command in message.commands:
-                    batch.apply(command)
+                    worker.apply(command)
                 news.set()
 
         reader = asyncio.create_task(read())
         clock = asyncio.get_running_loop().time
-        due = clock()
+        due, report_no = clock(), 0
         try:
-            yield worker_pb2.WorkerMessage(hello=self._hello())
+            yield worker_pb2.WorkerMessage(hello=worker.hello())
             while True:
                 news.clear()
-                if batch.has_work:
+                if worker.has_work:
                     due = max(due + self._step_seconds, clock() - self._step_seconds)
                     await asyncio.sleep(max(0.0, due - clock()))
-                    yield batch.step(time.monotonic())
-                    continue
-                try:
-                    await asyncio.wait_for(news.wait(), HEARTBEAT_SECONDS)
-                except TimeoutError:
-                    yield batch.heartbeat()
+                    now = time.monotonic()
+                    report = worker.step()
+                else:
+                    try:
+                        await asyncio.wait_for(news.wait(), HEARTBEAT_SECONDS)
+                        continue
+                    except TimeoutError:
+                        report = worker_pb2.StepReport()
+                report_no += 1
+                report.report_no = report_no
+                yield worker_pb2.WorkerMessage(report=report)
         finally:
             reader.cancel()
-
-    def _hello(self) -> worker_pb2.Hello:
-        return worker_pb2.Hello(
-            protocol_major=1,
-            incarnation="streams",
-            vocab_size=self._vocab_size,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            window=WINDOW,
-            max_sequences=MAX_SEQUENCES,
-            max_draft_length=0,
-            dtype="none",
-            device="none",
-            model_name="streams",
-        )
 
 
 async def serve(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from space_proto import worker_pb2
 
 from perf.command import main
 from perf.streams import Load, Point, StreamReader, figures, report
-from perf.streams_worker import Batch, Emitted, emitted_at
+from perf.streams_worker import Emitted, InstantWorker, emitted_at
 
 
 def admit(seq_id: int, *, num_ids: int, num_pages: int, max_tokens: int) -> worker_pb2.Command:
@@ -30,19 +30,26 @@ def admit(seq_id: int, *, num_ids: int, num_pages: int, max_tokens: int) -> work
 
 def test_a_worker_emits_one_token_per_stream_and_step_records_when_and_writes_beyond_no_page(tmp_path: Path) -> None:
     emitted: Emitted = defaultdict(list)
-    batch = Batch(7, emitted)
+    now = 0.0
+    batch = InstantWorker(token=7, on_token=lambda seed: emitted[seed].append(now))
+
+    def step(at: float) -> worker_pb2.StepReport:
+        nonlocal now
+        now = at
+        return batch.step()
+
     batch.apply(admit(1, num_ids=14, num_pages=1, max_tokens=5))
     batch.apply(admit(2, num_ids=3, num_pages=1, max_tokens=2))
-    reports = [batch.step(float(now)).report for now in range(4)]
+    reports = [step(float(second)) for second in range(4)]
     assert [[part.seq_id for part in report.sequences] for report in reports] == [[1, 2], [1, 2], [1], []]
     assert reports[1].sequences[1].finish == worker_pb2.FINISH_LENGTH
     assert reports[2].sequences[0].num_computed == 16  # of the page's 16 slots: then it waits for more
     assert not batch.has_work
     batch.apply(worker_pb2.Command(extend=worker_pb2.Extend(seq_id=1, pages=[5])))
     assert batch.has_work
-    assert [part.num_computed for part in batch.step(4.0).report.sequences] == [17]
+    assert [part.num_computed for part in step(4.0).sequences] == [17]
     batch.apply(worker_pb2.Command(release=worker_pb2.Release(seq_id=2)))
-    assert list(batch.step(5.0).report.released) == [2]
+    assert list(step(5.0).released) == [2]
     (tmp_path / "0.json").write_text(json.dumps(emitted))
     (tmp_path / "1.json").write_text(json.dumps({"20": [0.5]}))
     assert emitted_at([tmp_path / "0.json", tmp_path / "1.json"]) == {

@@ -6,7 +6,7 @@ Every cell fails unless drafts were accepted and rejected in it. The whole run c
 from collections.abc import Sequence
 
 import pytest
-from desk import Record, Request
+from space_common.worker_client import ClientSequence, SequenceRequest
 from space_eval.acceptance.scripted_drafts import all_right, half_right, none_right
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText
@@ -25,7 +25,7 @@ LAWS = {"greedy": 0.0, "seeded": 0.8}
 
 def asked(
     text: ModelText, model: SpaceModel, prompts: Sequence[str], *, max_tokens: int, temperature: float
-) -> list[Request]:
+) -> list[SequenceRequest]:
     """The questions, behind the model's chat template where it has one."""
     return [
         request(ids, eos=model.facts.eos_ids, max_tokens=max_tokens, temperature=temperature, seed=1000 + number)
@@ -33,7 +33,7 @@ def asked(
     ]
 
 
-def compare(model: SpaceModel, requests: Sequence[Request], ways: Sequence[Drafting]) -> int:
+def compare(model: SpaceModel, requests: Sequence[SequenceRequest], ways: Sequence[Drafting]) -> int:
     """Every way of drafting against plain decoding; the number of tokens compared."""
     plain = answers(model, requests, PLAIN)
     num_tokens = 0
@@ -48,7 +48,7 @@ def compare(model: SpaceModel, requests: Sequence[Request], ways: Sequence[Draft
     return num_tokens
 
 
-def prove_power(way: Drafting, records: Sequence[Record]) -> None:
+def prove_power(way: Drafting, records: Sequence[ClientSequence]) -> None:
     """Drafts were accepted and rejected, as far as this way of drafting has both."""
     verifications = [
         verification for record in records for verification in record.verifications[:-1] if verification[0]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
@@ -65,10 +65,10 @@ def no_device_step_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[No
 
 
 @pytest.fixture
-def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[SmallRouter], list[str]]:
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[WorkerClient], list[str]]:
     """Notes down what a worker asks of its device's stepper from here on: launch, read."""
 
-    def noting(router: SmallRouter) -> list[str]:
+    def noting(router: WorkerClient) -> list[str]:
         assert router.worker._device is not None
         runner, said = router.worker._device.runner, list[str]()
 

@@ -24,8 +24,24 @@ def test_every_flag_is_parsed_into_its_unit() -> None:
     assert (config.parent_pid, config.log_level, config.max_model_len) == (12, "WARNING", 64)
     assert parse(["--listen", "h:1", "--speculation", "off"]).max_draft_length == 0
     assert parse(["--listen", "h:1", "--kv-memory", "auto"]).kv_memory is None
-    adapters = parse(["--listen", "h:1", "--adapter", "code=/a=b", "--adapter", "prose=c"]).adapters
+    adapters = parse(["--listen", "h:1", "--adapter", "code=/a=b", "--adapter", "prose=c"]).adapter
     assert adapters == (("code", "/a=b"), ("prose", "c"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--listen unix:/w",
+        "--listen h:1 --kv-memory 0.5 --prefill-budget off --speculation off --tracing off --space-mask-ids 7,8",
+        "--listen h:1 --kv-memory 2MiB --prefill-budget 0.2 --speculation 3 --exact on --offline on --log-level debug",
+        "--listen h:1 --model demo --cores 0 --synthetic-acceptance .78 --adapter a=/x=y --adapter b=/z",
+        "--listen h:1 --revision r --token-file /t --download-folder /d --num-blocks 3 --block-size 4 --steps eager",
+        "--listen h:1 --model demo --tensor-parallel 2 --rank-timeout 3 --powercap /p --lookup only --cores auto",
+    ],
+)
+def test_settings_that_are_written_as_a_command_line_are_parsed_to_the_same(words: str) -> None:
+    settings = parse(words.split())
+    assert parse(settings.to_argv()) == settings
 
 
 @pytest.mark.parametrize(

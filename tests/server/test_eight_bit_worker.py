@@ -15,11 +15,10 @@ from space_model.model_error import InvalidSetting
 from space_model.quantized_testing import write_quantized
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
-from space_server.machine.free_memory import FreeMemory
-from space_server.machine.memory import NotEnoughMemory, choose_num_blocks
-from space_server.startup.cost_file import CostFile
+from space_server.machine.memory import FreeMemory, NotEnoughMemory, choose_num_blocks
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed, check_fits
+from space_server.startup.starting_costs import CostFile
 from space_server.worker import Worker
 
 WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from doubles.worker import Ran, ScriptedDrafts, SmallRouter
+from doubles.worker import ScriptedDrafts
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
@@ -40,14 +42,14 @@ def decode(
     controller: Controller | None = None,
     max_draft_length: int = 99,
     num_pages: int | None = None,
-    after_step: Callable[[Worker, SmallRouter], None] | None = None,
+    after_step: Callable[[Worker, WorkerClient], None] | None = None,
     alone: bool = False,
     **settings: object,
-) -> list[Ran]:
+) -> list[ClientSequence]:
     """Every prompt's run, with log-probabilities."""
     settings = {"num_blocks": 64, "block_size": 4} | settings
     worker = Worker(model, controller=controller or FixedLayout.full(3), **settings)  # type: ignore[arg-type]
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     hook = (lambda: after_step(worker, router)) if after_step is not None else None
     numbers = []
     for prompt in PROMPTS:
@@ -66,10 +68,10 @@ def decode(
     router.run(after_step=hook)
     assert worker.num_forwards == sum(report.stepped for report in router.reports)
     assert sorted(router.free) == list(range(worker.num_blocks))
-    return [router.ran[number] for number in numbers]
+    return [router.sequences[number] for number in numbers]
 
 
-def outcome(runs: list[Ran]) -> list[tuple[list[int], list[float]]]:
+def outcome(runs: list[ClientSequence]) -> list[tuple[list[int], list[float]]]:
     """Ids, and the bits of their log-probabilities."""
     return [(run.tokens, [entry.logprob for report in run.reports for entry in report.logprobs]) for run in runs]
 
@@ -159,38 +161,26 @@ def test_a_sequence_admitted_again_with_what_it_emitted_goes_on_with_the_same_te
 ) -> None:
     for name in ("sampled", "edited"):
         tokens, _ = plain[name][1]
-        router = SmallRouter(Worker(tiny, num_blocks=32, block_size=4))
-        seq_id = router.admit(
+        router = WorkerClient(Worker(tiny, num_blocks=32, block_size=4))
+        sequence = router.generate(
             PROMPTS[1] + tokens[:at], num_prompt=len(PROMPTS[1]), max_tokens=MAX_TOKENS, sampling=SAMPLINGS[name]
         )
-        router.run()
-        assert router.ran[seq_id].tokens == tokens
+        assert sequence.tokens == tokens
 
 
 def test_cached_blocks_of_another_sequence_give_the_plain_text(
     tiny: SpaceModel, plain: dict[str, list[tuple[list[int], list[float]]]]
 ) -> None:
-    router = SmallRouter(Worker(tiny, num_blocks=64, block_size=4))
+    router = WorkerClient(Worker(tiny, num_blocks=64, block_size=4))
     first = router.admit(PROMPTS[3], max_tokens=MAX_TOKENS, sampling=SAMPLINGS["sampled"])
-    while router.ran[first].finish == pb.FINISH_NONE:
+    while router.sequences[first].finish == pb.FINISH_NONE:
         router.step()
-    shared = router.ran[first].pages[:9]  # 36 of 37 ids
-    second = router.admit(PROMPTS[3], max_tokens=MAX_TOKENS, sampling=SAMPLINGS["sampled"], num_pages=0, num_cached=0)
-    router.release(second)
-    message = pb.Admit(
-        seq_id=50,
-        ids=PROMPTS[3],
-        num_prompt=37,
-        num_cached=36,
-        pages=shared + list(range(40, 50)),
-        sampling=SAMPLINGS["sampled"],
-        limits=pb.Limits(max_tokens=MAX_TOKENS),
-        max_draft_length=3,
-    )
-    router.worker.apply(pb.Command(admit=message))
-    router.ran[50] = Ran(list(PROMPTS[3]), 37, [])
+    shared = router.sequences[first].pages[:9]  # 36 of 37 ids
+    request = replace(router.sequences[first].request, max_draft_length=3)
+    second = router.submit(ClientSequence(request), num_pages=19, shared=shared)
     router.run()
-    assert router.ran[50].tokens == router.ran[first].tokens == plain["sampled"][3][0]
+    assert second.num_computed > 36
+    assert second.tokens == router.sequences[first].tokens == plain["sampled"][3][0]
 
 
 def fill_stale(kv: PagedKV, held: list[tuple[list[int], int]]) -> None:
@@ -207,8 +197,8 @@ def fill_stale(kv: PagedKV, held: list[tuple[list[int], int]]) -> None:
 def test_rollback_is_real_nan_in_every_stale_slot_changes_nothing(
     tiny: SpaceModel, plain: dict[str, list[tuple[list[int], list[float]]]], k: int
 ) -> None:
-    def poison(worker: Worker, router: SmallRouter) -> None:
-        fill_stale(worker.kv, [(ran.pages, ran.num_computed) for ran in router.ran.values() if ran.pages])
+    def poison(worker: Worker, router: WorkerClient) -> None:
+        fill_stale(worker.kv, [(ran.pages, ran.num_computed) for ran in router.sequences.values() if ran.pages])
 
     source = drafts_like("half right", plain["sampled"])
     runs = decode(tiny, SAMPLINGS["sampled"], controller=FixedLayout.full(k), draft_source=source, after_step=poison)
@@ -222,8 +212,8 @@ def test_a_rollback_moves_no_key_and_no_value(
     # Computed slots keep their bits from the step that wrote them to the end.
     kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def compare(worker: Worker, router: SmallRouter) -> None:
-        for seq_id, ran in router.ran.items():
+    def compare(worker: Worker, router: WorkerClient) -> None:
+        for seq_id, ran in router.sequences.items():
             for position in range(ran.num_computed if ran.pages else 0):
                 at = (ran.pages[position // 4], position % 4)
                 bits = torch.stack([layer[at[0], :, at[1]] for layer in (*worker.kv.keys, *worker.kv.values)])
@@ -257,7 +247,7 @@ def test_a_batch_of_unequal_sequences_drafts_what_each_would_by_itself(tiny: Spa
     def drafts(alone: bool) -> list[list[int]]:
         found: dict[int, list[int]] = {}
 
-        def note(worker: Worker, router: SmallRouter) -> None:
+        def note(worker: Worker, router: WorkerClient) -> None:
             for sequence in worker.batch:
                 found[sequence.seq_id] = [*found.get(sequence.seq_id, []), *sequence.drafts]
 

@@ -1,6 +1,5 @@
 """The worker as a process: ready line, exit statuses, and a parent that dies."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -8,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
+from space_common.worker_client import GrpcWorker, WorkerClient
 from space_model.model_error import ModelError
-from space_proto import worker_pb2 as pb
-from space_proto import worker_pb2_grpc
 from space_router.config import ServeConfig
 from space_router.engine.workers.worker_command import worker_command
 from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
@@ -31,19 +28,9 @@ def launch(*words: str) -> subprocess.Popen[str]:
     )
 
 
-async def first_tokens(address: str) -> list[int]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[no-untyped-call]
-        admit = pb.Admit(
-            seq_id=1, ids=[70, 71], num_prompt=2, pages=[0, 1], limits=pb.Limits(max_tokens=5), max_draft_length=5
-        )
-        start = pb.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=5)
-        await call.write(pb.RouterMessage(commands=[pb.Command(start=start), pb.Command(admit=admit)]))
-        tokens: list[int] = []
-        while len(tokens) < 5:
-            message = await call.read()
-            tokens += [token for sequence in message.report.sequences for token in sequence.tokens]
-        return tokens
+def first_tokens(address: str) -> list[int]:
+    with GrpcWorker(address) as worker:
+        return WorkerClient(worker, automatic=True).generate([70, 71], max_tokens=5).tokens
 
 
 @pytest.mark.e2e
@@ -53,7 +40,7 @@ def test_it_says_ready_serves_and_ends_with_0_on_sigterm(tiny_path: Path, tmp_pa
         assert process.stdout is not None
         word, address = process.stdout.readline().split()
         assert (word, address) == ("ready", listen)
-        assert len(asyncio.run(first_tokens(address))) == 5
+        assert len(first_tokens(address)) == 5
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
@@ -86,9 +73,8 @@ def test_exact_products_are_asked_for_by_the_flag_that_the_router_passes_on(
         raise ModelError("that is all")
 
     monkeypatch.setattr("space_server.__main__.load_model", load)
-    command = worker_command(ServeConfig(exact=exact), "h:1")
-    words = command[command.index("--exact") : command.index("--exact") + 2]
-    assert main(["--model", "demo", "--listen", "h:1", *words]) == 3
+    command = worker_command(ServeConfig(model="demo", exact=exact, placement="shared"), "h:1")
+    assert main(command[command.index("--model") :]) == 3
     assert asked == [exact == "on"]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doubles.worker import ScriptedDrafts, SmallRouter
+from doubles.worker import ScriptedDrafts
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.quantized_testing import write_quantized
 from space_proto import worker_pb2 as pb
@@ -22,13 +23,13 @@ def test_any_drafts_on_quantised_weights_give_the_plain_text(kind: str, tiny_pat
     model = load_model(tmp_path / "packed", dtype="float32", num_threads=1)
 
     def texts(k: int, source: ScriptedDrafts | None = None) -> tuple[list[Text], set[int]]:
-        router = SmallRouter(
+        router = WorkerClient(
             Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k), draft_source=source)
         )
         sampling = pb.Sampling(seed=3, temperature=0.9)
         numbers = [router.admit(p, max_tokens=24, sampling=sampling, want_logprobs=True) for p in PROMPTS]
         router.run()
-        runs = [router.ran[number] for number in numbers]
+        runs = [router.sequences[number] for number in numbers]
         found = [(run.tokens, [entry.logprob for report in run.reports for entry in report.logprobs]) for run in runs]
         return found, {a for run in runs for a in run.accepted}
 

@@ -1,7 +1,8 @@
 """The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
 
 import pytest
-from doubles.worker import ScriptedDrafts, ScriptedModel, SmallRouter
+from doubles.worker import ScriptedDrafts, ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
@@ -9,9 +10,9 @@ from space_server.step_costs.step_cost import CostOrigin
 from space_server.worker import ProtocolError, Worker
 
 
-def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> SmallRouter:
+def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> WorkerClient:
     settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
-    return SmallRouter(Worker(model, **settings))  # type: ignore[arg-type]
+    return WorkerClient(Worker(model, **settings))  # type: ignore[arg-type]
 
 
 def text(model: ScriptedModel, start: int, count: int) -> list[int]:
@@ -32,7 +33,7 @@ def test_one_step_accepts_every_length_at_once_and_all_go_on_right() -> None:
     assert [len(sequence.tokens) for sequence in report.sequences] == [1, 2, 3, 4]
     router.run()
     for seq_id, end in zip(sequences, ends, strict=True):
-        assert router.ran[seq_id].tokens == text(model, end, 12)
+        assert router.sequences[seq_id].tokens == text(model, end, 12)
 
 
 def test_a_step_is_one_forward_pass() -> None:
@@ -55,19 +56,17 @@ def test_only_2k_plus_1_rows_are_sampled() -> None:
 
 def test_everything_accepted_takes_k_plus_1_tokens_per_step() -> None:
     router = router_of(ScriptedModel())
-    seq_id = router.admit([5, 5], max_tokens=13)
-    router.run()
-    assert [len(report.tokens) for report in router.ran[seq_id].reports] == [1, 4, 4, 4]
-    assert [report.decoded for report in router.ran[seq_id].reports] == [False, True, True, True]
+    sequence = router.generate([5, 5], max_tokens=13)
+    assert [len(report.tokens) for report in sequence.reports] == [1, 4, 4, 4]
+    assert [report.decoded for report in sequence.reports] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_max_tokens_is_exact_and_nothing_is_drafted_past_it(max_tokens: int) -> None:
     model = ScriptedModel()
     router = router_of(model)
-    seq_id = router.admit([5] * 7, max_tokens=max_tokens)
-    router.run()
-    ran = router.ran[seq_id]
+    sequence = router.generate([5] * 7, max_tokens=max_tokens)
+    ran = sequence
     assert (ran.tokens, ran.finish) == (text(model, 7, max_tokens), pb.FINISH_LENGTH)
     assert all(len(report.tokens) == report.num_accepted + 1 for report in ran.reports)
 
@@ -82,9 +81,8 @@ def test_masks_that_no_later_step_could_use_are_not_laid_out(max_tokens: int, ma
 
 def test_the_window_is_a_limit_too() -> None:
     router = router_of(ScriptedModel(window=20))
-    seq_id = router.admit([5] * 7, max_tokens=99, num_pages=5)
-    router.run()
-    assert (len(router.ran[seq_id].ids), router.ran[seq_id].finish) == (20, pb.FINISH_LENGTH)
+    sequence = router.generate([5] * 7, max_tokens=99, num_pages=5)
+    assert (len(sequence.ids), sequence.finish) == (20, pb.FINISH_LENGTH)
 
 
 @pytest.mark.parametrize(("field", "finish"), [("eos_ids", pb.FINISH_EOS), ("stop_ids", pb.FINISH_STOP_ID)])
@@ -92,9 +90,8 @@ def test_the_window_is_a_limit_too() -> None:
 def test_an_end_inside_the_accepted_run_cuts_it_there(at: int, field: str, finish: int) -> None:
     model = ScriptedModel(text=lambda position: 60 if position == at else 10 + position % 30)
     router = router_of(model)
-    seq_id = router.admit([5] * 7, max_tokens=at - 6, **{field: [60]})
-    router.run()
-    ran = router.ran[seq_id]
+    sequence = router.generate([5] * 7, max_tokens=at - 6, **{field: [60]})
+    ran = sequence
     assert (ran.tokens[-1], len(ran.ids), ran.finish) == (60, at + 1, finish)
     assert ran.num_computed <= len(ran.ids) - 1
     assert sum(report.num_accepted for report in ran.reports) <= len(ran.tokens)
@@ -103,9 +100,8 @@ def test_an_end_inside_the_accepted_run_cuts_it_there(at: int, field: str, finis
 def test_min_tokens_hold_back_the_end_inside_a_run() -> None:
     model = ScriptedModel(text=lambda position: 60)
     router = router_of(model)
-    seq_id = router.admit([5] * 4, max_tokens=9, eos_ids=[60], sampling=pb.Sampling(min_tokens=5))
-    router.run()
-    tokens = router.ran[seq_id].tokens
+    sequence = router.generate([5] * 4, max_tokens=9, eos_ids=[60], sampling=pb.Sampling(min_tokens=5))
+    tokens = sequence.tokens
     assert (len(tokens), tokens.count(60), tokens[-1]) == (6, 1, 60)
 
 
@@ -121,7 +117,7 @@ def test_prefill_is_chunked_oldest_first_and_mixed_with_decoding() -> None:
     assert report.stats.prefill_rows == 6
     router.run()
     for seq_id, end, count in ((first, 4, 8), (second, 110, 3), (third, 211, 3)):
-        assert router.ran[seq_id].tokens == text(model, end, count)
+        assert router.sequences[seq_id].tokens == text(model, end, count)
 
 
 def test_computed_length_is_never_above_the_ids_known() -> None:
@@ -150,27 +146,25 @@ def test_a_sequence_pauses_only_without_any_slot_says_so_once_and_resumes() -> N
     assert tokens == text(model, 6, len(tokens))
     assert (len(tokens), pauses, router.worker.has_work) == (3, 1, False)
     router.run()
-    assert router.ran[seq_id].tokens == tokens  # nothing runs until it is extended
+    assert router.sequences[seq_id].tokens == tokens  # nothing runs until it is extended
     router.extend(seq_id)
     router.run()
-    assert router.ran[seq_id].tokens == text(model, 6, 20)
+    assert router.sequences[seq_id].tokens == text(model, 6, 20)
 
 
 def test_with_s_free_slots_at_most_s_minus_1_drafts() -> None:
     router = router_of(ScriptedModel())
-    seq_id = router.admit([5] * 3, max_tokens=30, num_pages=1)
-    router.run()
-    drafted = [(report.num_computed, report.num_drafted) for report in router.ran[seq_id].reports if report.decoded]
+    sequence = router.generate([5] * 3, max_tokens=30, num_pages=1)
+    drafted = [(report.num_computed, report.num_drafted) for report in sequence.reports if report.decoded]
     assert drafted[0] == (4, 0)  # one slot: the root alone
 
 
 def test_prefill_pauses_where_pages_end_and_goes_on() -> None:
     model = ScriptedModel()
     router = router_of(model)
-    seq_id = router.admit([5] * 10, max_tokens=5, num_pages=1)
-    router.run()
-    assert router.ran[seq_id].tokens == text(model, 10, 5)
-    assert [r.num_computed for r in router.ran[seq_id].reports if r.paused][:2] == [4, 8]
+    sequence = router.generate([5] * 10, max_tokens=5, num_pages=1)
+    assert sequence.tokens == text(model, 10, 5)
+    assert [r.num_computed for r in sequence.reports if r.paused][:2] == [4, 8]
 
 
 def test_release_stops_a_running_sequence_and_is_acknowledged() -> None:
@@ -179,7 +173,6 @@ def test_release_stops_a_running_sequence_and_is_acknowledged() -> None:
     router.step()
     router.release(first)
     router.release(77)
-    router.ran[77] = router.ran[first]
     report = router.step()
     assert report is not None
     assert list(report.released) == [first, 77]
@@ -207,8 +200,8 @@ def test_more_sequences_than_the_worker_takes_are_refused_one_by_one() -> None:
     router = router_of(ScriptedModel(), max_sequences=1)
     first, second = router.admit([5]), router.admit([5])
     router.run()
-    assert router.ran[second].error == "The worker runs 1 sequences already, its most."
-    assert router.ran[first].finish == pb.FINISH_LENGTH
+    assert router.sequences[second].error == "The worker runs 1 sequences already, its most."
+    assert router.sequences[first].finish == pb.FINISH_LENGTH
 
 
 def test_draining_finishes_what_runs_and_admits_nothing() -> None:
@@ -219,8 +212,8 @@ def test_draining_finishes_what_runs_and_admits_nothing() -> None:
     second = router.admit([5] * 50)
     assert not router.worker.drained
     router.run()
-    assert router.ran[first].finish == pb.FINISH_LENGTH
-    assert router.ran[second].finish == pb.FINISH_RETURNED
+    assert router.sequences[first].finish == pb.FINISH_LENGTH
+    assert router.sequences[second].finish == pb.FINISH_RETURNED
     assert router.worker.drained
 
 
@@ -241,18 +234,16 @@ def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> No
 def test_the_bound_on_drafts_is_the_least_of_all(worker_bound: int, start_bound: int, own_bound: int) -> None:
     router = router_of(ScriptedModel(), k=9, max_draft_length=worker_bound)
     router.worker.apply(pb.Command(start=pb.Start(protocol_major=1, max_prefill_rows=9, max_draft_length=start_bound)))
-    seq_id = router.admit([5] * 3, max_tokens=30, max_draft_length=own_bound)
-    router.run()
-    assert max(report.num_drafted for report in router.ran[seq_id].reports) == 2
+    sequence = router.generate([5] * 3, max_tokens=30, max_draft_length=own_bound)
+    assert max(report.num_drafted for report in sequence.reports) == 2
 
 
 def test_speculation_off_lays_out_the_root_alone() -> None:
     router = router_of(ScriptedModel())
-    seq_id = router.admit([5] * 3, max_tokens=9, max_draft_length=0)
-    router.run()
+    sequence = router.generate([5] * 3, max_tokens=9, max_draft_length=0)
     stepped = [report.stats for report in router.reports if report.stepped]
     assert all(stats.mask_rows == 0 and stats.chain_rows == 1 for stats in stepped)
-    assert len(router.ran[seq_id].reports) == 9
+    assert len(sequence.reports) == 9
     assert stepped[-1].plain_step_seconds > 0
 
 
@@ -267,9 +258,9 @@ def test_layouts_may_differ_between_sequences_and_steps() -> None:
     router = router_of(model, controller=FixedLayout(rule))
     first, second = router.admit([5] * 7, max_tokens=30), router.admit([5] * 200, max_tokens=30)
     router.run()
-    assert router.ran[first].tokens == text(model, 7, 30)
-    assert router.ran[second].tokens == text(model, 200, 30)
-    drafted = {report.num_drafted for report in router.ran[second].reports}
+    assert router.sequences[first].tokens == text(model, 7, 30)
+    assert router.sequences[second].tokens == text(model, 200, 30)
+    drafted = {report.num_drafted for report in router.sequences[second].reports}
     assert {1, 2, 3} <= drafted  # an earlier group stands in for one that was not laid out, with fewer drafts
 
 
@@ -278,27 +269,24 @@ def test_drafts_of_any_source_are_verified_by_the_same_rule() -> None:
     whole = [5] * 6 + text(model, 6, 40)
     source = ScriptedDrafts({1: whole}, wrong=lambda position: position % 5 == 0 or position % 7 == 0)
     router = router_of(model, draft_source=source, controller=FixedLayout.full(4))
-    seq_id = router.admit([5] * 6, max_tokens=40)
-    router.run()
-    assert router.ran[seq_id].tokens == whole[6:]
-    assert set(router.ran[seq_id].accepted) >= {0, 4}
+    sequence = router.generate([5] * 6, max_tokens=40)
+    assert sequence.tokens == whole[6:]
+    assert set(sequence.accepted) >= {0, 4}
 
 
 def test_ids_that_cannot_be_chosen_are_not_drafted() -> None:
     model = ScriptedModel()
     source = ScriptedDrafts({1: [5] * 60}, wrong=lambda position: position % 2 == 0, other=lambda id_: 2)
     router = router_of(model, draft_source=source)
-    seq_id = router.admit([5] * 6, max_tokens=8)
-    router.run()
-    assert router.ran[seq_id].tokens == text(model, 6, 8)
-    assert max(report.num_drafted for report in router.ran[seq_id].reports) <= 1
+    sequence = router.generate([5] * 6, max_tokens=8)
+    assert sequence.tokens == text(model, 6, 8)
+    assert max(report.num_drafted for report in sequence.reports) <= 1
 
 
 def test_logprobs_come_one_per_emitted_id() -> None:
     router = router_of(ScriptedModel())
-    seq_id = router.admit([5] * 3, max_tokens=6, want_logprobs=True, num_logprobs=2)
-    router.run()
-    for report in router.ran[seq_id].reports:
+    sequence = router.generate([5] * 3, max_tokens=6, want_logprobs=True, num_logprobs=2)
+    for report in sequence.reports:
         assert [entry.id for entry in report.logprobs] == list(report.tokens)
         assert all(entry.top_ids[0] == entry.id and len(entry.top_ids) == 2 for entry in report.logprobs)
         assert all(entry.top_logprobs[0] == entry.logprob for entry in report.logprobs)
@@ -310,9 +298,8 @@ def test_prompt_logprobs_cover_the_prompt_but_its_first_id_whatever_the_chunks()
     found = []
     for rows in (512, 4, 1):
         router = router_of(model, max_prefill_rows=rows)
-        seq_id = router.admit(prompt, max_tokens=3, num_prompt_logprobs=1)
-        router.run()
-        entries = [entry for report in router.ran[seq_id].reports for entry in report.prompt_logprobs]
+        sequence = router.generate(prompt, max_tokens=3, num_prompt_logprobs=1)
+        entries = [entry for report in sequence.reports for entry in report.prompt_logprobs]
         assert [entry.id for entry in entries] == prompt[1:]
         assert [entry.top_ids[0] for entry in entries] == text(model, 1, 8)
         found.append([(entry.id, entry.logprob) for entry in entries])

@@ -59,7 +59,7 @@ class SimulatedAnswer:
 
     __slots__ = ("begun", "first", "last", "longest_gap", "num_finishes", "num_tokens", "on_end", "outcome", "request")
 
-    def __init__(self, request: ClientRequest, begun: float, on_end: Callable[[], None] | None) -> None:
+    def __init__(self, request: ClientRequest, begun: float, on_end: Callable[[], object] | None) -> None:
         self.request, self.begun, self.on_end = request, begun, on_end
         self.first = self.last = math.nan  # seconds
         self.longest_gap = 0.0  # seconds
@@ -97,14 +97,14 @@ class Simulation:
             self._begin()
             for number in range(1, NUM_INTERVALS + 1):
                 end = self.experiment.seconds * number / NUM_INTERVALS
-                self.cluster.run(end)
-                self.cluster.now = max(self.cluster.now, end)
+                self.cluster.time.run(end)
+                self.cluster.time.now = max(self.cluster.time.now, end)
                 self._end_interval(end)
             self._is_closing = True
             if isinstance(self.experiment.workload.arrivals, ClosedLoop):
                 for stream in list(self.open):
                     self._disconnect(stream, "cut")
-            self.cluster.run(math.inf)
+            self.cluster.time.run(math.inf)
         for stream, answer in list(self.open.items()):
             if stream.error is not None:
                 self._end(stream, answer, "error")
@@ -145,8 +145,8 @@ class Simulation:
     def _begin(self) -> None:
         for when, number, down in self.experiment.deaths:
             connection = self.cluster.connections[number]
-            self.cluster.at(when, connection.die)
-            self.cluster.at(when + down, connection.start)
+            self.cluster.time.at(when, connection.die)
+            self.cluster.time.at(when + down, connection.start)
         arrivals = self.experiment.workload.arrivals
         if isinstance(arrivals, ClosedLoop):
             self._adjust_concurrency(arrivals)
@@ -156,7 +156,7 @@ class Simulation:
     def _schedule_arrival(self) -> None:
         request = next(self._requests)
         if request.arrives < self.experiment.seconds:
-            self.cluster.at(request.arrives, lambda: self._arrive(request))
+            self.cluster.time.at(request.arrives, lambda: self._arrive(request))
 
     def _arrive(self, request: ClientRequest) -> None:
         self._submit(request, None)
@@ -166,27 +166,29 @@ class Simulation:
         """A client of the closed loop is free."""
         arrivals = self.experiment.workload.arrivals
         assert isinstance(arrivals, ClosedLoop)
-        if not self._is_closing and len(self.open) < arrivals.concurrency(self.cluster.now):
-            self._submit(next(self._requests), lambda: self.cluster.at(self.cluster.now, self._send_next))
+        if not self._is_closing and len(self.open) < arrivals.concurrency(self.cluster.time.now):
+            self._submit(next(self._requests), lambda: self.cluster.time.at(self.cluster.time.now, self._send_next))
 
     def _adjust_concurrency(self, arrivals: ClosedLoop) -> None:
         """At the begin of each period."""
         if self._is_closing:
             return
-        wanted = arrivals.concurrency(self.cluster.now)
+        wanted = arrivals.concurrency(self.cluster.time.now)
         for stream in list(self.open)[wanted:]:
             self._disconnect(stream, "cut")
         for _ in range(wanted - len(self.open)):
             self._send_next()
-        period = round(self.cluster.now / arrivals.period) + 1
+        period = round(self.cluster.time.now / arrivals.period) + 1
         if arrivals.low is not None and period * arrivals.period < self.experiment.seconds:
-            self.cluster.at(period * arrivals.period, lambda: self._adjust_concurrency(arrivals))
+            self.cluster.time.at(period * arrivals.period, lambda: self._adjust_concurrency(arrivals))
 
-    def _submit(self, request: ClientRequest, on_end: Callable[[], None] | None) -> None:
+    def _submit(self, request: ClientRequest, on_end: Callable[[], object] | None) -> None:
         first: Stream | None = None
         for choice in range(request.num_choices):
             self._library.write(request.number, choice, request.num_output)
-            answer = SimulatedAnswer(request, self.cluster.now, on_end if choice == request.num_choices - 1 else None)
+            answer = SimulatedAnswer(
+                request, self.cluster.time.now, on_end if choice == request.num_choices - 1 else None
+            )
             try:
                 leader = first if first in self.open else None
                 stream = self.cluster.engine.submit(request.valid(choice), leader=leader)
@@ -220,7 +222,7 @@ class Simulation:
                 self._disconnect(stream, "left")
 
     def _read(self, stream: Stream, answer: SimulatedAnswer) -> None:
-        now, samples = self.cluster.now, self.samples
+        now, samples = self.cluster.time.now, self.samples
         while stream.num_ready:
             delta = stream.read()
             num_tokens = len(delta.tokens)

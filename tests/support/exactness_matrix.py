@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-from desk import Desk, Record, Request
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import describe_difference as describe
 from space_eval.acceptance.equivalence import first_difference
 from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
@@ -192,7 +192,7 @@ class Subject:
     seed: int = 0
     adapters: Sequence[str] = ("",)  # that the seats draft by, in turn
     base: SpaceModel | None = None  # what plain decoding runs on, where that is another: the weights without adapters
-    _plain: dict[tuple[int, float, str, bool], Record] = field(default_factory=dict)
+    _plain: dict[tuple[int, float, str, bool], ClientSequence] = field(default_factory=dict)
 
     @property
     def live_ids(self) -> list[int]:
@@ -205,7 +205,7 @@ class Subject:
         rng = np.random.default_rng((self.seed, connection))
         return tuple(int(id_) for id_ in rng.choice(self.live_ids, LONG_PROMPT if long else PROMPT_LENGTHS[connection]))
 
-    def request(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> Request:
+    def request(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> SequenceRequest:
         """The request of a seat. Seats 0 and 2 ask for log-probabilities."""
         seed = (1 << 64) - 1 - connection
         max_tokens = MAX_TOKENS_OF_SEAT[connection]
@@ -217,17 +217,19 @@ class Subject:
             limits = limits_for(processor, base, max_tokens)
         adapter = self.adapters[connection % len(self.adapters)]
         prompt = self.prompt(connection, long=long)
-        return Request(prompt, sampling, limits, want_logprobs=connection % 2 == 0, num_logprobs=4, adapter=adapter)
+        return SequenceRequest(
+            prompt, sampling, limits, want_logprobs=connection % 2 == 0, num_logprobs=4, adapter=adapter
+        )
 
-    def plain(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> Record:
+    def plain(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> ClientSequence:
         """Plain decoding: alone, undisturbed, the prompt whole, no drafts, no masks."""
         key = (connection, temperature, processor, long)
         if key not in self._plain:
-            record = Record(replace(self.request(connection, temperature, processor, long=long), adapter=""))
+            record = ClientSequence(replace(self.request(connection, temperature, processor, long=long), adapter=""))
             worker = make_worker(without_draft_head(self.base or self.model), FixedLayout.full(0), None)
-            desk = Desk(worker)
-            desk.admit(record)
-            desk.run(lambda: not desk.records)
+            client = WorkerClient(worker, automatic=True)
+            client.submit(record)
+            client.run()
             self._plain[key] = record
         return self._plain[key]
 
@@ -267,12 +269,12 @@ def check_sources(subject: Subject, cell: Cell) -> dict[str, list[tuple[int, int
     return verifications
 
 
-def _by_sources(record: Record) -> list[tuple[int, int]]:
+def _by_sources(record: ClientSequence) -> list[tuple[int, int]]:
     """Verdicts on drafts that no mask made, but for the last step's, which may be cut."""
     return [
         verification
-        for verification, source in zip(record.verifications[:-1], record.drafted_by, strict=False)
-        if source != pb.DRAFT_SOURCE_MASKS
+        for verification, report in zip(record.verifications[:-1], record.decoded, strict=False)
+        if report.draft_source != pb.DRAFT_SOURCE_MASKS
     ]
 
 
@@ -283,7 +285,7 @@ def require_every_length(cell: Cell, k: int, verifications: Sequence[tuple[int, 
     _require(k == 1 or any(0 < a < d for d, a in verifications), cell, "no chain was accepted in part (0 < a < k)")
 
 
-def check_coverage(cell: Cell, runs: dict[str, list[Record]]) -> None:
+def check_coverage(cell: Cell, runs: dict[str, list[ClientSequence]]) -> None:
     """Every accepted length that k allows occurred, and each kind of drafts fared as its name says.
 
     The last step of a text may be cut: there fewer drafts count as accepted than agreed (but none only if none did).
@@ -333,24 +335,24 @@ class Run:
             plain = subject.plain(connection, *asked, long=long)
             prediction = _prediction(drafts, plain.tokens, subject.live_ids)
             request = replace(subject.request(connection, *asked, long=long), prediction=prediction)
-            self._records.append(Record(request))
+            self._records.append(ClientSequence(request))
             self._plain.append(plain)
         self._waiting = list(self._connections)
         self._left: set[int] = set()
         self._kept: list[int] = []  # pages of the prompt that seat 0 finds computed
         self._open()
 
-    def finished(self) -> list[Record]:
+    def finished(self) -> list[ClientSequence]:
         """Run to the end, compare every seat with its plain text, and return the records."""
         if self._cell.prefix == "hit":
             self._compute_prefix()
         turned = self._cell.life == "undisturbed"
         turns = 0
-        while self._waiting or self._desk.records:
+        while self._waiting or self._client.running:
             _require(turns < MOST_STEPS, self._cell, f"the texts were not finished in {turns} steps")
             while self._waiting and JOINS_AT[self._waiting[0]] <= turns:
                 self._admit(self._waiting.pop(0))
-            self._desk.step()
+            self._client.step()
             turns += 1
             self._let_leave()
             main = self._records[0]
@@ -363,7 +365,7 @@ class Run:
         return self._records
 
     def _open(self) -> None:
-        """A worker, its drafts and its desk."""
+        """A worker, its drafts and its client."""
         right, live_ids = RIGHT.get(self._drafts), self._subject.live_ids
         self._source = ScriptedDrafts(right, live_ids) if right is not None else None
         sources = DraftSources(lookup="lookup" in self._drafts) if self._drafts in SOURCES else None
@@ -371,26 +373,27 @@ class Run:
         controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._connection_of.get(room.seq_id, 0)))
         worker = make_worker(self._model, controller, self._source, sources=sources)
         rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
-        self._desk = Desk(worker, max_prefill_rows=rows)
+        self._client = WorkerClient(worker, max_prefill_rows=rows, automatic=True)
         self._first_forward = self._model.num_forwards
         if self._cell.stale == "nan":
-            self._desk.after_step = self._spoil
+            self._client.after_step = lambda report: self._spoil()
 
-    def _spoil(self, desk: Desk, report: pb.StepReport) -> None:
+    def _spoil(self) -> None:
         """NaN wherever no computed id of a living sequence, nor of a kept page, has its keys and values."""
         assert self._model.kv is not None
         kept = [(page, offset) for page in self._kept for offset in range(BLOCK_SIZE)]
-        fill_with_nan(self._model.kv, [*kept, *(slot for seq_id in desk.records for slot in desk.held_slots(seq_id))])
+        held = [slot for seq_id in self._client.running for slot in self._client.held_slots(seq_id)]
+        fill_with_nan(self._model.kv, [*kept, *held])
 
     def _close(self) -> None:
         """Nothing leaked, and every step was one forward pass."""
-        self._desk.drop(self._kept)
-        self._desk.check_all_free()
+        self._client.drop(self._kept)
+        self._client.check_all_free()
         passes = self._model.num_forwards - self._first_forward
-        _require(passes == self._desk.num_steps, self._cell, f"{self._desk.num_steps} steps took {passes} passes")
+        _require(passes == self._client.num_steps, self._cell, f"{self._client.num_steps} steps took {passes} passes")
 
     def _admit(self, connection: int) -> None:
-        seq_id = self._desk.admit(self._records[connection], shared=self._kept if connection == 0 else ())
+        seq_id = self._client.submit(self._records[connection], shared=self._kept if connection == 0 else ()).seq_id
         self._connection_of[seq_id] = connection
         if self._source is not None:
             k = layout_for(self._cell.layout, connection).num_drafts
@@ -399,13 +402,15 @@ class Run:
     def _compute_prefix(self) -> None:
         """An earlier sequence with the same prompt and more computes its pages; seat 0 may share the whole ones."""
         request = self._records[0].request
-        earlier = Record(Request((*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6)))
-        seq_id = self._desk.admit(earlier)
+        earlier = ClientSequence(
+            SequenceRequest((*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6))
+        )
+        seq_id = self._client.submit(earlier).seq_id
         self._connection_of[seq_id] = 0
-        self._desk.run(lambda: earlier.num_computed >= len(request.prompt))
-        self._kept = self._desk.pages[seq_id][: (len(request.prompt) - 1) // BLOCK_SIZE]
-        self._desk.keep(self._kept)
-        self._desk.release_and_wait(seq_id)
+        self._client.run(lambda: earlier.num_computed >= len(request.prompt))
+        self._kept = earlier.pages[: (len(request.prompt) - 1) // BLOCK_SIZE]
+        self._client.keep(self._kept)
+        self._client.release_and_wait(seq_id)
 
     def _let_leave(self) -> None:
         for connection, after in LEAVES_AFTER.items():
@@ -415,13 +420,13 @@ class Run:
                 and len(self._records[connection].tokens) >= after
             ):
                 self._left.add(connection)
-                if (seq_id := self._records[connection].seq_id) in self._desk.records and seq_id is not None:
-                    self._desk.release(seq_id)
+                if (seq_id := self._records[connection].seq_id) in self._client.running:
+                    self._client.release(seq_id)
 
     def _preempt(self) -> None:
         """Sequence 0 is preempted and admitted again on other pages, with its tokens up to the last report."""
         seq_id = self._records[0].seq_id
-        if seq_id is not None and self._desk.release_and_wait(seq_id).finish == pb.FINISH_NONE:
+        if self._client.release_and_wait(seq_id).finish == pb.FINISH_NONE:
             self._admit(0)
 
     def _restart(self) -> None:
@@ -436,10 +441,10 @@ class Run:
         for connection in living:
             self._admit(connection)
 
-    def _living(self) -> list[Record]:
-        return [r for r in self._desk.records.values() if r.finish == pb.FINISH_NONE and not self._has_left(r)]
+    def _living(self) -> list[ClientSequence]:
+        return [r for r in self._client.running.values() if r.finish == pb.FINISH_NONE and not self._has_left(r)]
 
-    def _has_left(self, record: Record) -> bool:
+    def _has_left(self, record: ClientSequence) -> bool:
         return any(self._records[connection] is record for connection in self._left)
 
     def _compare(self, connection: int) -> None:
@@ -468,6 +473,6 @@ def _prediction(drafts: str, tokens: Sequence[int], live_ids: Sequence[int]) -> 
     return tuple(other if at % 7 == 3 else id_ for at, (id_, other) in enumerate(zip(tokens, others, strict=True)))
 
 
-def describe_difference(at: int, ours: Record, plain: Record) -> str:
+def describe_difference(at: int, ours: ClientSequence, plain: ClientSequence) -> str:
     """Where two records differ, what each chose there, and between what."""
     return describe(at, ours, plain, start=len(plain.request.prompt))

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from desk import Desk, Record, Request
 from exact_distribution import Floats, softmax
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import process
 from space_kernels.sampling.sampling_rows import SamplingRow
@@ -94,7 +94,7 @@ def draw(
         controller=FixedLayout.full(len(MASK_IDS)),
         draft_source=draft_source,
     )
-    desk = Desk(worker, max_prefill_rows=batch_size * len(prompt))
+    client = WorkerClient(worker, max_prefill_rows=batch_size * len(prompt), automatic=True)
     records = []
     for begin in range(0, num_runs, batch_size):
         for seed in range(begin, min(begin + batch_size, num_runs)):
@@ -102,14 +102,16 @@ def draw(
             seeded.CopyFrom(sampling)
             seeded.seed = first_seed + seed
             limits = pb.Limits(max_tokens=depth + 1)
-            record = Record(Request(tuple(prompt), seeded, limits, max_draft_length=len(MASK_IDS), slots_ahead=4))
+            record = ClientSequence(
+                SequenceRequest(tuple(prompt), seeded, limits, max_draft_length=len(MASK_IDS), slots_ahead=4)
+            )
             records.append(record)
-            desk.admit(record)
-        while desk.records:
-            desk.step()
-            for seq_id, record in desk.records.items():
+            client.submit(record)
+        while client.running:
+            client.step()
+            for seq_id, record in client.running.items():
                 if len(record.tokens) >= depth and not record.finish:
-                    desk.release(seq_id)
+                    client.release(seq_id)
     verifications = [verification for record in records for verification in record.verifications]
     return Draws(
         [record.tokens[:depth] for record in records],

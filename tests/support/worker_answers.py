@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from desk import Desk, Record, Request
+from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.scripted_drafts import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -39,10 +39,10 @@ class Drafting:
 
 def answers(
     model: SpaceModel,
-    requests: Sequence[Request],
+    requests: Sequence[SequenceRequest],
     drafting: Drafting,
-    plain: Sequence[Record] = (),
-) -> list[Record]:
+    plain: Sequence[ClientSequence] = (),
+) -> list[ClientSequence]:
     """The answers, all requests at once. `plain`: what a script of drafts knows of each."""
     cost = IdleArithmetic()
     source = None if drafting.right is None else ScriptedDrafts(drafting.right, range(model.facts.vocab_size))
@@ -56,21 +56,23 @@ def answers(
         draft_source=source,
         sources=DraftSources(lookup=True) if drafting.k is None and source is None else None,
     )
-    desk = Desk(worker)
-    records = [Record(request) for request in requests]
+    client = WorkerClient(worker, automatic=True)
+    records = [ClientSequence(request) for request in requests]
     for number, record in enumerate(records):
-        seq_id = desk.admit(record)
+        seq_id = client.submit(record).seq_id
         if source is not None:
             assert drafting.k is not None
             source.futures[seq_id] = Future(plain[number].ids, drafting.k)
-    desk.run(lambda: not desk.records, most_steps=20_000)
+    client.run()
     return records
 
 
-def request(prompt: Sequence[int], *, eos: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Request:
+def request(
+    prompt: Sequence[int], *, eos: Sequence[int], max_tokens: int, temperature: float, seed: int
+) -> SequenceRequest:
     """One question's ids, greedy or seeded."""
     sampling = pb.Sampling(seed=seed, temperature=temperature, top_p=0.95)
-    return Request(tuple(prompt), sampling, pb.Limits(max_tokens=max_tokens, eos_ids=eos), want_logprobs=True)
+    return SequenceRequest(tuple(prompt), sampling, pb.Limits(max_tokens=max_tokens, eos_ids=eos), want_logprobs=True)
 
 
 def encoded(text: ModelText, prompts: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import ROPE_FACTORS, ROPE_FREQUENCIES, SERVED_KINDS
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from space_common.gguf.errors import GgufError
+
+class GgufError(Exception):
+    """The file cannot be read or served; the message names what is unsupported or broken, and what to do."""
+
 
 SUFFIX = ".gguf"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
 
 SERVED_KINDS = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})

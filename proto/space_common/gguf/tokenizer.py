@@ -7,15 +7,270 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
-from space_common.gguf import byte_level, pre_tokenizers, sentencepiece
-from space_common.gguf.errors import GgufError
-from space_common.gguf.vocabulary import GgufVocabulary, Pair, TokenType, read_ids
+from space_common.gguf import pre_tokenizers
+from space_common.gguf.find import GgufError
+from space_common.gguf.pre_tokenizers import PreTokenizer
+
+_CONVERT = "convert the original checkpoint again with a current convert_hf_to_gguf.py, or serve it as it is"
+
+
+Pair = tuple[str, str]
+"""Two tokens that a merge joins."""
+
+
+class TokenType(IntEnum):
+    """Values of `tokenizer.ggml.token_type`, numbered as in the file."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Texts that llama.cpp treats as special tokens if the file names no ids: control tokens, whatever their types.
+_END_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+})  # fmt: skip
+_FILL_IN_TEXTS = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+                "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+                "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+                "<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}  # fmt: skip
+_KNOWN_TEXTS = _END_TEXTS.union(*_FILL_IN_TEXTS.values())
+# gpt-oss writes these between the parts of an answer. They stay text, so that the parts can be separated.
+_ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    """Tokens by id, their types, and the special ids that the file names or llama.cpp recognises by text."""
+
+    ids: Mapping[str, int]
+    """Token -> id, in the order of the ids."""
+    merged: Set[str]
+    """Tokens that merges produce."""
+    types: Sequence[TokenType]
+    bos: int | None
+    eos: int | None
+    unknown: int | None
+    padding: int | None
+    ends: Sequence[int]
+    """EOS ids: the file's EOS first, then the others, ascending."""
+
+    @cached_property
+    def tokens(self) -> Sequence[str]:
+        """Return the tokens in the order of their ids."""
+        return list(self.ids)
+
+    def entries(self) -> dict[str, int]:
+        """Return a BPE model's vocabulary without tokens that no text produces, such as padding of the output head.
+
+        An id without an entry decodes to no bytes.
+        """
+        without_text = (TokenType.UNUSED, TokenType.UNDEFINED)
+        return {
+            token: id_
+            for (token, id_), type_ in zip(self.ids.items(), self.types, strict=True)
+            if type_ not in without_text or len(token) == 1 or token in self.merged
+        }
+
+    @classmethod
+    def read(
+        cls, metadata: Mapping[str, Any], ids: Mapping[str, int], merged: Set[str], *, defaults: Mapping[str, int]
+    ) -> GgufVocabulary:
+        """Read the metadata of a file. `defaults`: special ids by name if the file has none. Raises GgufError."""
+        types = _types(metadata, len(ids))
+
+        def named(name: str) -> int | None:
+            """Return the special id under this key; None if the id has no token."""
+            id_ = metadata.get(f"tokenizer.ggml.{name}_token_id", defaults.get(name))
+            return int(id_) if id_ is not None and 0 <= int(id_) < len(ids) else None
+
+        # Tokens that ordinary text produces are not special. "</s>" also closes struck-out text in HTML; Gemma has it
+        # as user-defined text.
+        known = {
+            text: id_
+            for text, id_ in ids.items()
+            if text in _KNOWN_TEXTS
+            and (types[id_] is not TokenType.NORMAL or text not in merged)
+            and (text != "</s>" or types[id_] is TokenType.CONTROL)
+        }
+        ends = {known[text] for text in _END_TEXTS & known.keys()}
+        ends |= {id_ for name in ("eos", "eot", "eom") if (id_ := named(name)) is not None}
+        for name in ("fim_pad", "fim_rep", "fim_sep"):  # a filled-in file ends with one of these
+            candidates = (named(name), *(known.get(text) for text in _FILL_IN_TEXTS[name]))
+            ends |= set([id_ for id_ in candidates if id_ is not None][:1])
+        for id_ in known.values():
+            types[id_] = TokenType.CONTROL
+        for text in _ALWAYS_TEXT & ids.keys():
+            types[ids[text]] = TokenType.USER_DEFINED
+        found = {text for text in ("<|end|>", "<|call|>", "<|calls|>", "<|return|>", "<|flush|>") if text in known}
+        calls = found & {"<|call|>", "<|calls|>"}
+        if "<|end|>" in found and calls and found & {"<|return|>", "<|flush|>"}:  # ends only a part of the answer
+            ends.remove(ids["<|end|>"])
+            types[ids["<|end|>"]] = TokenType.USER_DEFINED
+        return cls(
+            ids,
+            merged,
+            types,
+            named("bos"),
+            named("eos"),
+            named("unknown"),
+            named("padding"),
+            sorted(ends, key=lambda id_: (id_ != named("eos"), id_)),
+        )
+
+
+def read_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return token -> id, in the order of the ids. Raises GgufError."""
+    try:
+        texts = metadata["tokenizer.ggml.tokens"]
+    except KeyError:
+        raise GgufError(f"The file has no tokenizer.ggml.tokens: {_CONVERT}.") from None
+    tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(texts)]
+    ids = {token: id_ for id_, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        double = next(token for id_, token in enumerate(tokens) if ids[token] != id_)
+        raise GgufError(f"tokenizer.ggml.tokens has {double!r} more than once, so ids are ambiguous: {_CONVERT}.")
+    return ids
+
+
+def _types(metadata: Mapping[str, Any], num_tokens: int) -> list[TokenType]:
+    numbers = metadata.get("tokenizer.ggml.token_type")
+    if numbers is None:
+        return [TokenType.NORMAL] * num_tokens
+    if len(numbers) < num_tokens:
+        raise GgufError(f"tokenizer.ggml.token_type has {len(numbers)} entries for {num_tokens} tokens: {_CONVERT}.")
+    known = {int(one): one for one in TokenType}
+    return [known.get(int(number), TokenType.UNDEFINED) for number in numbers[:num_tokens]]
+
+
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def _byte_level_sections(
+    vocabulary: GgufVocabulary, merges: Sequence[Pair], pre_tokenizer: PreTokenizer
+) -> dict[str, Any]:
+    """Return normalizer, pre_tokenizer, decoder and model of tokenizer.json."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre_tokenizer.patterns
+    ]
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTES]},
+        "decoder": {**_BYTES, "use_regex": True},
+        "model": _bpe(vocabulary, merges, unknown=None, falls_back=False, ignore_merges=pre_tokenizer.ignore_merges),
+    }
+
+
+def _byte_level_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
+    """Return pairs of tokens in the order of their ranks. Raises GgufError."""
+    try:
+        lines = metadata["tokenizer.ggml.merges"]
+    except KeyError:
+        raise GgufError(
+            "The file has no tokenizer.ggml.merges, without which byte-level BPE has no order. Serve the original "
+            "checkpoint, or convert it again with a current convert_hf_to_gguf.py."
+        ) from None
+    pairs: dict[Pair, None] = {}  # of two equal lines the first counts
+    for line in lines:
+        cut = line.find(" ", 1)
+        pair = (line[:cut], line[cut + 1 :])
+        if cut < 0 or not ids.keys() >= {*pair, "".join(pair)}:
+            raise GgufError(
+                f"tokenizer.ggml.merges has {line!r}, whose parts or whole are no tokens of the file. Serve the "
+                "original checkpoint, or convert it again with a current convert_hf_to_gguf.py."
+            )
+        pairs[pair] = None
+    return list(pairs)
+
+
+_SPACE = "▁"
+
+
+def _sentencepiece_sections(vocabulary: GgufVocabulary, merges: Sequence[Pair], *, prefixed: bool) -> dict[str, Any]:
+    """Return normalizer, pre_tokenizer, decoder and model of tokenizer.json.
+
+    `prefixed`: insert a space before the first word, and before text that follows a special token.
+    """
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefixed:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]} if prefixed else replace,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(vocabulary, merges, unknown=vocabulary.unknown, falls_back=True, ignore_merges=False),
+    }
+
+
+def _sentencepiece_merges(metadata: Mapping[str, Any], ids: Mapping[str, int]) -> list[Pair]:
+    """Return the pairs whose joint text is a token, highest score first, then lowest id. Raises GgufError.
+
+    SentencePiece merges the two neighbours whose joint text is the token with the highest score; of equals, the
+    leftmost. The `tokenizers` library merges by a ranked list of pairs instead. Of one token's pairs the one with the
+    longest left part comes first. Where two of them overlap in a text ("ab", "a", "ba" for the token "aba"), the left
+    one has the longer left part, and SentencePiece takes the left one.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) < len(ids):
+        raise GgufError(
+            f"tokenizer.ggml.scores has {0 if scores is None else len(scores)} entries for {len(ids)} tokens; "
+            "SentencePiece merges by score. Convert the original checkpoint again with a current "
+            "convert_hf_to_gguf.py, or serve it as it is."
+        )
+    return [
+        (left, right)
+        for token in sorted(ids, key=lambda token: (-scores[ids[token]], ids[token]))
+        for cut in range(len(token) - 1, 0, -1)
+        if (left := token[:cut]) in ids and (right := token[cut:]) in ids
+    ]
+
 
 _TEMPLATE = "tokenizer.chat_template"
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # ids if the file names none
+
+
+def _bpe(
+    vocabulary: GgufVocabulary, merges: Sequence[Pair], *, unknown: int | None, falls_back: bool, ignore_merges: bool
+) -> dict[str, Any]:
+    """Return the model of tokenizer.json. `falls_back`: unknown text becomes the tokens of its bytes."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": falls_back,
+        "byte_fallback": falls_back,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary.entries(),
+        "merges": merges,
+    }
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -28,16 +283,16 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     if model == "gpt2":
         pre_tokenizer = pre_tokenizers.named(str(metadata.get("tokenizer.ggml.pre") or "default"))
         ids = read_ids(metadata)
-        merges = byte_level.read_merges(metadata, ids)
+        merges = _byte_level_merges(metadata, ids)
         vocabulary = GgufVocabulary.read(metadata, ids, _results(merges), defaults={})
-        sections = byte_level.sections(vocabulary, merges, pre_tokenizer)
+        sections = _byte_level_sections(vocabulary, merges, pre_tokenizer)
         adds_bos = pre_tokenizer.add_bos
     elif model == "llama":
         ids = read_ids(metadata)
-        merges = sentencepiece.read_merges(metadata, ids)
+        merges = _sentencepiece_merges(metadata, ids)
         vocabulary = GgufVocabulary.read(metadata, ids, _results(merges), defaults=_SENTENCEPIECE_IDS)
         prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        sections = sentencepiece.sections(vocabulary, merges, prefixed=prefixed)
+        sections = _sentencepiece_sections(vocabulary, merges, prefixed=prefixed)
         adds_bos = True
     else:
         raise GgufError(

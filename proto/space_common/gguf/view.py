@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from space_common.gguf.config import check_kinds, config_of
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import sources_of
 from space_common.gguf.tokenizer import tokenizer_files

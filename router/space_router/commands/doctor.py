@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from space_common import default_model
 from space_common.finding import Finding
-from space_common.python_process import safe_environment
+from space_common.process import safe_environment
 from space_common.version import version
 
 from space_router.config import ServeConfig, build

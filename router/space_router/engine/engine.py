@@ -33,12 +33,11 @@ from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import Scheduler
 from space_router.engine.timer import CallLater, call_later_on_loop
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause, worker_sources
 from space_router.engine.workers.worker_command import worker_command
 from space_router.engine.workers.worker_connection import WorkerConnection, WorkerSource
 from space_router.engine.workers.worker_link import WorkerMismatch
 from space_router.engine.workers.worker_pool import WorkerPool
-from space_router.engine.workers.worker_sources import worker_sources
 from space_router.metrics import Metrics
 
 MAX_LAG = 128  # unread tokens after which a request gets no more pages

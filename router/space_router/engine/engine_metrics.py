@@ -10,8 +10,25 @@ from space_router.engine.cache.pages import PagePool
 from space_router.engine.queueing.throughput_estimator import step_seconds
 from space_router.engine.request.report_result import ReportResult, SequenceUpdate
 from space_router.engine.request.request_state import RequestState
-from space_router.engine.workers.energy import EnergyShare
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
+
+
+class EnergyShare:
+    """Assigns each sensor to the first worker that reports it, until that worker is lost."""
+
+    def __init__(self) -> None:
+        self._reporter: dict[tuple[str, str], object] = {}  # machine and device -> worker
+
+    def counted(self, worker: object, energies: Iterable[worker_pb2.Energy]) -> Iterable[tuple[str, float]]:
+        """Yield device and joules of the sensors that are assigned to this worker."""
+        for energy in energies:
+            if self._reporter.setdefault((energy.machine, energy.device), worker) is worker:
+                yield energy.device, max(0.0, energy.joules)
+
+    def lost(self, worker: object) -> None:
+        """Free the sensors of a lost worker."""
+        self._reporter = {sensor: reporter for sensor, reporter in self._reporter.items() if reporter is not worker}
+
 
 SPEEDUP_MEMORY = 0.98  # decay per step: the gauge averages about the last 50 steps
 

@@ -12,9 +12,7 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.service import Service
 from space_router.errors import ConfigError
 from space_router.grpc_api import health
-from space_router.grpc_api.access import GrpcAccess
-from space_router.grpc_api.concurrency_limit import NUM_GUESTS, ConcurrencyLimit
-from space_router.grpc_api.readable import Readable
+from space_router.grpc_api.interceptors import NUM_GUESTS, ConcurrencyLimit, GrpcAccess, Readable
 from space_router.grpc_api.service import GenerateService
 from space_router.http_server.listening import bound_buffers
 

@@ -1,11 +1,14 @@
 """`spaceserve.v1.Generate`: the same validation, engine and text processing as HTTP, with protobuf messages."""
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
+from space_common.tracing import parent_of
 from space_proto import generate_pb2, generate_pb2_grpc
 
 from space_router.api.openai.chat import conversation_text
@@ -15,15 +18,31 @@ from space_router.api.request_builder import RequestBuilder
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
 from space_router.errors import InvalidRequest, SlowReader
-from space_router.grpc_api.access import authorization
-from space_router.grpc_api.event import Events
-from space_router.grpc_api.request import read, refuse_unknown
-from space_router.grpc_api.shown import shown
+from space_router.grpc_api.event import Events, shown
+from space_router.grpc_api.interceptors import authorization
+from space_router.grpc_api.request import conversation, read, refuse_unknown
 from space_router.grpc_api.status import Context, answering
-from space_router.grpc_api.traced import call_span
-from space_router.grpc_api.values import conversation
 from space_router.http_server.body import validate
 from space_router.http_server.connection import beside
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+
+@contextmanager
+def call_span(tracer: Tracer | None, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Iterator[None]:
+    """Run the block in a span; no effect without a tracer. `method`: package.Service/Method."""
+    if tracer is None:
+        yield
+        return
+    from opentelemetry.trace import SpanKind
+
+    said = {key: str(value) for key, value in metadata or () if key in ("traceparent", "tracestate")}
+    parent = parent_of(said.get("traceparent", ""), said.get("tracestate", ""))
+    attributes = {"rpc.system": "grpc", "rpc.method": method}
+    with tracer.start_as_current_span(method, parent, SpanKind.SERVER, attributes, record_exception=False):
+        yield
+
 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
 

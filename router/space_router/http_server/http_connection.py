@@ -13,9 +13,9 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from space_router.config import ServeConfig
 from space_router.http_server.paths import OPEN_PATHS
 from space_router.metrics import Metrics
-from space_router.settings.connection_settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(
         self,
         *args: Any,
-        limits: ConnectionSettings,
+        limits: ServeConfig,
         metrics: Metrics,
         idle: dict[HttpConnection, None],
         **kwargs: Any,
@@ -348,7 +348,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.abort()
 
 
-def bounded(limits: ConnectionSettings, metrics: Metrics) -> Callable[..., HttpConnection]:
+def bounded(limits: ServeConfig, metrics: Metrics) -> Callable[..., HttpConnection]:
     """Return the protocol factory for uvicorn; its connections share one table of idle connections."""
 
     idle: dict[HttpConnection, None] = {}

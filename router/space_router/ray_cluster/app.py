@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from space_common.log_lines import log_to_stderr
+from space_common.process import log_to_stderr
 
 from space_router.api.ops.document import DocumentedApp
 from space_router.ray_cluster.cluster import Cluster

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from space_router.config import ServeConfig, build, settings
 from space_router.errors import ConfigError
-from space_router.settings import parse
-from space_router.settings.setting import setting
+from space_router.setting import seconds, setting, whole
 
-_GROUP = "Ray cluster"
+_ray = partial(setting, "Ray cluster")
 _PLAIN = "router and workers there speak unencrypted, so keep the cluster's network private"
 
 ELSEWHERE = {
@@ -39,37 +39,25 @@ ELSEWHERE = {
 class Cluster:
     """The arguments of the application."""
 
-    min_workers: int = setting(
-        1, _GROUP, "fewest workers; a new one reads its weights first", parse.whole(1, 1024), "N"
-    )
-    max_workers: int = setting(1, _GROUP, "most workers; as many as min_workers: no scaling", parse.whole(1, 1024), "N")
-    requests_per_worker: int = setting(
+    min_workers: int = _ray(1, whole(1, 1024, "N"), "fewest workers; a new one reads its weights first")
+    max_workers: int = _ray(1, whole(1, 1024, "N"), "most workers; as many as min_workers: no scaling")
+    requests_per_worker: int = _ray(
         32,
-        _GROUP,
+        whole(1, 4096, "REQUESTS"),
         "requests, running and queued, for which there shall be one worker; the default is half of --max-sequences",
-        parse.whole(1, 4096),
-        "REQUESTS",
     )
-    upscale_delay: float = setting(
-        10.0, _GROUP, "seconds that more workers have to be wanted before they are started", parse.seconds(0), "SECONDS"
-    )
-    downscale_delay: float = setting(
+    upscale_delay: float = _ray(10.0, seconds(0), "seconds that more workers have to be wanted before they are started")
+    downscale_delay: float = _ray(
         300.0,
-        _GROUP,
+        seconds(0),
         "seconds that fewer workers have to do before one is ended; starting it again costs its weights' reading",
-        parse.seconds(0),
-        "SECONDS",
     )
-    gpus_per_worker: int = setting(
+    gpus_per_worker: int = _ray(
         1,
-        _GROUP,
+        whole(0, 64, "GPUS"),
         "GPUs of one worker, all on one machine; more than one are its ranks (--tensor-parallel); 0 runs on the CPU",
-        parse.whole(0, 64),
-        "GPUS",
     )
-    cpus_per_worker: int = setting(
-        1, _GROUP, "processors that Ray sets aside for one worker", parse.whole(0, 1024), "CPUS"
-    )
+    cpus_per_worker: int = _ray(1, whole(0, 1024, "CPUS"), "processors that Ray sets aside for one worker")
     flags: Mapping[str, str] = field(default_factory=dict)  # those of `spaceserve serve`, as texts
 
     @classmethod

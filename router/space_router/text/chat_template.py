@@ -14,7 +14,7 @@ import jinja2.sandbox
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from space_common.text_file import NotUtf8, read_text
+from space_common.files import NotUtf8, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.built_in_templates import BUILT_IN as BUILT_IN

@@ -7,10 +7,9 @@ from typing import Any
 
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
-from space_common.gguf.errors import GgufError
-from space_common.gguf.find import find_gguf
+from space_common.files import NotUtf8, read_text
+from space_common.gguf.find import GgufError, find_gguf
 from space_common.hub import Hub, HubError, is_hub_id
-from space_common.text_file import NotUtf8, read_text
 
 from space_router.errors import ConfigError
 

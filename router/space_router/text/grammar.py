@@ -8,7 +8,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-from space_common.grammar_process import GrammarProcess
+from space_common.grammar import GrammarProcess
 
 from space_router.engine.request.request import Grammar
 from space_router.errors import Overloaded

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
+from space_common.files import NotUtf8, decoded
 from space_common.special_tokens import further_tokens, named_tokens, token_text
-from space_common.text_file import NotUtf8, decoded
 
 from space_router.errors import ConfigError
 from space_router.text import llama_tokenizer

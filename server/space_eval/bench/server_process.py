@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 
 STOP_SECONDS = 60.0
 """From SIGTERM to SIGKILL: longer than a server may need to drain and stop its workers."""

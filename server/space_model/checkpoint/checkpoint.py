@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
-from space_common.file_hash import sha256_of
-from space_common.gguf.errors import GgufError
-from space_common.gguf.find import SUFFIX, find_gguf
+from space_common.files import sha256_of
+from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 
 from space_model.checkpoint.json_file import read_object
 from space_model.checkpoint.peft_folder import PEFT_CONFIG, refuse_as_model

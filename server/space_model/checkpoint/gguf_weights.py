@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
 from space_common.gguf.tensors import TensorSource, sources_of
 from torch import Tensor

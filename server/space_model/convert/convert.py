@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_common.gguf.errors import GgufError
-from space_common.gguf.find import find_gguf
+from space_common.gguf.find import GgufError, find_gguf
 from torch import Tensor
 from tqdm import tqdm
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from space_common.grammar import GrammarError
-from space_common.grammar_process import GrammarProcess
+from space_common.grammar import GrammarError, GrammarProcess
 
 from space_server.grammar.vocabulary import TokenVocabulary
 

@@ -18,7 +18,7 @@ from space_proto import worker_pb2 as pb
 from space_server.grammar.grammar_state import GrammarState
 from space_server.grammar.grammar_trial import GrammarTrial
 from space_server.grammar.vocabulary import NoVocabulary, TokenVocabulary
-from space_server.machine.deep_stack_executor import DeepStackExecutor
+from space_server.machine.threads import DeepStackExecutor
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

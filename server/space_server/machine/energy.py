@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from space_common.worker_settings import POWERCAP
 from space_proto import worker_pb2 as pb
 
 from space_server.machine.nvml import Gpu, Nvml, NvmlError
 
-POWERCAP = Path("/sys/class/powercap")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Meter:
 
 
 def find_sensors(
-    uuids: Sequence[str], *, powercap: Path = POWERCAP, open_nvml: Callable[[], Nvml | None] = Nvml.open
+    uuids: Sequence[str], *, powercap: Path = Path(POWERCAP), open_nvml: Callable[[], Nvml | None] = Nvml.open
 ) -> list[Sensor]:
     """Return the readable sensors: of every processor and its memory, and of the GPUs with these UUIDs."""
     sensors: list[Sensor] = list(_processors(powercap))

@@ -24,34 +24,12 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # avoids importing torch in the load generator
     from space_server.batch.sequence import RunningSequence
 
-NAMED = {
-    0.78: (0.84, 0.81, 0.78, 0.75, 0.72),
-    0.57: (0.63, 0.60, 0.57, 0.54, 0.51),
-}
-"""The two acceptance profiles of SPACE §5 by their middle: probability by mask depth 1 to 5, given the drafts
-before.
-"""
-
 MAX_TOKENS = 1 << 20
 """Tokens remembered, 12 bytes each: 12 MiB."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-
-
-def parse_chances(text: str) -> tuple[float, ...]:
-    """Parse `.78`, `.57`, or five comma-separated numbers p_1 .. p_5. Raises ValueError in one line."""
-    form = f"must be .78, .57, or five chances p_1,…,p_5 from 0 to 1; got {text!r}"
-    try:
-        chances = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(form) from None
-    if len(chances) == 1:
-        chances = NAMED.get(chances[0], ())
-    if len(chances) != 5 or not all(0.0 <= chance <= 1.0 for chance in chances):
-        raise ValueError(form)
-    return chances
 
 
 def label(chances: Iterable[float]) -> str:

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from space_common.worker_settings import StepsHere
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
-from space_server.config import StepsHere
 from space_server.speculation.controller import FixedLayout
 from space_server.step_costs.step_cost import Point, StepCost, StepShape
 from space_server.step_model import StepModel

@@ -14,8 +14,8 @@ import torch
 import transformers
 from space_common import default_model
 from space_common.finding import Finding
-from space_common.hub import Hub, HubError, Missing, is_hub_id, split_hub_file
-from space_common.progress import size_text
+from space_common.hub import Hub, HubError, Missing, is_hub_id, size_text, split_hub_file
+from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
@@ -26,11 +26,10 @@ from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelErr
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
 
-from space_server.config import WorkerConfig, parse
+from space_server.config import parse
 from space_server.machine.cores import num_cores
 from space_server.machine.energy import Meter, find_sensors
-from space_server.machine.free_memory import FreeMemory
-from space_server.machine.memory import NotEnoughMemory
+from space_server.machine.memory import FreeMemory, NotEnoughMemory
 from space_server.startup.machine_check import (
     TorchBuild,
     check_compiler,
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def examine(config: WorkerConfig) -> Iterator[Finding]:
+def examine(config: WorkerSettings) -> Iterator[Finding]:
     """Yield the findings part by part; checks whose preconditions failed are left out."""
     yield from _environment()
     build = TorchBuild.here()
@@ -84,7 +83,7 @@ def _environment() -> Iterator[Finding]:
     )
 
 
-def _capability(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+def _capability(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     capability = torch.cuda.get_device_capability(device)
     shown = f"compute capability {capability[0]}.{capability[1]}"
     if capability < OLDEST_CAPABILITY:
@@ -101,7 +100,7 @@ def _capability(config: WorkerConfig, device: torch.device) -> Iterator[Finding]
         )
 
 
-def _model(config: WorkerConfig, device: torch.device) -> Iterator[Finding]:
+def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
     missing: Missing | None = None
     try:
@@ -182,7 +181,7 @@ def _download(model: str, missing: Missing) -> Finding:
 
 
 def _attention(
-    config: WorkerConfig, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
+    config: WorkerSettings, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
 ) -> Finding:
     need = AttentionNeed.on(
         device,
@@ -233,7 +232,7 @@ def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
     return Finding("kernels", "note" if asked == "auto" else "fail", fact, cure)
 
 
-def _memory(config: WorkerConfig, need: ModelNeed) -> Finding:
+def _memory(config: WorkerSettings, need: ModelNeed) -> Finding:
     """Check the memory, as the worker does before loading."""
     free = FreeMemory.on(need.device)
     try:
@@ -261,7 +260,7 @@ def _cache() -> Finding:
     return Finding("environment", "note", f"{there} may not be written: costs are measured at every start.", cure)
 
 
-def _energy(config: WorkerConfig) -> Finding:
+def _energy(config: WorkerSettings) -> Finding:
     devices = Meter(find_sensors([], powercap=config.powercap)).devices
     if devices:
         return Finding("energy", "ok", f"Counted of {', '.join(devices)}.")

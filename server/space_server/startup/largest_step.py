@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 
@@ -17,7 +18,6 @@ from space_server.machine.memory import NotEnoughMemory, give_back_unused, is_ou
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
 from space_server.worker import Worker
-from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 
 def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows: int, block_size: int) -> int:
@@ -42,13 +42,22 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
             max_sequences=max_sequences,
             controller=FixedLayout(lambda room: layout),
         )
-        start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=k, max_prefill_rows=1 << 20)
-        worker.apply(pb.Command(start=start))
-        for number in range(max_sequences - 1):
-            _admit(worker, number + 1, rng.choices(allowed, k=1), range(number * own, (number + 1) * own), k)
-        errors = _errors(worker.step())
-        _admit(worker, max_sequences, rng.choices(allowed, k=prompt), range(num_blocks - large, num_blocks), k)
-        report = worker.step()
+        client = WorkerClient(worker, max_prefill_rows=1 << 20, max_draft_length=k)
+
+        def admit(num_ids: int, num_pages: int) -> None:
+            client.admit(
+                rng.choices(allowed, k=num_ids),
+                max_tokens=2 * k + 3,
+                num_pages=num_pages,
+                sampling=pb.Sampling(seed=len(client.sequences) + 1, temperature=1.0, top_p=0.95),
+                max_draft_length=k,
+            )
+
+        for _ in range(max_sequences - 1):
+            admit(1, own)
+        errors = _errors(client.step())
+        admit(prompt, large)
+        report = client.step()
         errors += _errors(report)
         if worker.num_forwards != 1 + (max_sequences > 1):
             errors.append("Its sequences had to be stepped one by one.")
@@ -85,19 +94,6 @@ def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, av
     del runner, kv
     give_back_unused()
     return taken
-
-
-def _admit(worker: Worker, seq_id: int, ids: list[int], pages: range, num_drafts: int) -> None:
-    admit = pb.Admit(
-        seq_id=seq_id,
-        ids=ids,
-        num_prompt=len(ids),
-        pages=pages,
-        sampling=pb.Sampling(seed=seq_id, temperature=1.0, top_p=0.95),
-        limits=pb.Limits(max_tokens=2 * num_drafts + 3),
-        max_draft_length=num_drafts,
-    )
-    worker.apply(pb.Command(admit=admit))
 
 
 def _errors(report: pb.StepReport | None) -> list[str]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from space_common.finding import Finding
+from space_common.worker_settings import WorkerSettings
 from space_model.model_error import InvalidSetting
 
-from space_server.config import WorkerConfig
 from space_server.machine.nvml import Nvml, NvmlError
 
 DRIVERS: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
@@ -116,7 +116,7 @@ def check_shared_memory(num_ranks: int, on_gpu: bool, folder: Path = Path("/dev/
     )
 
 
-def check_cpu_kernels(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> None:
+def check_cpu_kernels(config: WorkerSettings, device: torch.device, dtype: torch.dtype) -> None:
     """Raise InvalidSetting if `--cpu-kernels` asks for kernels that this model would not use."""
     asked = f"--cpu-kernels {config.cpu_kernels}"
     if config.cpu_kernels in ("auto", "torch"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from space_common.worker_settings import WorkerSettings
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
@@ -21,9 +22,7 @@ from space_model.quantization.fp8_model import check_plain
 from space_model.quantization.quantized_model import stays_packed
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from space_server.config import WorkerConfig
-from space_server.machine.free_memory import FreeMemory
-from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks
+from space_server.machine.memory import FreeMemory, NotEnoughMemory, check_num_blocks, choose_num_blocks
 
 PROMPT_ROWS = 512
 """Prompt rows of the largest step."""
@@ -47,7 +46,7 @@ class AskedModel:
     form: QuantizedFormat | None  # None: its weights are not quantised
 
     @classmethod
-    def of(cls, config: WorkerConfig, checkpoint: Checkpoint) -> AskedModel:
+    def of(cls, config: WorkerSettings, checkpoint: Checkpoint) -> AskedModel:
         """Read the config. Raises ModelError."""
         model, device = family.read_config(checkpoint), choose_device(config.device)
         dtype, reason = choose_dtype(
@@ -99,7 +98,7 @@ class ModelNeed:
         return self.fixed + self.keys_and_values
 
     @classmethod
-    def asked(cls, config: WorkerConfig, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
+    def asked(cls, config: WorkerSettings, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
         """The need of the configured model. Raises ModelError."""
         asked = AskedModel.of(config, checkpoint)
         device = asked.device
@@ -230,7 +229,7 @@ def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
         )
 
 
-def num_blocks_of(config: WorkerConfig, need: ModelNeed, free: FreeMemory) -> int:
+def num_blocks_of(config: WorkerSettings, need: ModelNeed, free: FreeMemory) -> int:
     """Return the number of KV-cache blocks that fit beside the model. Raises NotEnoughMemory with the cure."""
     check_fits(need, free, config.model)
     left, size = free.num_bytes - need.fixed, config.block_size

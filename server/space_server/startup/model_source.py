@@ -9,18 +9,17 @@ from pathlib import Path
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.hub import Hub, HubError, is_hub_id
+from space_common.worker_settings import WorkerSettings
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound
-
-from space_server.config import WorkerConfig
 
 
 class ModelSource:
     """The configured model, its base and its adapters."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerSettings) -> None:
         self._model = config.model
-        self._adapters = config.adapters
+        self._adapters = config.adapter
         self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
         self._folders: dict[str, Path] = {}
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 
 import torch
+from space_common.worker_settings import WorkerSettings
 from space_model.model_error import InvalidSetting
 
-from space_server.config import WorkerConfig
 from space_server.tensor_parallel.rank_place import RankPlace
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 def on_first_gpu(
-    config: WorkerConfig,
+    config: WorkerSettings,
     place: RankPlace | None,
     environment: MutableMapping[str, str],
     count: Callable[[], int] | None = None,
-) -> tuple[WorkerConfig, RankPlace | None]:
+) -> tuple[WorkerSettings, RankPlace | None]:
     """Make the GPU of `--device`, or of this rank, the only visible one, and return both arguments adapted to it.
 
     Must run before torch initializes CUDA, which reads the variable once. `count`: returns the number of GPUs visible

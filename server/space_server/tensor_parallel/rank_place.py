@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch
-from space_common.python_process import module_command, safe_environment
+from space_common.process import module_command, safe_environment
 from space_model.model_error import InvalidSetting
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

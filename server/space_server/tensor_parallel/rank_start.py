@@ -9,10 +9,10 @@ from functools import partial
 from typing import NoReturn
 
 import torch
+from space_common.worker_settings import WorkerSettings
 from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
 
-from space_server.config import WorkerConfig
 from space_server.machine.memory import free_bytes
 from space_server.tensor_parallel.follower import follow
 from space_server.tensor_parallel.lead_model import TensorParallelLeader
@@ -25,7 +25,7 @@ Load = Callable[[Ranks, str], SpaceModel]
 
 @contextmanager
 def leading(
-    config: WorkerConfig,
+    config: WorkerSettings,
     arguments: Sequence[str],
     place: RankPlace,
     load: Load,
@@ -56,7 +56,7 @@ def leading(
         group.leave()
 
 
-def following(config: WorkerConfig, place: RankPlace, load: Load) -> None:
+def following(config: WorkerSettings, place: RankPlace, load: Load) -> None:
     """Run another rank until rank 0 sends END."""
     group = RankGroup(place.rank, place.size, watchdog=config.rank_timeout)
     device = place.device(config.device)

@@ -14,7 +14,7 @@ from email.message import Message
 from pathlib import Path
 from typing import cast
 
-from space_common.python_process import module_command
+from space_common.process import module_command
 
 from space_train.data.licences import audited_licence
 

@@ -1,4 +1,4 @@
-"""Keeps a worker's batch full: allocates pages, admits texts and collects their tokens."""
+"""Generates many texts with one worker, whose batch is kept full."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from space_common.worker_client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
 from space_proto import worker_pb2 as pb
 
 from space_train.self_generation.own_text_file import OwnText, OwnTextError
-from space_train.self_generation.worker_link import WorkerLink
 
 MAX_PREFILL_ROWS = 1024
 """Prompt rows per step: time to first token does not matter here, so prefill chunks are large."""
@@ -42,6 +42,14 @@ class ScribeCounts:
     num_rows: int = 0  # rows of all passes: chain, masks and prompts
     num_tokens: int = 0  # generated
 
+    def count(self, report: pb.StepReport) -> None:
+        """Add a step."""
+        stats = report.stats
+        rows = stats.chain_rows + stats.mask_rows + stats.prefill_rows
+        self.num_steps += rows > 0
+        self.num_rows += rows
+        self.num_tokens += sum(len(part.tokens) for part in report.sequences)
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -56,79 +64,41 @@ class Ends:
         return -(-min(len(prompt) + self.max_tokens - 1, hello.window) // hello.block_size)
 
 
-# each text is admitted with all its pages, so no running text waits for pages
-# [prompt ............ | output ............ max_tokens)
-class Scribe:
-    """One worker's pages and its texts, in FIFO order."""
+def write_texts(
+    worker: GrpcWorker, texts: Sequence[UnfinishedText], ends: Ends, counts: ScribeCounts
+) -> Iterator[list[UnfinishedText]]:
+    """Yield, after every step, the texts that it finished, in FIFO order of admission.
 
-    def __init__(self, link: WorkerLink, texts: Sequence[UnfinishedText], ends: Ends, tally: ScribeCounts) -> None:
-        self._link, self._ends, self._tally = link, ends, tally
-        self._waiting = deque(texts)
-        self._running: dict[int, UnfinishedText] = {}
-        self._pages: dict[int, list[int]] = {}  # of running texts, and of finished texts not yet released
-        self._free = deque(range(link.hello.num_blocks))
-        self._last_seq_id = 0
-
-    def write(self) -> Iterator[list[UnfinishedText]]:
-        """Yield, after every report, the texts that it finished. Raises TextFailed or WorkerLost."""
-        self._link.start(max_prefill_rows=MAX_PREFILL_ROWS)
-        self._link.send(self._admissions())
-        while self._running or self._waiting:
-            report = self._link.report()
-            self._count(report.stats)
-            ended = {
-                sequence.seq_id: self._running.pop(sequence.seq_id)
-                for sequence in report.sequences
-                if self._take_down(sequence)
-            }
-            for seq_id in report.released:
-                self._free.extend(self._pages.pop(seq_id))
-            releases = [pb.Command(release=pb.Release(seq_id=seq_id)) for seq_id in ended]
-            self._link.send([*releases, *self._admissions()])
-            yield list(ended.values())
-
-    def _take_down(self, sequence: pb.SequenceReport) -> bool:
-        """Add the reported tokens to their text. Return whether the text is finished."""
-        text = self._running[sequence.seq_id]
-        if sequence.finish == pb.FINISH_ERROR:
-            raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {sequence.error}")
-        text.output += sequence.tokens
-        self._tally.num_tokens += len(sequence.tokens)
-        return sequence.finish != pb.FINISH_NONE
-
-    def _count(self, stats: pb.StepStats) -> None:
-        rows = stats.chain_rows + stats.mask_rows + stats.prefill_rows
-        self._tally.num_steps += rows > 0
-        self._tally.num_rows += rows
-
-    def _admissions(self) -> list[pb.Command]:
-        """Return commands to admit as many texts as fit."""
-        commands = []
-        hello = self._link.hello
-        while self._waiting and len(self._running) < hello.max_sequences:
-            text = self._waiting[0]
-            num_blocks = self._ends.num_blocks(text.prompt, hello)
-            if num_blocks > len(self._free):
+    Each text is admitted with all its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost.
+    """
+    hello, waiting = worker.hello, deque(texts)
+    client = WorkerClient(
+        worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False
+    )
+    running: dict[int, UnfinishedText] = {}
+    while running or waiting:
+        while waiting and len(running) < hello.max_sequences:
+            num_blocks = ends.num_blocks(waiting[0].prompt, hello)
+            if num_blocks > len(client.free):
                 break
-            self._waiting.popleft()
-            self._last_seq_id += 1
-            seq_id = self._last_seq_id
-            self._running[seq_id] = text
-            self._pages[seq_id] = [self._free.popleft() for _ in range(num_blocks)]
-            commands.append(pb.Command(admit=self._admit(seq_id, text)))
-        return commands
-
-    def _admit(self, seq_id: int, text: UnfinishedText) -> pb.Admit:
-        return pb.Admit(
-            seq_id=seq_id,
-            ids=[*text.prompt, *text.output],
-            num_prompt=len(text.prompt),
-            pages=self._pages[seq_id],
-            sampling=pb.Sampling(
+            text = waiting.popleft()
+            sampling = pb.Sampling(
                 seed=text.seed,
                 temperature=text.temperature,
-                bad_words=[pb.IdRun(ids=[banned]) for banned in self._ends.banned_ids],
-            ),
-            limits=pb.Limits(max_tokens=self._ends.max_tokens, eos_ids=self._ends.eos_ids),
-            max_draft_length=self._link.hello.max_draft_length,
-        )
+                bad_words=[pb.IdRun(ids=[banned]) for banned in ends.banned_ids],
+            )
+            limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
+            request = SequenceRequest(text.prompt, sampling, limits, max_draft_length=hello.max_draft_length)
+            running[client.submit(ClientSequence(request, text.output), num_pages=num_blocks).seq_id] = text
+        if (report := client.step()) is None:
+            continue
+        counts.count(report)
+        ended = []
+        for part in report.sequences:
+            if part.finish == pb.FINISH_ERROR:
+                text = running[part.seq_id]
+                raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {part.error}")
+            if part.finish != pb.FINISH_NONE:
+                client.release(part.seq_id)
+                ended.append(running.pop(part.seq_id))
+        yield ended

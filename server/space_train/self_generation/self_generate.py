@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from space_common.worker_client import GrpcWorker
+from space_common.worker_process import WorkerLost, WorkerProcess
+from space_common.worker_settings import worker_argv
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
@@ -31,9 +34,7 @@ from space_train.self_generation.own_text_file import (
     keep_asked,
     read_own_texts,
 )
-from space_train.self_generation.scribe import Ends, Scribe, ScribeCounts, UnfinishedText
-from space_train.self_generation.worker_link import WorkerLink
-from space_train.self_generation.worker_process import WorkerLost, WorkerProcess
+from space_train.self_generation.scribe import Ends, ScribeCounts, UnfinishedText, write_texts
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures that prompts use in turn, because drafts are served at all of them."""
@@ -86,24 +87,24 @@ def write_own_texts(
     `device`, `dtype`, `num_threads`, `speculation`: as the flags of `spaceserve worker`.
 
     A worker that dies is restarted and generation continues. Raises WorkerLost if it dies twice without finishing a
-    text in between, WorkerDidNotStart for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
+    text in between, WorkerNotReady for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
     an unusable file.
     """
     asked = _asked(prompts, temperatures, seed)
     if max_tokens < 1:
         raise OwnTextError(f"max_tokens must be at least 1; got {max_tokens}.")
     recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
-    flags: dict[str, object] = {
-        "--model": checkpoint,
-        "--device": device,
-        "--dtype": dtype,
-        "--speculation": speculation,
-        "--log-level": "warning",
-    }
-    if max_concurrent is not None:
-        flags["--max-sequences"] = max_concurrent
-    if num_threads is not None:
-        flags["--num-threads"] = num_threads
+    flags = worker_argv(
+        {
+            "model": checkpoint,
+            "device": device,
+            "dtype": dtype,
+            "speculation": speculation,
+            "log_level": "WARNING",
+            "max_sequences": max_concurrent,
+            "num_threads": num_threads,
+        }
+    )
     started, tally = time.monotonic(), ScribeCounts()
     with OwnTextFile(file, recipe) as own:
         kept = {text.question for text in own.texts}
@@ -161,7 +162,7 @@ def prompts_of(
 def _write_all(
     todo: dict[Question, UnfinishedText],
     own: OwnTextFile,
-    flags: dict[str, object],
+    flags: Sequence[str],
     recipe: OwnTextRecipe,
     tally: ScribeCounts,
     bar: tqdm[NoReturn],
@@ -195,12 +196,12 @@ def _write_with(
     bar: tqdm[NoReturn],
 ) -> None:
     """Generate with this worker; finished texts are removed from `todo`."""
-    with WorkerLink(process.address) as link:
-        ends = Ends(recipe.max_tokens, tuple(link.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
+    with GrpcWorker(process.address) as worker:
+        ends = Ends(recipe.max_tokens, tuple(worker.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
         for text in todo.values():
-            _check(text.prompt, link.hello, ends)
+            _check(text.prompt, worker.hello, ends)
         num_tokens = tally.num_tokens
-        for ended in Scribe(link, list(todo.values()), ends, tally).write():
+        for ended in write_texts(worker, list(todo.values()), ends, tally):
             for text in ended:
                 own.append(text.finished)
                 del todo[text.finished.question]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from space_common.gguf.config import config_of
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.view import view_files
 

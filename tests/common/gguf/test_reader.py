@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from space_common.gguf.errors import GgufError
+from space_common.gguf.find import GgufError
 from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from space_common.gguf.tokenizer import tokenizer_files
 from space_router.text import chat_template

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from space_common.gguf import view
-from space_common.gguf.errors import GgufError
-from space_common.gguf.find import find_gguf
+from space_common.gguf.find import GgufError, find_gguf
 from space_common.gguf.view import view_folder
 
 Write = Callable[..., Path]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from space_common.worker_settings import NAMED_CHANCES
 from space_eval.bench.report import markdown, synthetic_acceptance_label
-from space_server.speculation.synthetic_acceptance import NAMED, label
+from space_server.speculation.synthetic_acceptance import label
 
-LABEL = label(NAMED[0.78])
+LABEL = label(NAMED_CHANCES[0.78])
 
 
 def info(*chances: float) -> dict[str, Any]:
@@ -20,8 +21,8 @@ def info(*chances: float) -> dict[str, Any]:
     [
         ({"server": info()}, ""),
         ({"server": {"model_id": "somebody else's server"}}, ""),
-        ({"server": info(*NAMED[0.78])}, LABEL),
-        ({"a": info(), "b": info(*NAMED[0.78])}, f"b: {LABEL}"),
+        ({"server": info(*NAMED_CHANCES[0.78])}, LABEL),
+        ({"a": info(), "b": info(*NAMED_CHANCES[0.78])}, f"b: {LABEL}"),
     ],
 )
 def test_what_servers_say_of_their_drafts_becomes_a_label(infos: dict[str, dict[str, Any]], said: str) -> None:

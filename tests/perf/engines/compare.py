@@ -18,10 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from space_common.worker_settings import parse_chances
 from space_eval.prompts import long_text
 from space_eval.report.estimates import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_server.speculation.synthetic_acceptance import label, parse_chances
+from space_server.speculation.synthetic_acceptance import label
 from tokenizers import Tokenizer
 
 from perf.engines.gguf_llama import write_gguf

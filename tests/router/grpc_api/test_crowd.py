@@ -15,7 +15,7 @@ from doubles.router import never
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2
 from space_router.config import ServeConfig
-from space_router.grpc_api.concurrency_limit import NUM_GUESTS
+from space_router.grpc_api.interceptors import NUM_GUESTS
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import pytest
 from doubles.router.web_trial import SOON, Client, WebTrial, serving
+from space_router.config import ServeConfig
 from space_router.http_server import http_connection
 from space_router.http_server.http_connection import NUM_GUESTS
-from space_router.settings.connection_settings import ConnectionSettings
 
-LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
+LIMITS = ServeConfig(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
 
 
 def rejected(server: WebTrial, reason: str) -> float | None:
@@ -86,7 +86,7 @@ async def test_a_connection_is_kept_without_a_request_for_as_long_as_is_said() -
 
 
 def test_a_connection_is_kept_for_longer_than_load_balancers_keep_theirs() -> None:
-    assert ConnectionSettings().keep_alive > 60
+    assert ServeConfig().keep_alive > 60
 
 
 async def test_what_is_no_http_is_400_and_closed() -> None:

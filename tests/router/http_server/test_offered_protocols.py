@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from doubles.router.web_trial import SOON, serving
-from space_router.settings.connection_settings import ConnectionSettings
+from space_router.config import ServeConfig
 
-LIMITS = ConnectionSettings(receive_timeout=SOON)
+LIMITS = ServeConfig(receive_timeout=SOON)
 HTTP2 = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
 WEBSOCKET = (
     b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
@@ -46,7 +46,7 @@ async def test_an_offered_protocol_is_passed_over_and_the_body_is_the_body(offer
 
 @pytest.mark.parametrize("rest", [WITH_LENGTH, CHUNKED], ids=["length", "chunked"])
 async def test_an_offer_that_comes_byte_by_byte_is_passed_over(rest: bytes) -> None:
-    async with serving(ConnectionSettings()) as server, server.connect(b"") as client:
+    async with serving(ServeConfig()) as server, server.connect(b"") as client:
         for byte in post(HTTP2, rest) + post(HTTP2, rest) + LAST:
             await client.send(bytes([byte]))
             await asyncio.sleep(0)  # the server reads

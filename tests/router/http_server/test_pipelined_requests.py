@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 from doubles.router.web_trial import SOON, serving
-from space_router.settings.connection_settings import ConnectionSettings
+from space_router.config import ServeConfig
 
-LIMITS = ConnectionSettings(max_header=2048, receive_timeout=0.2, keep_alive=1.0)
+LIMITS = ServeConfig(max_header=2048, receive_timeout=0.2, keep_alive=1.0)
 HELD = b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n"
 SHORT = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 BEGUN = b"5\r\nbegun\r\n"

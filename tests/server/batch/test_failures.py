@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
@@ -18,9 +19,9 @@ from space_server.worker import Worker
 from torch import Tensor
 
 
-def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> SmallRouter:
+def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> WorkerClient:
     settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
-    return SmallRouter(Worker(model, **settings))  # type: ignore[arg-type]
+    return WorkerClient(Worker(model, **settings))  # type: ignore[arg-type]
 
 
 def text(model: ScriptedModel, start: int, count: int) -> list[int]:
@@ -34,9 +35,9 @@ def test_pages_that_cannot_be_had_fail_the_sequence_they_extend_alone(page: int)
     bad, good = router.admit([5] * 3, num_pages=1), router.admit([5] * 60)
     router.worker.apply(pb.Command(extend=pb.Extend(seq_id=bad, pages=[page])))
     router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert router.ran[bad].error.startswith(f"Block {page} ")
-    assert router.ran[good].tokens == text(model, 60, 16)
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert router.sequences[bad].error.startswith(f"Block {page} ")
+    assert router.sequences[good].tokens == text(model, 60, 16)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,10 @@ def test_an_error_while_a_sequence_is_admitted_fails_it_alone(monkeypatch: pytes
     router.step()
     bad, other = router.admit([7] * 3, sampling=penalises), router.admit([5] * 60, sampling=penalises)
     router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert router.ran[bad].error == "The sequence could not be taken in: MemoryError: no room"
-    assert router.ran[good].tokens == text(model, 6, 16)
-    assert router.ran[other].tokens == text(model, 60, 16)
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert router.sequences[bad].error == "The sequence could not be taken in: MemoryError: no room"
+    assert router.sequences[good].tokens == text(model, 6, 16)
+    assert router.sequences[other].tokens == text(model, 60, 16)
     assert len(router.free) == 256
 
 
@@ -115,10 +116,10 @@ def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureF
     router = router_of(model)
     good, bad, other = router.admit([5] * 6), router.admit([7] * 3), router.admit([5] * 60)
     router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert router.ran[bad].error == "The step failed: RuntimeError: id 7 is poison"
-    assert router.ran[good].tokens == text(model, 6, 16)
-    assert router.ran[other].tokens == text(model, 60, 16)
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert router.sequences[bad].error == "The step failed: RuntimeError: id 7 is poison"
+    assert router.sequences[good].tokens == text(model, 6, 16)
+    assert router.sequences[other].tokens == text(model, 60, 16)
     assert "one by one" in caplog.text
 
 
@@ -131,7 +132,7 @@ def test_a_worker_that_has_lost_its_device_does_not_fail_one_sequence_after_the_
     monkeypatch.setattr(worker, "is_lost", lambda device: True)
     with pytest.raises(RuntimeError, match="id 7 is poison"):
         router.run()
-    assert not any(ran.error for ran in router.ran.values())
+    assert not any(ran.error for ran in router.sequences.values())
 
 
 def test_a_device_is_lost_where_waiting_for_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,20 +175,21 @@ def test_a_step_too_large_for_the_memory_is_taken_one_by_one_and_fails_the_culpr
     router = router_of(device, max_prefill_rows=512)
     first, bad, second = router.admit([5] * 6), router.admit([5] * 50), router.admit([5] * 20)
     router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert router.ran[bad].error.startswith("There is not enough memory on the device for the sequence's step, even")
-    assert router.ran[first].tokens == text(device, 6, 16)
-    assert router.ran[second].tokens == text(device, 20, 16)
-    late = router.admit([5] * 30)
-    router.run()
-    assert router.ran[late].tokens == text(device, 30, 16)
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert router.sequences[bad].error.startswith(
+        "There is not enough memory on the device for the sequence's step, even"
+    )
+    assert router.sequences[first].tokens == text(device, 6, 16)
+    assert router.sequences[second].tokens == text(device, 20, 16)
+    generated = router.generate([5] * 30)
+    assert generated.tokens == text(device, 30, 16)
 
 
 def test_a_crowd_too_large_for_the_memory_harms_nobody(device: SmallDevice) -> None:
     router = router_of(device)
     running = [router.admit([5] * (20 + n)) for n in range(4)]
     router.run()
-    assert [router.ran[seq_id].tokens for seq_id in running] == [text(device, 20 + n, 16) for n in range(4)]
+    assert [router.sequences[seq_id].tokens for seq_id in running] == [text(device, 20 + n, 16) for n in range(4)]
     assert device.num_given_back > 0
 
 
@@ -198,19 +200,22 @@ def test_nan_harms_its_own_sequence_where_plain_decoding_would_meet_it(nan_at: i
     router = router_of(model, k=k)
     good, bad = router.admit([5] * 60), router.admit([5] * 6)
     router.run()
-    assert router.ran[good].tokens == text(model, 60, 16)
-    assert (router.ran[bad].finish, router.ran[bad].tokens) == (pb.FINISH_ERROR, text(model, 6, nan_at - 6))
-    assert router.ran[bad].error.startswith(f"No id can be chosen at position {nan_at}:")
+    assert router.sequences[good].tokens == text(model, 60, 16)
+    assert (router.sequences[bad].finish, router.sequences[bad].tokens) == (pb.FINISH_ERROR, text(model, 6, nan_at - 6))
+    assert router.sequences[bad].error.startswith(f"No id can be chosen at position {nan_at}:")
 
 
 def test_nan_behind_the_end_of_a_text_or_a_wrong_draft_is_never_met() -> None:
     wrong = router_of(ScriptedModel(nan_at=12, wrong=[11]))
     seq_id = wrong.admit([5] * 10, max_tokens=2)
     wrong.run()
-    assert wrong.ran[seq_id].finish == pb.FINISH_LENGTH
+    assert wrong.sequences[seq_id].finish == pb.FINISH_LENGTH
     for at in range(6, 12):
         ends = ScriptedModel(nan_at=at + 1, text=lambda position, at=at: 60 if position == at else 10 + position)  # type: ignore[misc]
         router = router_of(ends)
         seq_id = router.admit([5] * 6, eos_ids=[60])
         router.run()
-        assert (router.ran[seq_id].tokens, router.ran[seq_id].finish) == (text(ends, 6, at - 5), pb.FINISH_EOS)
+        assert (router.sequences[seq_id].tokens, router.sequences[seq_id].finish) == (
+            text(ends, 6, at - 5),
+            pb.FINISH_EOS,
+        )

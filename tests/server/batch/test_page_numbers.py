@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.batch.page_numbers import appended, begins_with
@@ -46,14 +47,14 @@ def test_an_extension_looks_at_the_new_pages_alone(monkeypatch: pytest.MonkeyPat
 
     check_pages = worker.check_pages
     monkeypatch.setattr(worker, "check_pages", check)
-    router = SmallRouter(Worker(ScriptedModel(), num_blocks=300, block_size=4))
+    router = WorkerClient(Worker(ScriptedModel(), num_blocks=300, block_size=4))
     seq_id = router.admit([5] * 6, num_pages=100)
     for _ in range(50):
         router.extend(seq_id)
     assert looked == [1] * 50
     sequence = router.worker.batch.get(seq_id)
     assert sequence is not None
-    assert sequence.page_numbers.tolist() == sequence.pages == router.ran[seq_id].pages
+    assert sequence.page_numbers.tolist() == sequence.pages == router.sequences[seq_id].pages
     router.worker.apply(pb.Command(extend=pb.Extend(seq_id=seq_id, pages=sequence.pages[120:121])))
     router.run()
-    assert router.ran[seq_id].error.startswith("Block 120 is given twice")
+    assert router.sequences[seq_id].error.startswith("Block 120 is given twice")

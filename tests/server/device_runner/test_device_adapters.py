@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
@@ -46,7 +47,7 @@ class Watched:
     def __init__(self, model: Any, *, device: bool, k: int = 4) -> None:
         controller = FixedLayout.full(k)
         worker = Worker(model, num_blocks=128, block_size=4, controller=controller, device_steps=device)
-        self.router, self.kinds = SmallRouter(worker), list[StepKind]()
+        self.router, self.kinds = WorkerClient(worker), list[StepKind]()
         self.drafts: dict[int, list[list[int]]] = {}
         if worker._device is not None:
             self._take = worker._device.runner._take
@@ -69,7 +70,8 @@ class Watched:
     def steps(self) -> list[Steps]:
         """Drafted, accepted and emitted in each step of each sequence."""
         return [
-            [(r.num_drafted, r.num_accepted, list(r.tokens)) for r in ran.reports] for ran in self.router.ran.values()
+            [(r.num_drafted, r.num_accepted, list(r.tokens)) for r in ran.reports]
+            for ran in self.router.sequences.values()
         ]
 
 
@@ -90,7 +92,9 @@ def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: s
     for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
         plain.router.admit(prompt, max_tokens=18, sampling=sampling_params)
     plain.run()
-    assert [ran.tokens for ran in plain.router.ran.values()] == [ran.tokens for ran in watched.router.ran.values()]
+    assert [ran.tokens for ran in plain.router.sequences.values()] == [
+        ran.tokens for ran in watched.router.sequences.values()
+    ]
 
 
 def test_adapters_that_come_together_are_stepped_one_on_the_device_and_the_others_on_the_host(
@@ -118,6 +122,6 @@ def test_another_adapter_has_the_device_when_the_first_has_gone() -> None:
     for name in ("few", "many", ""):
         watched.router.admit([5, 6], max_tokens=30, adapter=name)
         watched.run()
-    assert [max(ran.accepted) for ran in watched.router.ran.values()] == [1, 6, 3]
+    assert [max(ran.accepted) for ran in watched.router.sequences.values()] == [1, 6, 3]
     drafting = [kind.adapter for kind in watched.kinds if kind.layout.num_masks]
     assert list(dict.fromkeys(drafting)) == [0, 1, None]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_kernels.sampling.sampling_tensors import Stages
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
@@ -260,7 +260,7 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
         worker = Worker(
             model, num_blocks=256, block_size=16, controller=FixedLayout.full(3), max_sequences=8, device_steps=device
         )
-        router = SmallRouter(worker)
+        router = WorkerClient(worker)
         for number in range(5):
             router.admit([70 + number, 71, 72, 90][: 1 + number], max_tokens=60, sampling=sampling, num_pages=1)
         if worker._device is not None:
@@ -280,7 +280,7 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
 
             runner._take = never_waiting
         router.run()
-        found.append([ran.tokens for ran in router.ran.values()])
+        found.append([ran.tokens for ran in router.sequences.values()])
     assert found[0] == found[1]
     assert [graphs.num_replays > 10 for graphs in taken] == [True]
 

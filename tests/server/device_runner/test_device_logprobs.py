@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_kernels.sampling.choice import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -27,14 +28,14 @@ SAMPLINGS = [
 LENGTHS = [40, 9, 31, 22, 17, 26]
 
 
-def router_of(model: Any, *, device: bool, k: int = 3, **settings: Any) -> SmallRouter:
+def router_of(model: Any, *, device: bool, k: int = 3, **settings: Any) -> WorkerClient:
     controller = FixedLayout.full(k)
-    return SmallRouter(
+    return WorkerClient(
         Worker(model, num_blocks=512, block_size=16, controller=controller, device_steps=device, **settings)
     )
 
 
-def kinds_of(router: SmallRouter) -> list[StepKind]:
+def kinds_of(router: WorkerClient) -> list[StepKind]:
     """Of the steps that will be taken on the device."""
     device = router.worker._device
     assert device is not None
@@ -48,7 +49,7 @@ def kinds_of(router: SmallRouter) -> list[StepKind]:
     return kinds
 
 
-def said(router: SmallRouter) -> list[list[tuple[Any, ...]]]:
+def said(router: WorkerClient) -> list[list[tuple[Any, ...]]]:
     """Each token with what is said of it."""
     return [
         [
@@ -56,7 +57,7 @@ def said(router: SmallRouter) -> list[list[tuple[Any, ...]]]:
             for report in ran.reports
             for one in report.logprobs
         ]
-        for ran in router.ran.values()
+        for ran in router.sequences.values()
     ]
 
 
@@ -70,7 +71,7 @@ def test_every_token_has_the_values_of_host_steps(tiny: SpaceModel, k: int) -> N
             wants = {"want_logprobs": True, "num_logprobs": (0, 3, 20)[number % 3]} if number % 4 else {}
             router.admit(prompt, max_tokens=length, sampling=SAMPLINGS[number % 4], **wants)
         router.run()
-        found.append((said(router), [ran.tokens for ran in router.ran.values()]))
+        found.append((said(router), [ran.tokens for ran in router.sequences.values()]))
         assert not device or len(kinds) > 10
     assert found[0] == found[1]
     logprobs, tokens = found[1]
@@ -88,8 +89,8 @@ def test_accepted_drafts_have_theirs_too() -> None:
             router.admit([5] * start, max_tokens=30, want_logprobs=True, num_logprobs=2, eos_ids=[60, 20])
         router.run()
         found.append(said(router))
-        assert {0, 2, 3} <= {count for ran in router.ran.values() for count in ran.accepted}
-        for ran, entries in zip(router.ran.values(), found[-1], strict=True):
+        assert {0, 2, 3} <= {count for ran in router.sequences.values() for count in ran.accepted}
+        for ran, entries in zip(router.sequences.values(), found[-1], strict=True):
             assert [entry[0] for entry in entries] == ran.tokens
     assert found[0] == found[1]
 
@@ -125,7 +126,7 @@ def test_nan_and_more_alternatives_than_there_are_ids_or_room() -> None:
         for start, num_top in ((9, 20), (100, 20), (200, 21)):
             router.admit([6] * start, max_tokens=20, want_logprobs=True, num_logprobs=num_top)
         router.run()
-        found.append((said(router), [(ran.tokens, ran.error) for ran in router.ran.values()]))
+        found.append((said(router), [(ran.tokens, ran.error) for ran in router.sequences.values()]))
     assert found[0] == found[1]
     assert found[1][1][0][1] != ""
     assert {len(entry[2]) for one in found[1][0] for entry in one} == {12}

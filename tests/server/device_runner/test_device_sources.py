@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
@@ -39,13 +40,13 @@ def router_of(
     lookup: bool = True,
     masks: bool = True,
     **settings: Any,
-) -> SmallRouter:
+) -> WorkerClient:
     fixed = {"num_blocks": 400, "block_size": BLOCK, "controller": controller or FixedLayout.full(3)}
     sources = DraftSources(lookup=lookup, masks=masks)
-    return SmallRouter(Worker(model, device_steps=device, sources=sources, **(fixed | settings)))
+    return WorkerClient(Worker(model, device_steps=device, sources=sources, **(fixed | settings)))
 
 
-def steps_of(router: SmallRouter) -> list[list[tuple[Any, ...]]]:
+def steps_of(router: WorkerClient) -> list[list[tuple[Any, ...]]]:
     """All that is said of each step of each sequence."""
     return [
         [
@@ -61,7 +62,7 @@ def steps_of(router: SmallRouter) -> list[list[tuple[Any, ...]]]:
             for report in ran.reports
             if not report.paused
         ]
-        for ran in router.ran.values()
+        for ran in router.sequences.values()
     ]
 
 
@@ -78,7 +79,7 @@ def test_every_step_says_what_it_says_on_the_host(masks: bool) -> None:
             router.admit(prompt, max_tokens=30 + 3 * number, prediction=likely, max_draft_length=most)
         router.run()
         found.append(steps_of(router))
-        assert not device or router.num_launches > 8
+        assert not device or router.worker._device.runner.num_launches > 8
     assert found[0] == found[1]
     said = [step for of_one in found[1] for step in of_one]
     assert {pb.DRAFT_SOURCE_LOOKUP, pb.DRAFT_SOURCE_PREDICTION} <= {step[3] for step in said}
@@ -100,7 +101,7 @@ def test_more_drafts_than_there_are_masks_are_verified() -> None:
 
 
 def test_a_step_waits_for_the_last_only_while_somebodys_text_is_read(
-    calls_of: Callable[[SmallRouter], list[str]],
+    calls_of: Callable[[WorkerClient], list[str]],
 ) -> None:
     router = router_of(ScriptedModel(text=verse), device=True, controller=FixedLayout.full(1), lookup=False)
     prompt = [verse(position) for position in range(20)]
@@ -127,7 +128,7 @@ def test_a_report_is_given_while_the_next_step_is_under_way() -> None:
         assert device.runner.num_under_way == 1
 
 
-def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[SmallRouter], list[str]]) -> None:
+def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[WorkerClient], list[str]]) -> None:
     router = router_of(ScriptedModel(text=verse), device=True, controller=Napping())
     router.admit([verse(position) for position in range(20)], max_tokens=30)
     said = calls_of(router)
@@ -178,8 +179,8 @@ def test_random_traffic_gets_the_texts_of_host_steps(seed: int) -> None:
                 elif sequence.paused:
                     router.extend(sequence.seq_id)
         assert sorted(router.free) == list(range(400))
-        assert not device or router.num_launches > 20
-        found.append([(ran.tokens, ran.finish) for ran in router.ran.values()])
+        assert not device or router.worker._device.runner.num_launches > 20
+        found.append([(ran.tokens, ran.finish) for ran in router.sequences.values()])
     assert found[0] == found[1]
 
 
@@ -276,7 +277,7 @@ def test_a_sequence_that_is_released_under_way_is_said_of_no_more() -> None:
     device = router.worker._device
     assert device is not None
     stays, goes = (router.admit([verse(p) for p in range(20)], max_tokens=most) for most in (12, 4))
-    while len(router.ran[goes].tokens) < 3 or not device.is_under_way:
+    while len(router.sequences[goes].tokens) < 3 or not device.is_under_way:
         router.step()
     assert device.reads_first
     assert device.runner.refers_to(goes)
@@ -287,4 +288,4 @@ def test_a_sequence_that_is_released_under_way_is_said_of_no_more() -> None:
     assert [part.seq_id for part in report.sequences] == [stays]
     assert goes not in router.worker.batch
     router.run()
-    assert len(router.ran[stays].tokens) == 12
+    assert len(router.sequences[stays].tokens) == 12

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -37,7 +38,7 @@ def router_of(
     device: bool,
     chances: tuple[float, ...] = CHANCES,
     max_sequences: int = 64,
-) -> tuple[SmallRouter, SyntheticAcceptance]:
+) -> tuple[WorkerClient, SyntheticAcceptance]:
     facts = model.facts
     synthetic = SyntheticAcceptance(chances, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
     worker = Worker(
@@ -49,15 +50,15 @@ def router_of(
         device_steps=device,
         max_sequences=max_sequences,
     )
-    return SmallRouter(worker), synthetic
+    return WorkerClient(worker), synthetic
 
 
 Steps = list[tuple[int, int, list[int]]]
 
 
-def steps(router: SmallRouter, numbers: list[int]) -> list[Steps]:
+def steps(router: WorkerClient, numbers: list[int]) -> list[Steps]:
     """Drafted, accepted and emitted in each step of each of them."""
-    return [[(r.num_drafted, r.num_accepted, list(r.tokens)) for r in router.ran[n].reports] for n in numbers]
+    return [[(r.num_drafted, r.num_accepted, list(r.tokens)) for r in router.sequences[n].reports] for n in numbers]
 
 
 @pytest.mark.parametrize("controller", [FixedLayout.full(5), FixedLayout.full(2), STALE], ids=["full", "two", "stale"])
@@ -73,7 +74,7 @@ def test_every_step_drafts_and_accepts_what_it_does_on_the_host(tiny: SpaceModel
             router.run()
         found.append(steps(router, numbers))
         counted.append(synthetic.num_replaced)
-        assert not device or router.num_launches > 30
+        assert not device or router.worker._device.runner.num_launches > 30
     assert found[1] == found[0]
     assert counted[1] == counted[0] > 50
     accepted = {accepted for of_one in found[1] for drafted, accepted, _ in of_one if drafted}
@@ -84,21 +85,19 @@ def test_every_step_drafts_and_accepts_what_it_does_on_the_host(tiny: SpaceModel
 def test_never_and_always(tiny: SpaceModel, chance: float, accepted: set[int]) -> None:
     router, _ = router_of(tiny, FixedLayout.full(3), device=True, chances=(chance,) * 5)
     for bound in (0, 99):
-        number = router.admit([70, 71], max_tokens=21, max_draft_length=bound)
-        router.run()
-    assert set(router.ran[number].accepted[:-2]) <= accepted
-    assert router.ran[number].tokens == router.ran[1].tokens
+        sequence = router.generate([70, 71], max_tokens=21, max_draft_length=bound)
+    assert set(sequence.accepted[:-2]) <= accepted
+    assert sequence.tokens == router.sequences[1].tokens
 
 
 def test_a_text_that_parts_from_what_was_told_and_one_that_goes_beyond_keep_their_own_drafts() -> None:
     router, synthetic = router_of(ScriptedModel(), FixedLayout.full(3), device=True, chances=(0.0,) * 5)
     first, short = router.admit([10, 11], max_tokens=13), router.admit([10, 11], max_tokens=1)
     router.run()
-    assert set(router.ran[first].accepted) == {3}  # the scripted masks' own
-    assert len(router.ran[short].tokens) == 1
-    longer = router.admit([10, 11], max_tokens=25)
-    router.run()
-    accepted = router.ran[longer].accepted
+    assert set(router.sequences[first].accepted) == {3}  # the scripted masks' own
+    assert len(router.sequences[short].tokens) == 1
+    sequence = router.generate([10, 11], max_tokens=25)
+    accepted = sequence.accepted
     assert (set(accepted[:10]), set(accepted[-2:])) == ({0}, {3})
     assert synthetic.num_replaced > 0
 
@@ -117,7 +116,7 @@ def test_a_line_is_told_of_its_own_sequence_alone_also_where_lines_move(tiny: Sp
         others = [prompts[n] for n in (6, 1, 3, 0)]
 
         def admit_another(
-            router: SmallRouter = router, numbers: list[int] = numbers, others: list[list[int]] = others
+            router: WorkerClient = router, numbers: list[int] = numbers, others: list[list[int]] = others
         ) -> None:
             if others and len(router.worker.batch) < 5:
                 numbers.append(router.admit(others.pop(), max_tokens=20))
@@ -134,11 +133,10 @@ def test_a_request_whose_text_is_longer_than_a_line_is_left_to_the_host(monkeypa
     for length, is_on_host in ((16, False), (17, True)):
         router.admit([length, 11], max_tokens=length, max_draft_length=0)
         router.run()
-        before = router.num_launches
-        number = router.admit([length, 11], max_tokens=length)
-        router.run()
-        assert (router.num_launches == before) is is_on_host
-        assert max(router.ran[number].accepted) == 3
+        before = router.worker._device.runner.num_launches
+        sequence = router.generate([length, 11], max_tokens=length)
+        assert (router.worker._device.runner.num_launches == before) is is_on_host
+        assert max(sequence.accepted) == 3
 
 
 def test_a_worker_with_decreed_acceptance_steps_on_the_device(tiny_path: Path) -> None:

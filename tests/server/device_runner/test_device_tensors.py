@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_kernels.dispatch import Ops
 from space_kernels.layers import norm, swiglu
 from space_kernels.layers.rotary import HeadNorm
@@ -194,7 +194,7 @@ SAMPLINGS = [
 class Watched:
     """A launch in which nothing may be asked."""
 
-    def __init__(self, router: SmallRouter) -> None:
+    def __init__(self, router: WorkerClient) -> None:
         device = router.worker._device
         assert device is not None
         self.mode = NothingAsked()
@@ -210,13 +210,13 @@ class Watched:
 
 def texts(
     model: SpaceModel, *, device: bool, synthetic: SyntheticAcceptance | None = None
-) -> tuple[list[list[int]], SmallRouter]:
+) -> tuple[list[list[int]], WorkerClient]:
     """The second request asks for log-probabilities, too; where there is an adapter, it drafts."""
     controller = FixedLayout.full(3)
     worker = Worker(
         model, num_blocks=BLOCKS, block_size=BLOCK, controller=controller, max_sequences=5, synthetic=synthetic
     )
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     router.free.remove(BLOCKS - 1)  # where dead rows write
     if device:
         runner = DeviceRunner(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
@@ -232,7 +232,7 @@ def texts(
         assert watched.mode.num_operations > 500
         assert {kind.adapter for kind in watched.kinds} == ({0} if model.facts.adapters else {None})
         assert {kind.batch_size for kind in watched.kinds} >= ({2, 4} if synthetic is None else {4})
-    return [ran.tokens for ran in router.ran.values()], router
+    return [ran.tokens for ran in router.sequences.values()], router
 
 
 def test_a_step_on_tensors_alone_asks_nothing_and_gives_the_same_text(
@@ -242,14 +242,14 @@ def test_a_step_on_tensors_alone_asks_nothing_and_gives_the_same_text(
     on_device, router = texts(on_tensors, device=True)
     assert on_device == on_host
     assert not any("failed" in message for message in caplog.messages)
-    assert any(report.paused for ran in router.ran.values() for report in ran.reports)
+    assert any(report.paused for ran in router.sequences.values() for report in ran.reports)
 
 
 def test_log_probabilities_ask_nothing_either(on_tensors: SpaceModel) -> None:
     found = []
     for device in (False, True):
         _, router = texts(on_tensors, device=device)
-        found.append([one for report in router.ran[2].reports for one in report.logprobs])
+        found.append([one for report in router.sequences[2].reports for one in report.logprobs])
     assert len(found[1]) == 12
     for on_host, on_device in zip(*found, strict=True):
         assert (on_device.id, list(on_device.top_ids)) == (on_host.id, list(on_host.top_ids))
@@ -263,7 +263,7 @@ def test_decreed_drafts_ask_nothing_either(on_tensors: SpaceModel) -> None:
     first, _ = texts(on_tensors, device=True, synthetic=synthetic)
     again, router = texts(on_tensors, device=True, synthetic=synthetic)
     assert again == first
-    assert {0, 3} <= {count for ran in router.ran.values() for count in ran.accepted}
+    assert {0, 3} <= {count for ran in router.sequences.values() for count in ran.accepted}
 
 
 def test_what_waits_for_the_device_is_seen() -> None:
@@ -299,11 +299,11 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
         if device:
             runner = DeviceRunner(model, worker.kv, max_sequences=2, forward=TensorForward)
             worker._device = DeviceScheduler(runner, controller)
-        router = SmallRouter(worker)
+        router = WorkerClient(worker)
         for number in range(2):
             router.admit([70 + number, 71, 72], max_tokens=5)
         router.run()
-        found.append([ran.tokens for ran in router.ran.values()])
+        found.append([ran.tokens for ran in router.sequences.values()])
         assert worker._device is None or worker._device.runner.num_launches > 3
     assert found[0] == found[1]
     assert not any("failed" in message for message in caplog.messages)

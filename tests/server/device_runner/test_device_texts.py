@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from doubles.worker import Ran, ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
@@ -22,9 +23,9 @@ BLOCK, BLOCKS = 4, 300
 EOS, STOP = [60, 20, 21], [61, 22]
 
 
-def router_of(model: StepModel, *, device: bool = True, **settings: object) -> SmallRouter:
+def router_of(model: StepModel, *, device: bool = True, **settings: object) -> WorkerClient:
     fixed = {"num_blocks": BLOCKS, "block_size": BLOCK, "controller": FixedLayout.full(3), "device_steps": device}
-    return SmallRouter(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
+    return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
 
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
@@ -72,7 +73,7 @@ def sampling(draw: random.Random) -> pb.Sampling:
     )
 
 
-def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftLimits], DraftLayout]) -> SmallRouter:
+def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftLimits], DraftLayout]) -> WorkerClient:
     """Requests that come, wait for pages, and are cancelled, at random; the same for either kind of step."""
     draw = random.Random(seed)
     router = router_of(model, device=device, controller=FixedLayout(rule), max_sequences=8, max_prefill_rows=16)
@@ -104,7 +105,7 @@ def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftL
         for sequence in report.sequences:
             if sequence.seq_id in released:
                 continue
-            ran = router.ran[sequence.seq_id]
+            ran = router.sequences[sequence.seq_id]
             if sequence.finish != pb.FINISH_NONE or len(ran.tokens) >= cancelled.get(sequence.seq_id, 999):
                 release(sequence.seq_id)
             elif sequence.paused:
@@ -120,7 +121,7 @@ def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftL
             break
     assert sorted(router.free) == list(range(BLOCKS))
     for seq_id in cancelled:
-        ran = router.ran[seq_id]
+        ran = router.sequences[seq_id]
         ran.ids = ran.ids[: ran.num_prompt + cancelled[seq_id]]  # how far it got beyond that is the worker's affair
     return router
 
@@ -136,17 +137,17 @@ LAYOUTS: dict[str, Callable[[DraftLimits], DraftLayout]] = {
 def test_random_requests_get_the_texts_that_the_host_steps_give(seed: int, layout: str) -> None:
     on_host = traffic(Leaning(), device=False, seed=seed, rule=LAYOUTS[layout])
     on_device = traffic(Leaning(), device=True, seed=seed, rule=LAYOUTS[layout])
-    assert on_device.num_launches > 30
-    for seq_id, ran in on_host.ran.items():
-        assert on_device.ran[seq_id].tokens == ran.tokens, seq_id
+    assert on_device.worker._device.runner.num_launches > 30
+    for seq_id, ran in on_host.sequences.items():
+        assert on_device.sequences[seq_id].tokens == ran.tokens, seq_id
         if ran.finish != pb.FINISH_NONE:
-            assert on_device.ran[seq_id].finish == ran.finish
-    accepted = [count for ran in on_device.ran.values() for count in ran.accepted]
+            assert on_device.sequences[seq_id].finish == ran.finish
+    accepted = [count for ran in on_device.sequences.values() for count in ran.accepted]
     if layout == "full":
         assert {0, 1, 2, 3} <= set(accepted)
-    finishes = {ran.finish for ran in on_device.ran.values()}
+    finishes = {ran.finish for ran in on_device.sequences.values()}
     assert {pb.FINISH_EOS, pb.FINISH_LENGTH} <= finishes
-    assert any(report.paused for ran in on_device.ran.values() for report in ran.reports)
+    assert any(report.paused for ran in on_device.sequences.values() for report in ran.reports)
 
 
 # ---------------------------------------------------------------------------------------------- real checkpoints
@@ -191,15 +192,17 @@ SAMPLINGS = [
 ]
 
 
-def decode(model: StepModel, *, device: bool, after: Callable[[SmallRouter], None] | None = None, k: int) -> list[Ran]:
+def decode(
+    model: StepModel, *, device: bool, after: Callable[[WorkerClient], None] | None = None, k: int
+) -> list[ClientSequence]:
     router = router_of(model, device=device, controller=FixedLayout.full(k))
     for prompt, sampling_params in zip(PROMPTS, SAMPLINGS, strict=True):
         router.admit(prompt, max_tokens=24, sampling=sampling_params)
         if after is not None:
             after(router)
     router.run()
-    assert not device or router.num_launches > 5
-    return list(router.ran.values())
+    assert not device or router.worker._device.runner.num_launches > 5
+    return list(router.sequences.values())
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -208,9 +211,9 @@ def test_real_attention_over_accepted_drafts_gives_the_plain_text(tiny: SpaceMod
     told = Whispering(tiny, lambda position: position % 16 in (0, 1, 2, 5))
     texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)]
 
-    def tell(router: SmallRouter) -> None:
-        number = len(router.ran)
-        told.texts[router.ran[number].pages[0]] = texts[number - 1]
+    def tell(router: WorkerClient) -> None:
+        number = len(router.sequences)
+        told.texts[router.sequences[number].pages[0]] = texts[number - 1]
 
     runs = decode(told, device=True, after=tell, k=k)
     assert [ran.tokens for ran in runs] == plain
@@ -238,7 +241,7 @@ def test_the_embedded_model_says_the_same(demo: SpaceModel) -> None:
                 sampling=pb.Sampling(seed=seed, temperature=temperature),
             )
         router.run()
-        found.append([(ran.tokens, ran.accepted) for ran in router.ran.values()])
+        found.append([(ran.tokens, ran.accepted) for ran in router.sequences.values()])
     assert found[0] == found[1]
     assert max(count for _, accepted in found[0] for count in accepted) > 1
 

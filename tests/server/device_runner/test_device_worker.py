@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doubles.worker import ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_kernels.sampling import logits_processors as processors
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
@@ -21,9 +22,9 @@ BLOCK, BLOCKS = 4, 300
 EOS, STOP = [60, 20, 21], [61, 22]
 
 
-def router_of(model: StepModel, *, device: bool = True, **settings: object) -> SmallRouter:
+def router_of(model: StepModel, *, device: bool = True, **settings: object) -> WorkerClient:
     fixed = {"num_blocks": BLOCKS, "block_size": BLOCK, "controller": FixedLayout.full(3), "device_steps": device}
-    return SmallRouter(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
+    return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
 
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 # ---------------------------------------------------------------------------------------------- what is under way
 
 
-def test_the_next_step_is_launched_before_the_last_is_read(calls_of: Callable[[SmallRouter], list[str]]) -> None:
+def test_the_next_step_is_launched_before_the_last_is_read(calls_of: Callable[[WorkerClient], list[str]]) -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout.full(1))
     router.admit([5] * 6, max_tokens=21)
     said = calls_of(router)
@@ -44,7 +45,7 @@ def test_the_next_step_is_launched_before_the_last_is_read(calls_of: Callable[[S
     assert said.count("read") == said.count("launch") >= 10
 
 
-def test_no_step_is_launched_that_could_bring_nothing(calls_of: Callable[[SmallRouter], list[str]]) -> None:
+def test_no_step_is_launched_that_could_bring_nothing(calls_of: Callable[[WorkerClient], list[str]]) -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout(lambda room: DraftLayout.plain()))
     router.admit([5] * 6, max_tokens=8)
     said = calls_of(router)
@@ -64,16 +65,15 @@ def test_pages_of_a_cancelled_sequence_are_given_back_when_no_step_under_way_has
     assert list(report.released) == [goes]
     assert [sequence.seq_id for sequence in report.sequences] == [stays]
     router.run()
-    assert len(router.ran[stays].tokens) == 30
+    assert len(router.sequences[stays].tokens) == 30
     assert sorted(router.free) == list(range(BLOCKS))
 
 
 def test_a_step_that_fills_the_last_page_says_its_ids_and_the_pause_as_one() -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout(lambda room: DraftLayout.plain()))
-    seq_id = router.admit([5] * 6, max_tokens=12, num_pages=2)
-    router.run()
-    assert len(router.ran[seq_id].tokens) == 12
-    pauses = [report for report in router.ran[seq_id].reports if report.paused]
+    sequence = router.generate([5] * 6, max_tokens=12, num_pages=2)
+    assert len(sequence.tokens) == 12
+    pauses = [report for report in sequence.reports if report.paused]
     assert [report.num_computed for report in pauses] == [8, 12, 16]
     assert all(len(report.tokens) == 1 for report in pauses)
 
@@ -84,26 +84,23 @@ def test_a_line_that_is_taken_again_knows_nothing_of_who_had_it() -> None:
 
     router = router_of(ScriptedModel(text=text), max_sequences=1)
     sampling_params = pb.Sampling(frequency_penalty=100.0, temperature=0.0)
-    first = router.admit([5] * 4, max_tokens=5, sampling=sampling_params)
-    router.run()
-    second = router.admit([5] * 4, max_tokens=5, sampling=sampling_params)
-    router.run()
-    assert router.ran[first].tokens == router.ran[second].tokens
+    sequence = router.generate([5] * 4, max_tokens=5, sampling=sampling_params)
+    generated = router.generate([5] * 4, max_tokens=5, sampling=sampling_params)
+    assert sequence.tokens == generated.tokens
 
 
 def test_a_new_router_finds_an_empty_worker_and_nothing_under_way() -> None:
     worker = Worker(ScriptedModel(), num_blocks=50, block_size=4, device_steps=True)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     router.admit([5] * 6, max_tokens=30)
     router.step()
     router.step()
     assert worker.has_work
     worker.reset()
     assert not worker.has_work
-    again = SmallRouter(worker)
-    seq_id = again.admit([5] * 6, max_tokens=30)
-    again.run()
-    assert len(again.ran[seq_id].tokens) == 30
+    again = WorkerClient(worker)
+    sequence = again.generate([5] * 6, max_tokens=30)
+    assert len(sequence.tokens) == 30
 
 
 def test_a_step_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,13 +109,13 @@ def test_a_step_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixt
     starts = (9, 100, 211)
     good, other, bad = (router.admit([5] * start, max_tokens=20) for start in starts)
     router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert "poison" in router.ran[bad].error
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert "poison" in router.sequences[bad].error
     for seq_id, start in ((good, 9), (other, 100)):
-        assert router.ran[seq_id].tokens == [model.text(position) for position in range(start, start + 20)]
+        assert router.sequences[seq_id].tokens == [model.text(position) for position in range(start, start + 20)]
     assert any("stepped on the host" in message for message in caplog.messages)
     caplog.clear()
-    assert router.num_launches >= 5
+    assert router.worker._device.runner.num_launches >= 5
 
 
 def test_launches_that_keep_failing_are_given_up(
@@ -136,7 +133,7 @@ def test_launches_that_keep_failing_are_given_up(
 
     monkeypatch.setattr(device.runner, "launch", fails)
     router.run()
-    assert len(router.ran[seq_id].tokens) == 30
+    assert len(router.sequences[seq_id].tokens) == 30
     assert len(tried) == 3
     caplog.clear()
 
@@ -163,12 +160,12 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
     good = router.admit([5] * 6)
     bad = router.admit([5] * 9, sampling=pb.Sampling(temperature=0.5, top_k=1))
     router.run()
-    assert router.ran[good].tokens == [model.text(position) for position in range(6, 22)]
-    assert router.ran[bad].tokens == [model.text(position) for position in range(9, 25)]
+    assert router.sequences[good].tokens == [model.text(position) for position in range(6, 22)]
+    assert router.sequences[bad].tokens == [model.text(position) for position in range(9, 25)]
     assert [message for message in caplog.messages if "could not move to the device" in message] == [
         f"sequence {bad} could not move to the device (no room); it is stepped on the host"
     ]
-    assert router.num_launches > 0
+    assert router.worker._device.runner.num_launches > 0
     caplog.clear()
 
 
@@ -195,8 +192,8 @@ def test_counts_that_cannot_be_had_when_lines_are_given_back_fail_at_most_their_
     monkeypatch.setattr(device.runner, "launch", lambda layout: [][0])
     router.run()
     assert "no room" in caplog.text
-    assert router.ran[good].tokens == [model.text(position) for position in range(6, 46)]
-    assert router.ran[bad].finish == pb.FINISH_ERROR
+    assert router.sequences[good].tokens == [model.text(position) for position in range(6, 46)]
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
     caplog.clear()
 
 
@@ -208,7 +205,7 @@ def test_nan_harms_its_own_sequence_where_the_host_would_meet_it(k: int) -> None
         for start in (9, 100):
             router.admit([5] * start, max_tokens=20)
         router.run()
-        runs.append([(ran.tokens, ran.finish, ran.error) for ran in router.ran.values()])
+        runs.append([(ran.tokens, ran.finish, ran.error) for ran in router.sequences.values()])
     assert runs[0] == runs[1]
     assert runs[1][0][1] == pb.FINISH_ERROR
 
@@ -279,6 +276,6 @@ def test_gaps_are_closed_so_that_few_sequences_make_a_small_step() -> None:
     device = router.worker._device
     assert device is not None
     router.run(after_step=lambda: widths.append(device.runner.batch.batch_size))
-    assert router.ran[sequences[-1]].tokens == [router.worker.runner.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
+    assert router.sequences[sequences[-1]].tokens == [router.worker.runner.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
     assert widths[2] == 8
     assert min(width for width in widths if width) == 1

@@ -1,9 +1,8 @@
 """Masks, lookup and predictions compose: the best of them drafts, and the text stays what it is."""
 
-from typing import Any
-
 import pytest
-from doubles.worker import Ran, ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server.drafts import lookup
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
@@ -29,7 +28,7 @@ def repeating(position: int) -> int:
     return 10 + position % PERIOD
 
 
-def router_of(model: ScriptedModel, *, k: int = 8, lookup: bool = True, masks: bool = True) -> SmallRouter:
+def router_of(model: ScriptedModel, *, k: int = 8, lookup: bool = True, masks: bool = True) -> WorkerClient:
     worker = Worker(
         model,
         num_blocks=256,
@@ -37,20 +36,14 @@ def router_of(model: ScriptedModel, *, k: int = 8, lookup: bool = True, masks: b
         controller=FixedLayout.full(k),
         sources=DraftSources(lookup=lookup, masks=masks),
     )
-    return SmallRouter(worker)
-
-
-def ran(router: SmallRouter, max_tokens: int = 96, **fields: Any) -> Ran:
-    seq_id = router.admit(PROMPT, max_tokens=max_tokens, **fields)
-    router.run()
-    return router.ran[seq_id]
+    return WorkerClient(worker)
 
 
 def said(model: ScriptedModel, count: int) -> list[int]:
     return [model.text(position) for position in range(len(PROMPT), len(PROMPT) + count)]
 
 
-def sources_of(run: Ran) -> set[pb.DraftSource.ValueType]:
+def sources_of(run: ClientSequence) -> set[pb.DraftSource.ValueType]:
     return {report.draft_source for report in run.reports if report.num_drafted}
 
 
@@ -58,7 +51,7 @@ def test_a_plain_checkpoint_drafts_from_its_own_past() -> None:
     model = ScriptedModel(num_masks=0, text=repeating)
     router = router_of(model)
     assert router.worker.hello("x").max_draft_length == SOURCE_DRAFTS
-    run = ran(router)
+    run = router.generate(PROMPT, max_tokens=96)
     assert run.tokens == said(model, 96)
     assert sources_of(run) == {pb.DRAFT_SOURCE_LOOKUP}
     assert {0, SOURCE_DRAFTS} <= {report.num_accepted for report in run.reports}
@@ -67,12 +60,12 @@ def test_a_plain_checkpoint_drafts_from_its_own_past() -> None:
 
 def test_without_lookup_and_masks_every_step_gives_one_token() -> None:
     model = ScriptedModel(num_masks=0, text=repeating)
-    assert len(ran(router_of(model, lookup=False)).reports) == 96
+    assert len(router_of(model, lookup=False).generate(PROMPT, max_tokens=96).reports) == 96
 
 
 def test_where_nothing_repeats_the_masks_draft() -> None:
     model = ScriptedModel(vocab_size=512)
-    run = ran(router_of(model, k=3))
+    run = router_of(model, k=3).generate(PROMPT, max_tokens=96)
     assert run.tokens == said(model, 96)
     assert sources_of(run) == {pb.DRAFT_SOURCE_MASKS}
 
@@ -156,7 +149,7 @@ def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:
     # Masks that never failed are worth more than a short match: they draft, and it goes on behind them.
     model = ScriptedModel(num_masks=5, text=lambda position: 10 + position if position < 300 else repeating(position),
                           vocab_size=512)  # fmt: skip
-    run = ran(router_of(model), max_tokens=420)
+    run = router_of(model).generate(PROMPT, max_tokens=420)
     joined = [report for report in run.reports if 0 < report.num_mask_drafts < report.num_drafted]
     assert run.tokens == said(model, 420)
     assert {report.num_mask_drafts for report in joined} == {5}
@@ -165,7 +158,7 @@ def test_right_masks_and_a_longer_lookup_make_one_chain() -> None:
 
 def test_wrong_masks_give_way_to_a_lookup_that_comes_true() -> None:
     model = ScriptedModel(num_masks=3, text=repeating, wrong=range(200))
-    run = ran(router_of(model))
+    run = router_of(model).generate(PROMPT, max_tokens=96)
     assert run.tokens == said(model, 96)
     late = [report for report in run.reports[PERIOD + 2 :] if report.num_drafted]
     assert {report.draft_source for report in late} == {pb.DRAFT_SOURCE_LOOKUP}
@@ -174,7 +167,7 @@ def test_wrong_masks_give_way_to_a_lookup_that_comes_true() -> None:
 
 def test_a_right_prediction_is_accepted_whole_and_counted() -> None:
     model = ScriptedModel(num_masks=0)
-    run = ran(router_of(model, lookup=False), prediction=said(model, 96))
+    run = router_of(model, lookup=False).generate(PROMPT, max_tokens=96, prediction=said(model, 96))
     assert run.tokens == said(model, 96)
     assert sources_of(run) == {pb.DRAFT_SOURCE_PREDICTION}
     assert sum(sum(report.num_predicted) for report in run.reports) == 96
@@ -183,7 +176,7 @@ def test_a_right_prediction_is_accepted_whole_and_counted() -> None:
 
 def test_a_wrong_prediction_costs_two_rejections_and_is_not_counted() -> None:
     model = ScriptedModel(num_masks=0, text=lambda position: 70 + position, vocab_size=512)
-    run = ran(router_of(model, lookup=False), prediction=[5, 6, 7, 8] * 12)
+    run = router_of(model, lookup=False).generate(PROMPT, max_tokens=96, prediction=[5, 6, 7, 8] * 12)
     assert run.tokens == said(model, 96)
     assert sum(sum(report.num_predicted) for report in run.reports) == 0
     drafted = [report for report in run.reports if report.num_drafted]
@@ -193,7 +186,7 @@ def test_a_wrong_prediction_costs_two_rejections_and_is_not_counted() -> None:
 
 def test_a_prediction_counts_without_speculation_too() -> None:
     model = ScriptedModel(num_masks=0)
-    run = ran(router_of(model, lookup=False), prediction=said(model, 96), max_draft_length=0)
+    run = router_of(model, lookup=False).generate(PROMPT, max_tokens=96, prediction=said(model, 96), max_draft_length=0)
     assert sum(sum(report.num_predicted) for report in run.reports) == 96
     assert all(report.num_drafted == 0 for report in run.reports)
 
@@ -204,7 +197,9 @@ def test_which_tokens_had_been_predicted_does_not_depend_on_the_steps() -> None:
     strayed = [9 if place % 11 in (4, 5) else id_ for place, id_ in enumerate(text)]
     told = []
     for drafts in (0, 1, 3, SOURCE_DRAFTS):
-        run = ran(router_of(model, lookup=False), prediction=strayed, max_draft_length=drafts)
+        run = router_of(model, lookup=False).generate(
+            PROMPT, max_tokens=96, prediction=strayed, max_draft_length=drafts
+        )
         assert any(run.accepted) == (drafts > 0)
         told.append([count for report in run.reports for count in report.num_predicted or [0] * len(report.tokens)])
     assert told == told[:1] * 4
@@ -215,22 +210,21 @@ def test_a_sequence_admitted_again_counts_what_comes_then() -> None:
     model = ScriptedModel(num_masks=0)
     router = router_of(model)
     text = said(model, 40)
-    seq_id = router.admit(PROMPT + text[:17], num_prompt=5, max_tokens=40, prediction=text)
-    router.run()
-    again = router.ran[seq_id]
+    sequence = router.generate(PROMPT + text[:17], num_prompt=5, max_tokens=40, prediction=text)
+    again = sequence
     assert again.tokens == text
     assert sum(sum(report.num_predicted) for report in again.reports) == 40 - 17
 
 
 def test_only_lookup_lays_out_no_masks() -> None:
     router = router_of(ScriptedModel(text=repeating), masks=False)
-    run = ran(router)
+    run = router.generate(PROMPT, max_tokens=96)
     assert all(report.stats.mask_rows == 0 for report in router.reports)
     assert sources_of(run) == {pb.DRAFT_SOURCE_LOOKUP}
 
 
 def test_a_prediction_outside_the_vocabulary_fails_alone() -> None:
-    run = ran(router_of(ScriptedModel()), prediction=[64])
+    run = router_of(ScriptedModel()).generate(PROMPT, max_tokens=96, prediction=[64])
     assert run.finish == pb.FINISH_ERROR
     assert run.error == "Id 64 of the prediction is outside the vocabulary of 64."
 

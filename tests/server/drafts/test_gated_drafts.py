@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doubles.worker import ScriptedDrafts, ScriptedModel, SmallRouter
+from doubles.worker import ScriptedDrafts, ScriptedModel
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
@@ -48,7 +49,7 @@ def run(
 ) -> tuple[dict[int, list[int]], dict[int, Drafts], dict[int, list[int]]]:
     """Prompt n by adapter names[n], all in one batch: texts, drafts after each step, accepted lengths."""
     worker = Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k), draft_source=source)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     prompt_of, drafts = {}, {n: [] for n in names}
     for n, name in names.items():
         seq_id = router.admit(PROMPTS[n], max_tokens=18, sampling=LAWS[n], adapter=name, num_pages=num_pages)
@@ -59,8 +60,8 @@ def run(
             drafts[prompt_of[sequence.seq_id]].append(list(sequence.drafts))
 
     router.run(after_step=look)
-    texts = {n: router.ran[seq_id].tokens for seq_id, n in prompt_of.items()}
-    return texts, drafts, {n: router.ran[seq_id].accepted for seq_id, n in prompt_of.items()}
+    texts = {n: router.sequences[seq_id].tokens for seq_id, n in prompt_of.items()}
+    return texts, drafts, {n: router.sequences[seq_id].accepted for seq_id, n in prompt_of.items()}
 
 
 def test_every_adapter_gives_the_plain_text_and_drafts_as_it_does_alone(gated: SpaceModel) -> None:
@@ -92,19 +93,19 @@ def test_a_sequence_lays_out_no_more_masks_than_its_adapter_has() -> None:
     model.facts = replace(model.facts, window=64)
     worker = Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(8))
     assert worker.max_draft_length == 6
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     numbers = [router.admit([5, 6], max_tokens=30, adapter=name) for name in ("", "few", "many")]
     router.run()
-    assert [max(router.ran[n].accepted) for n in numbers] == [3, 1, 6]
-    assert len({tuple(router.ran[n].tokens) for n in numbers}) == 1
+    assert [max(router.sequences[n].accepted) for n in numbers] == [3, 1, 6]
+    assert len({tuple(router.sequences[n].tokens) for n in numbers}) == 1
 
 
 def test_an_unknown_adapter_fails_that_sequence_alone() -> None:
-    router = SmallRouter(Worker(ScriptedModel(adapters={"code": 2}), num_blocks=64, block_size=4))
+    router = WorkerClient(Worker(ScriptedModel(adapters={"code": 2}), num_blocks=64, block_size=4))
     wrong, right = router.admit([5], adapter="prose"), router.admit([5], adapter="code")
     router.run()
-    assert router.ran[wrong].error == "There is no adapter prose; this worker has code."
-    assert len(router.ran[right].tokens) == 16
+    assert router.sequences[wrong].error == "There is no adapter prose; this worker has code."
+    assert len(router.sequences[right].tokens) == 16
 
 
 def test_hello_lists_the_adapters_that_can_be_named(tiny_path: Path, tmp_path: Path) -> None:
@@ -114,9 +115,9 @@ def test_hello_lists_the_adapters_that_can_be_named(tiny_path: Path, tmp_path: P
     hello = Worker(model, num_blocks=64, block_size=4).hello("life 1")
     assert (hello.num_masks, list(hello.mask_ids), hello.max_draft_length, hello.has_draft_head) == (2, [], 5, True)
     assert [(a.name, a.num_masks, a.has_draft_head) for a in hello.adapters] == [("other", 5, False)]
-    router = SmallRouter(Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(5)))
+    router = WorkerClient(Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(5)))
     numbers = [router.admit([70, 71], max_tokens=12, adapter=name) for name in ("", "other")]
     router.run()
-    assert router.ran[numbers[0]].tokens == router.ran[numbers[1]].tokens
-    drafted = [max(report.num_drafted for report in router.ran[n].reports) for n in numbers]
+    assert router.sequences[numbers[0]].tokens == router.sequences[numbers[1]].tokens
+    drafted = [max(report.num_drafted for report in router.sequences[n].reports) for n in numbers]
     assert drafted == [2, 5]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from doubles.grammars import outputs
-from doubles.worker import ScriptedDrafts, SmallRouter
+from doubles.worker import ScriptedDrafts
+from space_common.worker_client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grammar.grammars import Grammars
@@ -125,17 +126,16 @@ def test_who_is_admitted_again_goes_on_in_the_same_text(
     byte_model: SpaceModel, grammars: Grammars, plain: Plain, sampling_params: str, at: int
 ) -> None:
     tokens = plain["schema", sampling_params][0]
-    router = SmallRouter(Worker(byte_model, num_blocks=64, block_size=4, grammars=grammars))
-    again = router.admit(
+    router = WorkerClient(Worker(byte_model, num_blocks=64, block_size=4, grammars=grammars))
+    sequence = router.generate(
         PROMPTS[0] + tokens[:at],
         num_prompt=len(PROMPTS[0]),
         max_tokens=MAX_TOKENS,
         sampling=pb.Sampling(grammar=GRAMMARS["schema"], **SAMPLINGS[sampling_params]),  # type: ignore[arg-type]
         eos_ids=[EOS],
     )
-    router.run()
-    assert router.ran[again].tokens == tokens
-    assert router.ran[again].error == ""
+    assert sequence.tokens == tokens
+    assert sequence.error == ""
 
 
 def test_a_sequence_that_pauses_at_every_page_gives_the_plain_text(
@@ -150,21 +150,21 @@ def test_a_sequence_that_pauses_at_every_page_gives_the_plain_text(
 def test_beside_others_without_a_grammar_each_text_is_its_own(
     byte_model: SpaceModel, grammars: Grammars, plain: Plain, steps: str
 ) -> None:
-    def others(router: SmallRouter) -> list[int]:
+    def others(router: WorkerClient) -> list[int]:
         return [
             router.admit(prompt, max_tokens=24, sampling=pb.Sampling(seed=2, temperature=0.8)) for prompt in PROMPTS
         ]
 
-    alone = SmallRouter(Worker(byte_model, num_blocks=128, block_size=4))
+    alone = WorkerClient(Worker(byte_model, num_blocks=128, block_size=4))
     free = others(alone)
     alone.run()
     settings: dict[str, Any] = {"device_steps": True, "eager": True} if steps == "device" else {}
-    router = SmallRouter(Worker(byte_model, num_blocks=256, block_size=4, grammars=grammars, **settings))
+    router = WorkerClient(Worker(byte_model, num_blocks=256, block_size=4, grammars=grammars, **settings))
     bound = [
         router.admit(prompt, max_tokens=MAX_TOKENS, sampling=pb.Sampling(grammar=GRAMMARS["schema"]), eos_ids=[EOS])
         for prompt in PROMPTS
     ]
     beside = others(router)
     router.run()
-    assert [router.ran[n].tokens for n in bound] == plain["schema", "greedy"]
-    assert [router.ran[n].tokens for n in beside] == [alone.ran[n].tokens for n in free]
+    assert [router.sequences[n].tokens for n in bound] == plain["schema", "greedy"]
+    assert [router.sequences[n].tokens for n in beside] == [alone.sequences[n].tokens for n in free]

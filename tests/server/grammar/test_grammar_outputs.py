@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from doubles.grammars import Case, choice_case, outputs, regex_case, rules_case, schema_case
-from doubles.worker import Ran
 from jsonschema import Draft202012Validator
+from space_common.worker_client import ClientSequence
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
@@ -55,7 +55,7 @@ def texts_of(
     if chance.random() < 0.8:
         sampling |= {"seed": chance.getrandbits(32), "temperature": chance.choice([0.7, 1.0, 1.5])}
     ks = 0, chance.choice([1, 3, 5])
-    runs: dict[int, list[Ran]] = {
+    runs: dict[int, list[ClientSequence]] = {
         k: outputs(PROMPTS, small, known, grammar, sampling, k=k, max_tokens=MOST) for k in ks
     }
     plain, *others = runs.values()

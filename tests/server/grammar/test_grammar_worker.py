@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from doubles.grammars import outputs
-from doubles.worker import Ran, ScriptedModel, SmallRouter
-from space_common.grammar_process import GrammarProcess
+from doubles.worker import ScriptedModel
+from space_common.grammar import GrammarProcess
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
@@ -32,7 +33,7 @@ def texts(byte_path: Path) -> list[bytes]:
     return list(TokenVocabulary.read(byte_path, 320).texts)
 
 
-def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) -> Ran:
+def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) -> ClientSequence:
     """One run of the first prompt."""
     value = pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}")
     grammar = pb.Grammar(kind=value, source=source if isinstance(source, str) else json.dumps(source))
@@ -42,7 +43,7 @@ def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) ->
 # -------------------------------------------------------------------------------------------- ends and contradictions
 
 
-def text(ran: Ran, texts: list[bytes]) -> str:
+def text(ran: ClientSequence, texts: list[bytes]) -> str:
     return b"".join(texts[id_] for id_ in ran.tokens).decode()
 
 
@@ -99,15 +100,14 @@ def test_stop_ids_of_text_are_text_and_special_ones_end_where_the_grammar_may(
     byte_model: SpaceModel, grammars: Grammars, texts: list[bytes]
 ) -> None:
     worker = Worker(byte_model, num_blocks=64, grammars=grammars)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     special = 3  # <|im_end|>
     sampling_params = pb.Sampling(
         grammar=pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source="[ab]{3,9}"), logit_bias={special: 100.0}
     )
-    ended = router.admit(PROMPTS[0], sampling=sampling_params, stop_ids=[special])
-    router.run()
-    assert router.ran[ended].finish == pb.FINISH_STOP_ID
-    assert len(router.ran[ended].tokens) == 4
+    sequence = router.generate(PROMPTS[0], sampling=sampling_params, stop_ids=[special])
+    assert sequence.finish == pb.FINISH_STOP_ID
+    assert len(sequence.tokens) == 4
 
 
 # -------------------------------------------------------------------------------------------- compiling
@@ -121,21 +121,21 @@ def test_while_one_grammar_is_compiled_others_are_stepped(byte_path: Path) -> No
         assert going.wait(30)
         return TokenVocabulary.read(byte_path, 320)
 
-    router = SmallRouter(Worker(scripted, num_blocks=64, grammars=Grammars(slow)))
+    router = WorkerClient(Worker(scripted, num_blocks=64, grammars=Grammars(slow)))
     woken = threading.Event()
     router.worker.waiting.woken = woken.set
     waits = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=9)
     free = router.admit(PROMPTS[1], max_tokens=9)
-    while router.ran[free].finish == pb.FINISH_NONE:
+    while router.sequences[free].finish == pb.FINISH_NONE:
         assert router.worker.has_work
         router.step()
-    assert router.ran[waits].reports == []
+    assert router.sequences[waits].reports == []
     assert not router.worker.has_work  # nobody spins
     going.set()
     assert woken.wait(30)
     assert router.worker.has_work
     router.run()
-    assert router.ran[waits].finish == pb.FINISH_LENGTH
+    assert router.sequences[waits].finish == pb.FINISH_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,13 @@ def test_a_grammar_that_is_none_fails_its_sequence_alone(
     byte_model: SpaceModel, grammars: Grammars, kind: str, source: str, reason: str
 ) -> None:
     worker = Worker(byte_model, num_blocks=64, grammars=grammars)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     value = pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}")
     bad = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=pb.Grammar(kind=value, source=source)), eos_ids=[EOS])
-    good = router.admit(PROMPTS[1], max_tokens=5)
-    router.run()
-    assert router.ran[bad].finish == pb.FINISH_ERROR
-    assert reason in router.ran[bad].error
-    assert (router.ran[good].finish, router.ran[good].error) == (pb.FINISH_LENGTH, "")
+    sequence = router.generate(PROMPTS[1], max_tokens=5)
+    assert router.sequences[bad].finish == pb.FINISH_ERROR
+    assert reason in router.sequences[bad].error
+    assert (sequence.finish, sequence.error) == (pb.FINISH_LENGTH, "")
 
 
 def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path: Path) -> None:
@@ -167,26 +166,24 @@ def test_a_grammar_that_is_not_ready_in_time_fails_its_sequence_alone(byte_path:
         going.wait(30)
         return TokenVocabulary.read(byte_path, 320)
 
-    router = SmallRouter(
+    router = WorkerClient(
         Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow, most_seconds=0.2))
     )
-    late = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
-    router.run()
+    sequence = router.generate(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
     going.set()
-    assert router.ran[late].error == "The grammar was not compiled within 0.2 s. Make it smaller."
+    assert sequence.error == "The grammar was not compiled within 0.2 s. Make it smaller."
 
 
 def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_one_is_compiled(
     byte_path: Path,
 ) -> None:
     known = Grammars(lambda: TokenVocabulary.read(byte_path, 320), most_seconds=30.0)
-    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
+    router = WorkerClient(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
 
     def error_of(source: str) -> str:
         grammar = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, source=source)
-        asked = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=grammar), eos_ids=[EOS], max_tokens=3)
-        router.run()
-        return router.ran[asked].error
+        sequence = router.generate(PROMPTS[0], sampling=pb.Sampling(grammar=grammar), eos_ids=[EOS], max_tokens=3)
+        return sequence.error
 
     assert error_of("[a-c]{9}") == ""
     assert known.trial is not None
@@ -259,7 +256,7 @@ def test_many_grammars_take_few_threads_and_those_released_are_never_begun(byte_
 
     before = threading.active_count()
     known = Grammars(slow)
-    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
+    router = WorkerClient(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=known))
     gone = [
         router.admit([5], sampling=pb.Sampling(grammar=regex(f"a{{{n}}}")), eos_ids=[EOS], num_pages=1)
         for n in range(40)
@@ -279,15 +276,14 @@ def test_where_no_thread_can_be_started_the_sequence_fails_alone(
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    router = SmallRouter(Worker(byte_model, num_blocks=64, grammars=Grammars.of(byte_path, 320, ())))
+    router = WorkerClient(Worker(byte_model, num_blocks=64, grammars=Grammars.of(byte_path, 320, ())))
     good = router.admit(PROMPTS[1], max_tokens=5)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
         bad = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=3)
-    again = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=3)
-    router.run()
-    assert router.ran[bad].error == "The sequence could not be taken in: RuntimeError: can't start new thread"
-    assert (router.ran[good].finish, router.ran[again].finish) == (pb.FINISH_LENGTH, pb.FINISH_LENGTH)
+    generated = router.generate(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS], max_tokens=3)
+    assert router.sequences[bad].error == "The sequence could not be taken in: RuntimeError: can't start new thread"
+    assert (router.sequences[good].finish, generated.finish) == (pb.FINISH_LENGTH, pb.FINISH_LENGTH)
 
 
 def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> None:
@@ -297,14 +293,14 @@ def test_released_while_it_waits_a_sequence_is_forgotten(byte_path: Path) -> Non
         going.wait(30)
         return TokenVocabulary.read(byte_path, 320)
 
-    router = SmallRouter(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow)))
+    router = WorkerClient(Worker(ScriptedModel(vocab_size=320), num_blocks=64, grammars=Grammars(slow)))
     gone = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
     router.release(gone)
     router.run()
     going.set()
     router.run()
     assert len(router.free) == 64
-    assert router.ran[gone].reports == []
+    assert router.sequences[gone].reports == []
 
 
 def test_a_grammar_is_kept(byte_model: SpaceModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +326,9 @@ def test_a_worker_without_a_vocabulary_says_so_and_refuses(byte_model: SpaceMode
     ):
         worker = Worker(byte_model, num_blocks=64, grammars=grammars)
         assert not worker.hello("life").takes_grammars
-        router = SmallRouter(worker)
-        refused = router.admit(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
-        router.run()
-        assert router.ran[refused].error == f"This worker takes no grammars: {why}."
+        router = WorkerClient(worker)
+        sequence = router.generate(PROMPTS[0], sampling=pb.Sampling(grammar=REGEX), eos_ids=[EOS])
+        assert sequence.error == f"This worker takes no grammars: {why}."
 
 
 # -------------------------------------------------------------------------------------------- drafts for nothing

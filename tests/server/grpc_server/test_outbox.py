@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from space_server.grpc_server.report_queue import ReportQueue
+from space_server.grpc_server.router_session import ReportQueue
 
 
 def test_what_is_said_is_taken_in_order_whether_somebody_waits_for_it_or_not() -> None:

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from space_common.log_lines import JsonLines
+from space_common.process import JsonLines
 from space_common.tracing import TracingUnavailable, check_tracing, exporting
 from space_proto import worker_pb2 as pb
 from space_server.config import parse

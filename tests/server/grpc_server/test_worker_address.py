@@ -11,13 +11,13 @@ import grpc.aio
 import pytest
 from doubles.router.certificates import authority, signed
 from doubles.worker import ScriptedModel
+from space_common.certificate import CertificateFiles
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.config import parse
 from space_server.grpc_server import service as service_module
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
-from space_server.tls import mutual_tls
 from space_server.worker import Worker
 
 SOON = 20.0
@@ -52,7 +52,7 @@ def test_only_a_router_with_a_certificate_of_the_named_authority_is_heard(tmp_pa
     of_worker, of_router = signed(tmp_path, "worker", ours), signed(tmp_path, "router", ours)
     of_stranger = signed(tmp_path, "stranger", other)
     root = ours.cert.read_bytes()
-    tls = mutual_tls(str(of_worker.cert), str(of_worker.key), str(ours.cert))
+    tls = CertificateFiles(of_worker.cert, of_worker.key, ours.cert)
 
     async def scenario() -> None:
         server, address = await start_server(WorkerService(a_worker()), "localhost:0", tls)
@@ -105,7 +105,7 @@ def test_tls_flags_that_are_incomplete_or_useless_are_refused(
     assert "do not go together" in said(*whole, str(other_key))
     assert "does nothing on a Unix socket" in said(*whole, str(key), listen="unix:/w")
     config = parse(["--listen", "0.0.0.0:0", *whole, str(key)])
-    assert config.tls is not None
+    assert config.certificate() is not None
     assert key.read_text().splitlines()[1] not in repr(config)
 
 

@@ -41,7 +41,7 @@ def _measure(folder: Path, batch: int) -> dict[str, Any]:
     from space_kernels.build.cpu_library import cpu_library
     from space_model.loading.load import load_model
     from space_model.testing import tiny_checkpoint
-    from space_server.machine.run_in_thread import run_in_thread
+    from space_server.machine.threads import run_in_thread
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_THREADS])  # all that is started from here on
     tiny_checkpoint(

@@ -5,8 +5,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from space_common.worker_settings import parse_cores
 from space_server.config import parse
-from space_server.machine.cores import keep_off_last, num_cores, num_threads, parse_cores
+from space_server.machine.cores import keep_off_last, num_cores, num_threads
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ SIZE = 48 << 20
 
 SCRIPT = f"""
 import resource, sys, torch
-from space_server.machine.host_memory import keep_freed_memory
+from space_server.machine.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 for _ in range(10):

@@ -22,7 +22,7 @@ SHARD = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2
 CHILD = """
 import gc, json, sys, threading
 from pathlib import Path
-from space_server.machine.host_memory import use_one_heap
+from space_server.machine.memory import use_one_heap
 
 use_one_heap()
 import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from space_server.machine.openmp import sleep_soon
+from space_server.machine.cores import sleep_soon
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from space_server.machine.run_in_thread import run_in_thread
+from space_server.machine.threads import run_in_thread
 
 
 def test_it_returns_what_the_work_returns_and_is_gone() -> None:

@@ -1,7 +1,7 @@
 """Drafts that no mask made are taken where all of a step are worth their time, and texts are read where that pays."""
 
 import pytest
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
@@ -191,9 +191,8 @@ class Napping(FixedLayout):
 
 @pytest.mark.parametrize("controller", [FixedLayout.full(3), Napping.full(3)])
 def test_a_worker_whose_controller_naps_looks_nothing_up(controller: FixedLayout, tiny: SpaceModel) -> None:
-    router = SmallRouter(
+    router = WorkerClient(
         Worker(tiny, num_blocks=32, controller=controller, sources=DraftSources(lookup=True, masks=False))
     )
-    seq_id = router.admit([70, 71, 72, 70, 71, 72, 70, 71], max_tokens=40)
-    router.run()
-    assert (sum(router.ran[seq_id].accepted) > 0) is not isinstance(controller, Napping)
+    sequence = router.generate([70, 71, 72, 70, 71, 72, 70, 71], max_tokens=40)
+    assert (sum(sequence.accepted) > 0) is not isinstance(controller, Napping)

@@ -9,14 +9,16 @@ from operator import mul
 from pathlib import Path
 
 import pytest
-from doubles.worker import Ran, ScriptedModel, SmallRouter
+from doubles.worker import ScriptedModel
+from space_common.worker_client import WorkerClient
+from space_common.worker_settings import parse_chances
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import build_worker
 from space_server.config import parse
 from space_server.speculation.controller import Controller, FixedLayout
-from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label, parse_chances
+from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.worker import Worker
 
 CHANCES = parse_chances(".57")
@@ -39,14 +41,8 @@ def router_of(
     synthetic: SyntheticAcceptance | None,
     controller: Controller,
     num_blocks: int = 512,
-) -> SmallRouter:
-    return SmallRouter(Worker(model, num_blocks=num_blocks, block_size=16, controller=controller, synthetic=synthetic))
-
-
-def one(router: SmallRouter, prompt: list[int], *, max_tokens: int, **fields: object) -> Ran:
-    number = router.admit(prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
-    router.run()
-    return router.ran[number]
+) -> WorkerClient:
+    return WorkerClient(Worker(model, num_blocks=num_blocks, block_size=16, controller=controller, synthetic=synthetic))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def judged() -> list[pb.SequenceReport]:
     for bound in (0, 99):
         numbers = [router.admit(prompt, max_tokens=250, max_draft_length=bound) for prompt in prompts]
         router.run()
-    return [report for n in numbers for report in router.ran[n].reports if report.num_drafted == 5]
+    return [report for n in numbers for report in router.sequences[n].reports if report.num_drafted == 5]
 
 
 def test_each_depth_is_accepted_as_often_as_it_is_told_to(judged: list[pb.SequenceReport]) -> None:
@@ -84,11 +80,11 @@ def test_a_real_model_says_what_plain_decoding_says(
 ) -> None:
     prompts = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101]]
     router = router_of(tiny, synthetic_of(tiny), controller)
-    plain = [one(router, p, max_tokens=40, sampling=sampling, max_draft_length=0).tokens for p in prompts]
+    plain = [router.generate(p, max_tokens=40, sampling=sampling, max_draft_length=0).tokens for p in prompts]
     numbers = [router.admit(p, max_tokens=40, sampling=sampling) for p in prompts]
     router.run()
-    assert [router.ran[n].tokens for n in numbers] == plain
-    lengths = {length for n in numbers for length in router.ran[n].accepted}
+    assert [router.sequences[n].tokens for n in numbers] == plain
+    lengths = {length for n in numbers for length in router.sequences[n].accepted}
     assert 0 in lengths
     assert max(lengths) > 1
 
@@ -96,9 +92,9 @@ def test_a_real_model_says_what_plain_decoding_says(
 def test_all_rows_are_computed_whatever_comes_true(tiny: SpaceModel) -> None:
     def rows(synthetic: SyntheticAcceptance) -> list[tuple[int, int, int]]:
         router = router_of(tiny, synthetic, FixedLayout.full(3))
-        one(router, [70, 71], max_tokens=40, max_draft_length=0)
+        router.generate([70, 71], max_tokens=40, max_draft_length=0)
         begin = len(router.reports)
-        one(router, [70, 71], max_tokens=40)
+        router.generate([70, 71], max_tokens=40)
         stats = [report.stats for report in router.reports[begin + 1 :]]  # behind the prompt's step
         return [(step.chain_rows, step.mask_rows, step.prefill_rows) for step in stats[:5]]
 
@@ -108,8 +104,8 @@ def test_all_rows_are_computed_whatever_comes_true(tiny: SpaceModel) -> None:
 @pytest.mark.parametrize(("chance", "accepted"), [(0.0, {0}), (1.0, {3, 2})])
 def test_never_and_always(tiny: SpaceModel, chance: float, accepted: set[int]) -> None:
     router = router_of(tiny, synthetic_of(tiny, (chance,) * 5), FixedLayout.full(3))
-    one(router, [70, 71], max_tokens=20, max_draft_length=0)
-    ran = one(router, [70, 71], max_tokens=20)
+    router.generate([70, 71], max_tokens=20, max_draft_length=0)
+    ran = router.generate([70, 71], max_tokens=20)
     assert set(ran.accepted[:-2]) <= accepted
 
 
@@ -120,8 +116,8 @@ def test_a_stale_group_pays_its_greater_depth() -> None:
         lambda room: DraftLayout(min(2, room.num_drafts), (4, 0, 0)[: min(2, room.num_drafts) + 1])
     )
     router = router_of(model, synthetic_of(model, (1.0, 1.0, 0.0, 0.0, 0.0)), only_first)
-    one(router, [10, 11], max_tokens=60, max_draft_length=0)
-    ran = one(router, [10, 11], max_tokens=60)
+    router.generate([10, 11], max_tokens=60, max_draft_length=0)
+    ran = router.generate([10, 11], max_tokens=60)
     assert ran.accepted[:8] == [2, 0, 2, 0, 2, 0, 2, 0]
 
 
@@ -129,17 +125,17 @@ def test_the_first_run_keeps_its_own_drafts_and_a_longer_one_beyond_what_is_know
     model = ScriptedModel()
     synthetic = synthetic_of(model, (0.0,) * 5)
     router = router_of(model, synthetic, FixedLayout.full(3))
-    assert set(one(router, [10, 11], max_tokens=13).accepted) == {3}  # the scripted masks' own
+    assert set(router.generate([10, 11], max_tokens=13).accepted) == {3}  # the scripted masks' own
     assert synthetic.num_replaced == 0 < synthetic.num_unknown
-    longer = one(router, [10, 11], max_tokens=25).accepted
+    longer = router.generate([10, 11], max_tokens=25).accepted
     assert (set(longer[:10]), set(longer[-2:])) == ({0}, {3})
 
 
 def test_runs_repeat_and_another_seed_is_wrong_elsewhere(tiny: SpaceModel) -> None:
     def accepted(seed: int) -> list[int]:
         router = router_of(tiny, synthetic_of(tiny, seed=seed), FixedLayout.full(3))
-        one(router, [70, 71], max_tokens=60, max_draft_length=0)
-        return one(router, [70, 71], max_tokens=60).accepted
+        router.generate([70, 71], max_tokens=60, max_draft_length=0)
+        return router.generate([70, 71], max_tokens=60).accepted
 
     assert accepted(1) == accepted(1) != accepted(2)
 
@@ -147,8 +143,8 @@ def test_runs_repeat_and_another_seed_is_wrong_elsewhere(tiny: SpaceModel) -> No
 def test_requests_at_equal_positions_are_wrong_at_different_ones(tiny: SpaceModel) -> None:
     router = router_of(tiny, synthetic_of(tiny), FixedLayout.full(3))
     for prompt in ([70, 71], [80, 81]):
-        one(router, prompt, max_tokens=60, max_draft_length=0)
-    assert one(router, [70, 71], max_tokens=60).accepted != one(router, [80, 81], max_tokens=60).accepted
+        router.generate(prompt, max_tokens=60, max_draft_length=0)
+    assert router.generate([70, 71], max_tokens=60).accepted != router.generate([80, 81], max_tokens=60).accepted
 
 
 def test_greedy_requests_are_one_whatever_their_seed_and_sampled_ones_are_not() -> None:
@@ -156,9 +152,11 @@ def test_greedy_requests_are_one_whatever_their_seed_and_sampled_ones_are_not() 
     synthetic = synthetic_of(model, (0.0,) * 5)
     router = router_of(model, synthetic, FixedLayout.full(3))
     for temperature, same in ((0.0, True), (0.7, False)):
-        one(router, [10, 11], max_tokens=20, sampling=pb.Sampling(seed=1, temperature=temperature), max_draft_length=0)
+        router.generate(
+            [10, 11], max_tokens=20, sampling=pb.Sampling(seed=1, temperature=temperature), max_draft_length=0
+        )
         before = synthetic.num_replaced
-        one(router, [10, 11], max_tokens=20, sampling=pb.Sampling(seed=2, temperature=temperature))
+        router.generate([10, 11], max_tokens=20, sampling=pb.Sampling(seed=2, temperature=temperature))
         assert (synthetic.num_replaced > before) is same
 
 
@@ -167,15 +165,15 @@ def test_memory_is_bounded_and_the_oldest_request_goes_first() -> None:
     synthetic = synthetic_of(model, (0.0,) * 5, max_tokens=50)
     router = router_of(model, synthetic, FixedLayout.full(3))
     for first in (10, 20, 30):
-        one(router, [first, 11], max_tokens=20, max_draft_length=0)
-    assert set(one(router, [20, 11], max_tokens=20).accepted) == {0}
-    assert set(one(router, [10, 11], max_tokens=20).accepted) == {3, 2}
+        router.generate([first, 11], max_tokens=20, max_draft_length=0)
+    assert set(router.generate([20, 11], max_tokens=20).accepted) == {0}
+    assert set(router.generate([10, 11], max_tokens=20).accepted) == {3, 2}
 
 
 def test_a_wrong_draft_is_a_valid_id_that_was_not_chosen() -> None:
     model = ScriptedModel(num_masks=5, vocab_size=12)  # ids 1 to 5 are masks
     router = router_of(model, synthetic_of(model, (0.0,) * 5), FixedLayout.full(5))
-    one(router, [10, 11], max_tokens=200, max_draft_length=0)
+    router.generate([10, 11], max_tokens=200, max_draft_length=0)
     number = router.admit([10, 11], max_tokens=200)
     seen: set[int] = set()
 
@@ -187,7 +185,7 @@ def test_a_wrong_draft_is_a_valid_id_that_was_not_chosen() -> None:
                 seen.add(draft)
 
     router.run(after_step=look)
-    assert set(router.ran[number].accepted) == {0}
+    assert set(router.sequences[number].accepted) == {0}
     assert seen <= {0, 6, 7, 8, 9, 10, 11}
     assert len(seen) > 3
 

@@ -13,8 +13,7 @@ from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_server.__main__ import main
 from space_server.config import parse
-from space_server.machine.free_memory import FreeMemory
-from space_server.machine.memory import NotEnoughMemory
+from space_server.machine.memory import FreeMemory, NotEnoughMemory
 from space_server.startup import model_need
 from space_server.startup.model_need import ModelNeed, check_fits, num_blocks_of
 from space_server.startup.model_source import ModelSource

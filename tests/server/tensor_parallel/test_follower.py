@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks.paged_kv import PagedKV
@@ -76,7 +76,7 @@ def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: Spac
     zero, one = pair()
     lead = TensorParallelLeader(tiny, zero)
     worker = Worker(lead, num_blocks=64, block_size=4, controller=FixedLayout.full(3), max_prefill_rows=7)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     for number, prompt in enumerate(([70, 71, 72], [20] * 17 + [33, 90], [50 + n % 40 for n in range(37)])):
         router.admit(prompt, max_tokens=12, num_pages=1, sampling=pb.Sampling(seed=number, temperature=1.0))
     router.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import signal
@@ -18,19 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-import grpc.aio
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from doubles.worker import Ran, ScriptedDrafts, SmallRouter
+from doubles.worker import ScriptedDrafts
+from space_common.worker_client import ClientSequence, GrpcWorker, WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_proto import worker_pb2_grpc
 from space_server.__main__ import main
 from space_server.config import parse
 from space_server.speculation.controller import FixedLayout
@@ -78,11 +76,11 @@ def decode(
 ) -> tuple[Outcome, set[int]]:
     """Every prompt's text, together or one after the other, and how many drafts of a step were accepted."""
     worker = Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k), draft_source=source)
-    router = SmallRouter(worker)
-    runs: list[Ran] = []
+    router = WorkerClient(worker)
+    runs: list[ClientSequence] = []
     for prompt in PROMPTS:
         number = router.admit(prompt, max_tokens=MAX_TOKENS, sampling=sampling, want_logprobs=True)
-        runs.append(router.ran[number])
+        runs.append(router.sequences[number])
         if alone:
             router.run()
     router.run()
@@ -97,13 +95,13 @@ def half_right(outcome: Outcome) -> ScriptedDrafts:
 
 def teacher_forced(model: StepModel, texts: Outcome) -> list[list[int]]:
     """What the model says behind every prefix of the texts, greedily."""
-    router = SmallRouter(Worker(model, num_blocks=1024, block_size=4, max_sequences=512))
+    router = WorkerClient(Worker(model, num_blocks=1024, block_size=4, max_sequences=512))
     said = []
     for prompt, (tokens, _) in zip(PROMPTS, texts, strict=True):
         admit = partial(router.admit, num_prompt=len(prompt), max_draft_length=0)
         numbers = [admit(prompt + tokens[:n], max_tokens=n + 1) for n in range(len(tokens))]
         router.run()
-        said.append([router.ran[number].tokens[n] for n, number in enumerate(numbers)])
+        said.append([router.sequences[number].tokens[n] for n, number in enumerate(numbers)])
     return said
 
 
@@ -203,28 +201,12 @@ def address_of(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
     return address
 
 
-async def written(address: str, prompt: list[int]) -> tuple[list[int], list[float]]:
+def written(address: str, prompt: list[int]) -> tuple[list[int], list[float]]:
     """What the worker at the address writes behind a prompt, greedily."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[no-untyped-call]
-        admit = pb.Admit(
-            seq_id=1,
-            ids=prompt,
-            num_prompt=len(prompt),
-            pages=range(4),
-            limits=pb.Limits(max_tokens=MAX_TOKENS),
-            max_draft_length=5,
-            want_logprobs=True,
-        )
-        start = pb.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=5)
-        await call.write(pb.RouterMessage(commands=[pb.Command(start=start), pb.Command(admit=admit)]))
-        ids: list[int] = []
-        logprobs: list[float] = []
-        while len(ids) < MAX_TOKENS:
-            for sequence in (await call.read()).report.sequences:
-                ids += sequence.tokens
-                logprobs += [entry.logprob for entry in sequence.logprobs]
-        return ids, logprobs
+    with GrpcWorker(address) as worker:
+        client = WorkerClient(worker, automatic=True)
+        sequence = client.generate(prompt, max_tokens=MAX_TOKENS, want_logprobs=True)
+        return sequence.tokens, [entry.logprob for entry in sequence.logprobs]
 
 
 @pytest.mark.e2e
@@ -240,7 +222,7 @@ def test_another_group_of_a_whole_worker_says_the_same_bits_and_ends_when_a_rank
         ends.callback(process.kill)  # else Popen would wait for ever for one that a failed test has left running
         address = address_of(process)
         assert process.stderr is not None
-        assert asyncio.run(written(address, PROMPTS[3])) == said.texts["greedy", "plain", 0][0][3]
+        assert written(address, PROMPTS[3]) == said.texts["greedy", "plain", 0][0][3]
         (follower,) = children(process.pid)
         os.kill(follower, signal.SIGKILL)
         assert process.wait(40) == GROUP_LOST  # and not only after the watchdog's time
@@ -265,14 +247,13 @@ def test_the_embedded_model_where_torchrun_starts_the_ranks_and_sigterm_ends_the
         assert leader.stdout is not None
         word, address = leader.stdout.readline().split()
         assert word == "ready"
-        found, _ = asyncio.run(written(address, [70, 71]))
+        found, _ = written(address, [70, 71])
         for rank in reversed(ranks):  # as torchrun ends them
             rank.send_signal(signal.SIGTERM)
         assert (leader.wait(20), follower.wait(20)) == (0, 0)
-    router = SmallRouter(Worker(load_model("demo", num_threads=1), num_blocks=4, block_size=16))
-    number = router.admit([70, 71], max_tokens=MAX_TOKENS)
-    router.run()
-    assert found == router.ran[number].tokens  # no tie among these
+    router = WorkerClient(Worker(load_model("demo", num_threads=1), num_blocks=4, block_size=16))
+    sequence = router.generate([70, 71], max_tokens=MAX_TOKENS)
+    assert found == sequence.tokens  # no tie among these
 
 
 def test_the_place_of_a_rank_is_what_torchrun_says() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -14,15 +13,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc.aio
 import psutil
 import pytest
 from chaos.machines import can_have_namespaces
-from doubles.worker import SmallRouter
 from processes import free_port
+from space_common.worker_client import GrpcWorker, WorkerClient
 from space_model.loading.load import load_model
-from space_proto import worker_pb2 as pb
-from space_proto import worker_pb2_grpc
 from space_server.worker import Worker
 
 PROMPT = [70, 71, 72, 73]
@@ -159,29 +155,17 @@ def is_worker(pid: int) -> bool:
     return "space_server" in words and "--nnodes" not in words
 
 
-async def written(address: str) -> list[int]:
+def written(address: str) -> list[int]:
     """What the worker writes behind the prompt, greedily, with drafts."""
-    here = [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(address, options=here) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[no-untyped-call]
-        start = pb.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=5)
-        admit = pb.Admit(
-            seq_id=1, ids=PROMPT, num_prompt=len(PROMPT), pages=range(4), limits=pb.Limits(max_tokens=MAX_TOKENS),
-            max_draft_length=5,
-        )  # fmt: skip
-        await call.write(pb.RouterMessage(commands=[pb.Command(start=start), pb.Command(admit=admit)]))
-        ids: list[int] = []
-        while len(ids) < MAX_TOKENS:
-            for sequence in (await asyncio.wait_for(call.read(), SECONDS)).report.sequences:
-                ids += sequence.tokens
-        return ids
+    with GrpcWorker(address, silence=SECONDS) as worker:
+        return WorkerClient(worker, automatic=True).generate(PROMPT, max_tokens=MAX_TOKENS).tokens
 
 
 def asked(agents: Agents) -> list[int]:
     """From the first machine: a cable joins the two, and nobody else."""
     if not agents.machines[0].prefix:
-        return asyncio.run(written(agents.address))
-    code = f"import asyncio, test_torchrun as t; print(asyncio.run(t.written({agents.address!r})))"
+        return written(agents.address)
+    code = f"import test_torchrun as t; print(t.written({agents.address!r}))"
     command = [*agents.machines[0].prefix, sys.executable, "-c", code]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=SECONDS
@@ -209,10 +193,9 @@ def test_two_agents_serve_one_model_with_one_process_text_and_end_at_sigterm(nam
         codes = agents.ended()
         assert all(code in (0, 1, -signal.SIGTERM, 128 + signal.SIGTERM) for code in codes), codes
         assert not [pid for pid in ranks if Path(f"/proc/{pid}/exe").exists()]
-    router = SmallRouter(Worker(load_model("demo", num_threads=1), num_blocks=4, block_size=16))
-    number = router.admit(PROMPT, max_tokens=MAX_TOKENS)
-    router.run()
-    assert found == router.ran[number].tokens  # no tie among these
+    router = WorkerClient(Worker(load_model("demo", num_threads=1), num_blocks=4, block_size=16))
+    sequence = router.generate(PROMPT, max_tokens=MAX_TOKENS)
+    assert found == sequence.tokens  # no tie among these
 
 
 @pytest.mark.slow

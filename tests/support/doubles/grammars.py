@@ -10,13 +10,12 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from space_common.worker_client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server.grammar.grammars import Grammars
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
 from space_server.worker import Worker
-
-from doubles.worker import Ran, SmallRouter
 
 _NAMES = ("a", "name", "age", "items", "é", "two words", "x-y", "value")
 _WORDS = ("yes", "no", "maybe", "naïve", "", "a b", '"quoted"', "back\\slash", "1")
@@ -34,11 +33,11 @@ def outputs(
     num_pages: int | None = None,
     eos_ids: Sequence[int] = (0,),
     **settings: Any,
-) -> list[Ran]:
+) -> list[ClientSequence]:
     """What a worker makes of prompts in one batch, with up to `k` drafts per step; `settings` are the worker's."""
     settings = {"controller": FixedLayout.full(k)} | settings
     worker = Worker(model, num_blocks=256, block_size=4, grammars=grammars, **settings)
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     numbers = [
         router.admit(
             prompt,
@@ -51,7 +50,7 @@ def outputs(
         for prompt in prompts
     ]
     router.run()
-    return [router.ran[number] for number in numbers]
+    return [router.sequences[number] for number in numbers]
 
 
 @dataclass(frozen=True)

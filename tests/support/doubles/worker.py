@@ -1,12 +1,10 @@
-"""Doubles for tests of the worker: a model that follows a script, and a router of a few lines."""
+"""Doubles for tests of the worker: a model and drafts that follow a script, and a router's end of a stream."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import grpc.aio
 import torch
@@ -15,7 +13,6 @@ from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server.worker import Worker
 from torch import Tensor
 
 
@@ -123,132 +120,6 @@ class ScriptedDrafts:
         text = self.texts[seq_id]
         positions = range(len(ids), min(len(ids) + max_drafts, len(text)))
         return [self.other(text[p]) if self.wrong(p) else text[p] for p in positions]
-
-
-@dataclass
-class Ran:
-    """What one sequence has given so far."""
-
-    ids: list[int]  # prompt and output
-    num_prompt: int
-    pages: list[int]
-    finish: pb.Finish.ValueType = pb.FINISH_NONE
-    error: str = ""
-    num_computed: int = 0
-    reports: list[pb.SequenceReport] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        """The output."""
-        return self.ids[self.num_prompt :]
-
-    @property
-    def accepted(self) -> list[int]:
-        """Accepted drafts of each step that had drafts to verify."""
-        return [report.num_accepted for report in self.reports if report.num_drafted]
-
-
-class SmallRouter:
-    """Grants pages one by one or all at once, extends what pauses, releases what ends.
-
-    router = SmallRouter(worker); first = router.admit([5, 6], max_tokens=8); router.run(); router.ran[first].tokens
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.free = list(range(worker.num_blocks))
-        self.ran: dict[int, Ran] = {}
-        self.reports: list[pb.StepReport] = []
-        self._num_admitted = 0
-
-    def admit(
-        self,
-        ids: Sequence[int],
-        *,
-        max_tokens: int = 16,
-        num_prompt: int | None = None,
-        num_pages: int | None = None,
-        sampling: pb.Sampling | None = None,
-        max_draft_length: int = 99,
-        **fields: Any,
-    ) -> int:
-        """Run a sequence on `num_pages` pages (None: as many as it can need); its number. `fields` go to Admit."""
-        self._num_admitted += 1
-        size = self.worker.block_size
-        count = -(-(len(ids) + max_tokens) // size) if num_pages is None else num_pages
-        ran = Ran(list(ids), num_prompt or len(ids), self._take(count))
-        limits = {name: fields.pop(name) for name in ("eos_ids", "stop_ids") if name in fields}
-        self.ran[self._num_admitted] = ran
-        message = pb.Admit(
-            seq_id=self._num_admitted,
-            ids=ids,
-            num_prompt=ran.num_prompt,
-            pages=ran.pages,
-            sampling=sampling or pb.Sampling(),
-            limits=pb.Limits(max_tokens=max_tokens, **limits),
-            max_draft_length=max_draft_length,
-            **fields,
-        )
-        self.worker.apply(pb.Command(admit=message))
-        return self._num_admitted
-
-    @property
-    def num_launches(self) -> int:
-        """Steps launched on the device."""
-        assert self.worker._device is not None
-        return self.worker._device.runner.num_launches
-
-    def extend(self, seq_id: int, num_pages: int = 1) -> None:
-        """More pages."""
-        pages = self._take(num_pages)
-        self.ran[seq_id].pages += pages
-        self.worker.apply(pb.Command(extend=pb.Extend(seq_id=seq_id, pages=pages)))
-
-    def release(self, seq_id: int) -> None:
-        """Stop and forget."""
-        self.worker.apply(pb.Command(release=pb.Release(seq_id=seq_id)))
-
-    def step(self) -> pb.StepReport | None:
-        """One step of the worker, noted down."""
-        report = self.worker.step()
-        if report is None:
-            return None
-        self.reports.append(report)
-        named = [sequence.seq_id for sequence in report.sequences]
-        if len(set(named)) < len(named):
-            raise ValueError(f"A report names a sequence twice, for which a router ends the worker: {named}.")
-        for sequence in report.sequences:
-            ran = self.ran[sequence.seq_id]
-            ran.ids += sequence.tokens
-            ran.reports.append(sequence)
-            ran.finish, ran.error, ran.num_computed = sequence.finish, sequence.error, sequence.num_computed
-        for seq_id in report.released:
-            self.free += self.ran[seq_id].pages
-            self.ran[seq_id].pages = []
-        return report
-
-    def run(self, *, after_step: Callable[[], None] | None = None) -> None:
-        """Step until nothing runs; pages one by one for what pauses; everything that ends is released.
-
-        Who waits for a grammar is waited for.
-        """
-        while (report := self.step()) is not None or any(sequence.waits for sequence in self.worker.batch):
-            if report is None:
-                time.sleep(0.001)
-                continue
-            if after_step is not None:
-                after_step()
-            for sequence in report.sequences:
-                if sequence.finish != pb.FINISH_NONE:
-                    self.release(sequence.seq_id)
-                elif sequence.paused:
-                    self.extend(sequence.seq_id)
-
-    def _take(self, count: int) -> list[int]:
-        if count > len(self.free):
-            raise ValueError(f"{count} pages are wanted and {len(self.free)} are free.")
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
 
 
 class Peer:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from space_common.worker_process import WorkerLost, WorkerProcess
+from space_common.worker_settings import WorkerSettings
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
@@ -20,7 +22,6 @@ from space_train.data.examples import Example
 from space_train.self_generation import self_generate
 from space_train.self_generation.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
 from space_train.self_generation.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts
-from space_train.self_generation.worker_process import WorkerLost, WorkerProcess
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[20 + 7 * i % 80 for i in range(first, first + 1 + first % 5)] for first in range(7)]
@@ -59,7 +60,7 @@ class ThreadWorker:
     dies: Callable[[int, int], bool]  # number of the start and of the step
     num_starts = 0
 
-    def __init__(self, flags: Mapping[str, object]) -> None:
+    def __init__(self, flags: Sequence[str]) -> None:
         type(self).num_starts += 1
         start, dies = self.num_starts, type(self).dies
 
@@ -69,14 +70,13 @@ class ThreadWorker:
                     raise RuntimeError("out of memory")
                 return super().step(report)
 
-        drafts = 0 if flags["--speculation"] == "off" else 5
-        most = flags.get("--max-sequences", 64)
-        assert isinstance(most, int)
+        settings = WorkerSettings.parse([*flags, "--listen", "unix:/w"], {})
+        drafts = 0 if settings.speculation == "off" else 5
         self._worker = Mortal(
             self.model,
             num_blocks=self.num_blocks,
             block_size=16,
-            max_sequences=most,
+            max_sequences=settings.max_sequences,
             max_draft_length=drafts,
             controller=FixedLayout.full(drafts) if drafts else None,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from space_train.self_generation.worker_process import TrainingWorkerDidNotStart, WorkerProcess
+from space_common.worker_process import WorkerNotReady, WorkerProcess
 
 
 @pytest.fixture
@@ -31,16 +31,14 @@ def is_alive(pid: int) -> bool:
 
 def test_a_worker_that_cannot_start_is_quoted(script: Callable[[str], str]) -> None:
     module = script("import sys; print('loading', file=sys.stderr); sys.exit('error: no weights')")
-    process = WorkerProcess({"--model": "x"}, module=module)
-    with pytest.raises(
-        TrainingWorkerDidNotStart, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"
-    ):
+    process = WorkerProcess(["--model", "x"], module=module)
+    with pytest.raises(WorkerNotReady, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"):
         process.__enter__()
 
 
 def test_a_worker_that_never_gets_ready_is_given_up_and_ended(script: Callable[[str], str]) -> None:
-    process = WorkerProcess({}, start_timeout=0.3, module=script("import time; time.sleep(600)"))
-    with pytest.raises(TrainingWorkerDidNotStart, match=r"within 0\.3 s"):
+    process = WorkerProcess([], start_timeout=0.3, module=script("import time; time.sleep(600)"))
+    with pytest.raises(WorkerNotReady, match=r"within 0\.3 s"):
         process.__enter__()
     assert process.pid == 0
 
@@ -52,7 +50,7 @@ def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]
     pids: list[int] = []
 
     def interrupted() -> None:
-        with WorkerProcess({}, module=module) as process:
+        with WorkerProcess([], module=module) as process:
             assert process.address.startswith("unix:")
             assert is_alive(process.pid)
             pids.append(process.pid)
@@ -66,6 +64,6 @@ def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]
 def test_a_worker_that_was_killed_is_said_to_have_been(script: Callable[[str], str]) -> None:
     said = "print('step 9', file=sys.stderr, flush=True)"
     module = script(f"import sys, time; {said}; print('ready x', flush=True); time.sleep(60)")
-    with WorkerProcess({}, module=module) as process:
+    with WorkerProcess([], module=module) as process:
         os.kill(process.pid, signal.SIGKILL)
         assert process.obituary("It is gone") == "It is gone: it was ended by SIGKILL. It said last:\n    step 9"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.training import random_ids, read_model, rows_for, tiny_plan
-from doubles.worker import SmallRouter
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
@@ -58,7 +58,7 @@ def texts_of(model: SpaceModel, *, drafts: int) -> list[list[int]]:
         max_draft_length=drafts,
         controller=FixedLayout.full(drafts) if drafts else None,
     )
-    router = SmallRouter(worker)
+    router = WorkerClient(worker)
     sampled = pb.Sampling(temperature=1.0, seed=7)
     names = [
         router.admit(random_ids(5 + 3 * seed, seed), max_tokens=12, sampling=sampling)
@@ -66,9 +66,9 @@ def texts_of(model: SpaceModel, *, drafts: int) -> list[list[int]]:
         for sampling in (pb.Sampling(), sampled)
     ]
     router.run()
-    drafted = sum(report.num_drafted for name in names for report in router.ran[name].reports)
+    drafted = sum(report.num_drafted for name in names for report in router.sequences[name].reports)
     assert (drafted > 0) == (drafts > 0)
-    return [router.ran[name].tokens for name in names]
+    return [router.sequences[name].tokens for name in names]
 
 
 @pytest.mark.parametrize(("method", "name"), RUNS)

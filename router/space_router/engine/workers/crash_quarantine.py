@@ -9,7 +9,7 @@ from space_router.engine.queueing.admission import Admitted, QueueAdmission, Rej
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause
 
 SUSPECT_WAIT = 10.0  # seconds that suspects wait for a missing worker before the only present one is emptied
 MAX_HOLD = 1.0  # seconds that other requests wait for their worker's suspects before they go to another worker

@@ -1,4 +1,4 @@
-"""A worker process that this router starts and restarts."""
+"""The sources of workers: processes that this router starts and restarts, and addresses of remote ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,111 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
-from space_common.python_process import safe_environment
+from space_common.certificate import CertificateFiles
+from space_common.process import safe_environment
 
-from space_router.engine.workers.backoff import Backoff
-from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
+from space_router.config import ServeConfig
+
+FIRST_BACKOFF = 0.1  # seconds
+LAST_BACKOFF = 5.0
+
+
+class Backoff:
+    """0, then 0.1 s doubling to 5 s, until something `worked`."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def next(self) -> float:
+        """Return the seconds to wait now; the next wait is longer."""
+        now, self._next = self._next, min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._next))
+        return now
+
+    def worked(self) -> None:
+        """Reset the backoff."""
+        self._next = 0.0
+
+
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the process was asked to end
+
+
+class ExitCause(Enum):
+    """Why a worker was lost, as far as the system tells."""
+
+    EXTERNAL = "external"  # killed or stopped from outside: no request caused it
+    CRASHED = "crashed"  # it crashed, hung, ran out of memory or violated the protocol
+    UNKNOWN = "unknown"  # it is remote: its machine may be off, or it may have crashed
+
+
+def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> ExitCause:
+    """Return the cause for a process that ended with exit code `code` (negative: by that signal).
+
+    SIGKILL comes from another process, or from the kernel when memory runs out; the kernel counts the latter.
+    `num_oom_kills`: its count when the process began and now; None if unavailable.
+    """
+    if -code in TERMINATION_SIGNALS:
+        return ExitCause.EXTERNAL
+    before, now = num_oom_kills
+    is_killed = code == -signal.SIGKILL and before is not None and before == now
+    return ExitCause.EXTERNAL if is_killed else ExitCause.CRASHED
+
+
+def cause_of_silence(pid: int, processes: Path = Path("/proc")) -> ExitCause:
+    """Return the cause for a process that is alive but silent: EXTERNAL if it was stopped by a signal."""
+    try:
+        state = (processes / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ExitCause.CRASHED
+    return ExitCause.EXTERNAL if state[:1] in (["T"], ["t"]) else ExitCause.CRASHED
+
+
+def count_oom_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
+    """Return the kernel's count of out-of-memory kills since boot; None if unavailable."""
+    try:
+        for line in statistics.read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+class RemoteWorker:
+    """The address of a remote worker; `start` only waits for the backoff."""
+
+    def __init__(self, address: str, certificate: CertificateFiles | None = None) -> None:
+        """`certificate`: this router's certificate and the authority it trusts; None: no TLS."""
+        self._certificate = certificate
+        self.name = f"the worker at {address}"
+        self._address = address
+        self._backoff = Backoff()
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """TLS credentials for the next connection, from the current files; None: no TLS."""
+        if self._certificate is None:
+            return None
+        shown = self._certificate.latest()
+        return grpc.ssl_channel_credentials(shown.authority, shown.key, shown.cert)
+
+    async def start(self) -> str:
+        await asyncio.sleep(self._backoff.next())
+        return self._address
+
+    def reset_backoff(self) -> None:
+        self._backoff.worked()
+
+    async def find_exit_cause(self) -> ExitCause:
+        """Return UNKNOWN: a remote process cannot be inspected."""
+        return ExitCause.UNKNOWN
+
 
 logger = logging.getLogger(__name__)
 
@@ -213,3 +309,20 @@ async def _lines(pipe: asyncio.StreamReader | None) -> AsyncIterator[str]:
             yield line.decode(errors="replace")
     if rest:
         yield rest.decode(errors="replace")
+
+
+def worker_sources(
+    config: ServeConfig, worker_argv: Callable[[ServeConfig, str], Sequence[str]]
+) -> list[RemoteWorker | Supervisor]:
+    """Return remote workers for the config's addresses, else a supervised process for each of its `workers`."""
+    if config.worker_address:
+        certificate = config.worker_certificate()
+        return [RemoteWorker(address, certificate) for address in config.worker_address]
+    return [
+        Supervisor(
+            lambda address: worker_argv(config, address),
+            name=f"worker {number}",
+            start_timeout=config.worker_start_timeout,
+        )
+        for number in range(config.workers)
+    ]

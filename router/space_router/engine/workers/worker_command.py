@@ -1,68 +1,43 @@
-"""The command line of a worker process."""
+"""The command line of a worker process, and the processors that it may use."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Set
 
-from space_common.python_process import module_command
+from space_common.process import module_command
+from space_common.worker_settings import worker_argv
 
 from space_router.config import ServeConfig
-from space_router.placement import for_workers, processors
 
 
 def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
     """Return the argument list of `python -m MODULE` with this router's settings, listening on `address`."""
-    flags: dict[str, object] = {
-        "--model": config.model,
-        "--listen": address,
-        "--parent-pid": os.getpid(),  # the worker ends when its router is gone
-        "--dtype": config.dtype,
-        "--weights": config.weights,
-        "--kv-dtype": config.kv_dtype,
-        "--device": config.device,
-        "--attention": config.attention,
-        "--cpu-kernels": config.cpu_kernels,
-        "--exact": config.exact,
-        "--block-size": config.block_size,
-        "--max-sequences": config.max_sequences,
-        "--speculation": config.speculation,
-        "--lookup": config.lookup,
-        "--steps": config.steps,
-        "--prefill-budget": config.prefill_budget,
-        "--calibration-seconds": config.calibration_seconds,
-        "--tracing": config.tracing,
-        "--log-level": config.log_level,
-        "--log-format": config.log_format,
-        "--offline": config.offline,
+    settings = {
+        **vars(config),
+        "tls_cert": None,  # the router's own, for its clients
+        "tls_key": None,
+        "listen": address,
+        "parent_pid": os.getpid(),  # the worker ends when its router is gone
+        "num_workers": config.workers,
+        "cores": for_workers(config.placement, processors()),
     }
-    if config.revision is not None:
-        flags["--revision"] = config.revision
-    if config.token_file is not None:
-        flags["--token-file"] = config.token_file
-    if config.download_folder is not None:
-        flags["--download-folder"] = config.download_folder
-    if config.kv_memory != "auto":
-        flags["--kv-memory"] = config.kv_memory
-    if config.num_blocks is not None:
-        flags["--num-blocks"] = config.num_blocks
-    if config.max_model_len is not None:
-        flags["--max-model-len"] = config.max_model_len
-    if config.space_mask_ids:
-        flags["--space-mask-ids"] = ",".join(map(str, config.space_mask_ids))
-    if config.space_num_masks is not None:
-        flags["--space-num-masks"] = config.space_num_masks
-    if config.synthetic_acceptance is not None:
-        flags["--synthetic-acceptance"] = config.synthetic_acceptance
-    if config.tensor_parallel > 1:
-        flags["--tensor-parallel"] = config.tensor_parallel
-    if config.powercap is not None:
-        flags["--powercap"] = config.powercap
-    if config.num_threads is not None:
-        flags["--num-threads"] = config.num_threads
-    if config.workers > 1:
-        flags["--num-workers"] = config.workers
-    if (cores := for_workers(config.placement, processors())) is not None:
-        flags["--cores"] = cores
-    words = [str(word) for flag in flags.items() for word in flag]
-    adapters = [word for name, folder in config.adapter for word in ("--adapter", f"{name}={folder}")]
-    return module_command(module, *words, *adapters)
+    return module_command(module, *worker_argv(settings))
+
+
+def processors() -> set[int]:
+    """Return the processors this process may run on; empty if unknown."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+
+
+def for_workers(placement: str, allowed: Set[int]) -> str | None:
+    """Return a worker's `--cores` value, or None to leave placement to the system.
+
+    `apart` keeps workers off the last processor, so that the router does not displace a thread that a step waits for;
+    `auto` lets the worker decide whether it needs that one. With fewer than two processors the result is None.
+    """
+    if placement == "shared" or len(allowed) < 2:
+        return None
+    if placement == "auto":
+        return "auto"
+    return ",".join(map(str, sorted(allowed)[:-1]))

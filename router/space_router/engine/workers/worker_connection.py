@@ -9,22 +9,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 import grpc
+from space_common.worker_client import PROTOCOL_MAJOR
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.throughput_estimator import step_seconds
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import ExitCause
-from space_router.engine.workers.supervisor import WorkerDidNotStart
-from space_router.engine.workers.watchdog import Watchdog
+from space_router.engine.workers.supervisor import ExitCause, WorkerDidNotStart
 from space_router.engine.workers.worker_link import (
-    PROTOCOL_MAJOR,
     Link,
     LinkEnded,
     LinkLost,
     LinkRefused,
     LinkStalled,
+    Watchdog,
     WorkerMismatch,
 )
 

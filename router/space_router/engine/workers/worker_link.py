@@ -1,4 +1,4 @@
-"""One gRPC stream to one worker."""
+"""One gRPC stream to one worker, and how long it may be silent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,49 @@ from types import TracebackType
 
 import grpc
 import grpc.aio
+from space_common.worker_client import PROTOCOL_MAJOR, SERVE
 from space_proto import worker_pb2
 
-from space_router.engine.workers.watchdog import Watchdog
+FLOOR = 5.0  # minimum seconds of silence: a live worker reports every second
+SLOWEST_STEP_FACTOR = 20.0  # a step may take this multiple of the slowest recent step
+DECAY = 0.999  # of the slowest step, per step: a long prompt counts for about a thousand steps
+MAX_STALL_FACTOR = 10.0  # maximum time without a due step, as a multiple of `most`: kernels may be compiling
+MIN_STEPS = 50  # steps before this worker's own step times are used
 
-PROTOCOL_MAJOR = 1
+
+class Watchdog:
+    """Time limits for one worker, in seconds, derived from its start and its steps.
+
+    A worker is declared dead only after being silent for as long as its start took. Waiting for a hung worker costs the
+    wait, restarting a healthy one costs a start; so the total is at most twice the optimum.
+    """
+
+    def __init__(self, most: float, *, start_seconds: float = 0.0) -> None:
+        """`most`: maximum seconds of silence, however long steps and start take; `start_seconds`: of the start."""
+        self._most = most
+        self._start_seconds = start_seconds
+        self._slowest = 0.0
+        self._num_steps = 0
+
+    def stepped(self, seconds: float) -> None:
+        """Record a step that took `seconds`."""
+        self._slowest = max(seconds, DECAY * self._slowest)
+        self._num_steps += 1
+
+    @property
+    def silence(self) -> float:
+        """Limit without any report, as from a process that is stopped or never releases the GIL."""
+        return min(self._most, max(FLOOR, SLOWEST_STEP_FACTOR * self._slowest, self._start_seconds))
+
+    @property
+    def stall(self) -> float:
+        """Limit without a due step: a worker with a hung device may still send its periodic reports."""
+        if self._num_steps < MIN_STEPS:
+            return MAX_STALL_FACTOR * self._most
+        return max(self._most, min(MAX_STALL_FACTOR * self._most, SLOWEST_STEP_FACTOR * self._slowest))
+
+
 LOOK_SECONDS = 0.5  # between two checks for silence
-SERVE = "/spaceserve.v1.Worker/Serve"
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 1024**2),  # prompt logprobs of long prompts are large
     ("grpc.max_send_message_length", 256 * 1024**2),

@@ -9,8 +9,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 
 from space_router.engine.errors import WorkerStartFailed
-from space_router.engine.workers.remote_worker import RemoteWorker
-from space_router.engine.workers.supervisor import Supervisor
+from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
 from space_router.engine.workers.worker_connection import WorkerConnection, WorkerListener, WorkerSource
 
 logger = logging.getLogger(__name__)

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from doubles.worker import SmallRouter
 from overhead_arms import plain
 from space_common.version import version
+from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
-from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import PLAIN as NO_DRAFTS
 from space_server.speculation.controller import LayoutYield, layout_yields
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
 from space_server.step_costs.step_cost import StepCost, StepShape
 from space_server.worker import Worker
-from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
 PLAIN, OWN = "plain", "SPACE, own drafts"
 BLOCK_SIZE = 16
@@ -75,7 +73,8 @@ class SpaceServe:
         kv = self._model.allocate_kv(num_blocks, BLOCK_SIZE)
         calibration = calibrate(self._model, kv, max_sequences=most, seconds=CALIBRATION_SECONDS)
         self._chances = {synthetic_arm(chances): tuple(chances) for chances in settings["synthetic_acceptance"]}
-        self._routers: dict[str, SmallRouter] = {}
+        self._workers: dict[str, Worker] = {}
+        self._clients: dict[str, WorkerClient] = {}
         own = [OWN] if settings["own_drafts"] else []
         for arm in (PLAIN, *own, *(self._chances if facts.most_masks else ())):
             synthetic = None
@@ -83,7 +82,7 @@ class SpaceServe:
                 synthetic = SyntheticAcceptance(
                     self._chances[arm], vocab_size=facts.vocab_size, mask_ids=facts.mask_ids
                 )
-            worker = Worker(
+            worker = self._workers[arm] = Worker(
                 self._model,
                 num_blocks=num_blocks,
                 block_size=BLOCK_SIZE,
@@ -93,16 +92,14 @@ class SpaceServe:
                 controller=plain().controller() if arm == PLAIN else None,
                 synthetic=synthetic,
             )
-            start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_prefill_rows=1 << 20, max_draft_length=99)
-            worker.apply(pb.Command(start=start))
-            self._routers[arm] = SmallRouter(worker)
+            self._clients[arm] = WorkerClient(worker, max_prefill_rows=1 << 20)
 
     def facts(self) -> dict[str, Any]:
         facts = self._model.facts
         dtype = str(facts.dtype).removeprefix("torch.")
         return {
             "version": version(),
-            "arms": list(self._routers),
+            "arms": list(self._clients),
             "settings": f"{dtype}, attention {facts.attention}, {facts.num_threads} threads; all prompts may go into "
             "one step",
             "lacks": "nothing: scheduler and greedy choice are its own",
@@ -114,13 +111,13 @@ class SpaceServe:
             self.run(arm, prompts, max_tokens)
 
     def run(self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
-        router = self._routers[arm]
+        client = self._clients[arm]
         begun = time.perf_counter()
-        numbers = [router.admit(prompt, max_tokens=max_tokens) for prompt in prompts]
+        numbers = [client.admit(prompt, max_tokens=max_tokens) for prompt in prompts]
         outputs: dict[int, list[int]] = {number: [] for number in numbers}
         seconds: dict[int, list[float]] = {number: [] for number in numbers}
-        while router.worker.has_work:
-            report = router.step()
+        while self._workers[arm].has_work:
+            report = client.step()
             now = time.perf_counter() - begun
             for sequence in [] if report is None else report.sequences:
                 if sequence.error:
@@ -128,8 +125,8 @@ class SpaceServe:
                 outputs[sequence.seq_id] += sequence.tokens
                 seconds[sequence.seq_id] += [now] * len(sequence.tokens)
         for number in numbers:
-            router.release(number)
-        router.step()
+            client.release(number)
+        client.step()
         return [outputs[number] for number in numbers], [seconds[number] for number in numbers]
 
     def bounds(self, num_sequences: int, num_context: int) -> dict[str, Any]:
@@ -137,7 +134,7 @@ class SpaceServe:
         return {
             arm: vars(
                 Bound.of(
-                    self._routers[arm].worker.cost,
+                    self._workers[arm].cost,
                     chances,
                     max_drafts=self._model.facts.most_masks,
                     num_sequences=num_sequences,
@@ -145,7 +142,7 @@ class SpaceServe:
                 )
             )
             for arm, chances in self._chances.items()
-            if arm in self._routers
+            if arm in self._clients
         }
 
 

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from space_common.grammar_process import GrammarProcess
+from space_common.grammar import GrammarProcess
 from space_proto import worker_pb2
 from space_router.api.grammar_fields import TgiGrammar, of_rules, tgi_grammar
 from space_router.api.openai import completions

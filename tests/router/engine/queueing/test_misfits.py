@@ -12,7 +12,7 @@ from space_router.engine.errors import RequestFailed
 from space_router.engine.queueing.oversized_requests import MAX_ABSENCE
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause
 
 Make = Callable[..., ValidRequest]
 SMALL, LARGE = 8, 64  # blocks of 16 slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from space_router.engine.workers.backoff import Backoff
+from space_router.engine.workers.supervisor import Backoff
 
 
 def test_waits_double_from_a_tenth_of_a_second_to_five_and_start_again_after_success() -> None:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from space_router.engine.workers.exit_cause import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
+from space_router.engine.workers.supervisor import ExitCause, cause_of_end, cause_of_silence, count_oom_kills
 
 SOMEBODY, ITSELF = ExitCause.EXTERNAL, ExitCause.CRASHED
 

@@ -49,3 +49,7 @@ def test_what_was_said_is_passed_on() -> None:
     assert flags["--powercap"] == "/host/powercap"
     assert flags["--tensor-parallel"] == "2"
     assert flags["--synthetic-acceptance"] == ".78"
+
+
+def test_the_certificate_for_clients_is_not_a_workers() -> None:
+    assert "--tls-cert" not in worker_command(ServeConfig(tls_cert="/c", tls_key="/k"), "h:1")

@@ -14,9 +14,8 @@ from doubles.router import Script, ScriptedWorker
 from doubles.router.certificates import Certificate, authority, signed
 from space_proto import worker_pb2, worker_pb2_grpc
 from space_router.config import ServeConfig, build
-from space_router.engine.workers.remote_worker import RemoteWorker
-from space_router.engine.workers.watchdog import Watchdog
-from space_router.engine.workers.worker_link import Link, LinkLost, WorkerMismatch
+from space_router.engine.workers.supervisor import RemoteWorker
+from space_router.engine.workers.worker_link import Link, LinkLost, Watchdog, WorkerMismatch
 
 START = worker_pb2.Command(start=worker_pb2.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=3))
 

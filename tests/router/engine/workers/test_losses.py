@@ -14,7 +14,7 @@ from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, Wo
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

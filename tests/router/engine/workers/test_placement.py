@@ -4,8 +4,7 @@ import os
 
 import pytest
 from space_router.config import ServeConfig
-from space_router.engine.workers.worker_command import worker_command
-from space_router.placement import for_workers, processors
+from space_router.engine.workers.worker_command import for_workers, processors, worker_command
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused
 from space_router.engine.request.request import SamplingOptions, ValidRequest
-from space_router.engine.workers.remote_worker import RemoteWorker
 from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
-from space_router.engine.workers.supervisor import Supervisor
+from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
 from space_router.metrics import Metrics
 
 Make = Callable[..., ValidRequest]

@@ -14,7 +14,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.workers import worker_connection as connection
-from space_router.engine.workers.remote_worker import RemoteWorker
+from space_router.engine.workers.supervisor import RemoteWorker
 from space_router.engine.workers.worker_link import LinkLost
 from space_router.metrics import Metrics
 

@@ -17,8 +17,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import WorkerStartFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
-from space_router.engine.workers.exit_cause import ExitCause, count_oom_kills
-from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart
+from space_router.engine.workers.supervisor import ExitCause, Supervisor, WorkerDidNotStart, count_oom_kills
 from space_router.engine.workers.worker_command import worker_command
 from space_router.metrics import Metrics
 

@@ -17,8 +17,7 @@ from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.crash_quarantine import MAX_HOLD, SUSPECT_WAIT, TRIAL_GROWTH
-from space_router.engine.workers.exit_cause import ExitCause
-from space_router.engine.workers.remote_worker import RemoteWorker
+from space_router.engine.workers.supervisor import ExitCause, RemoteWorker
 
 Make = Callable[..., ValidRequest]
 Answer = Callable[[ValidRequest, Script], tuple[int, ...]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from space_router.engine.workers.watchdog import FLOOR, MIN_STEPS, Watchdog
+from space_router.engine.workers.worker_link import FLOOR, MIN_STEPS, Watchdog
 
 
 def test_five_seconds_are_forgiven_where_steps_and_start_are_short() -> None:

@@ -21,7 +21,7 @@ from space_router.engine.request.request import Finish, SamplingOptions, ValidRe
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD
 from space_router.engine.request.stream import Stream
 from space_router.engine.scheduling.scheduler import PREFILL_STEPS_AHEAD, Scheduler
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause
 from space_router.metrics import Metrics
 
 from doubles.router.language import HashLanguage

@@ -1,11 +1,11 @@
-"""An engine and its workers on one table: no sockets, no event loop, no clock but one that is turned by hand."""
+"""Engines and workers without sockets and event loop, in time that passes when it is told to."""
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
@@ -13,7 +13,7 @@ from space_router.engine.engine import MAX_LAG, Engine
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.sequence import WorkerSequence
 from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.workers.exit_cause import ExitCause
+from space_router.engine.workers.supervisor import ExitCause
 from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.metrics import Metrics
 
@@ -33,45 +33,111 @@ class OldestPreempted(AssertionError):
     """The one that everybody relies on to finish was taken."""
 
 
-class TableSeat(WorkerConnection):
-    """A seat whose worker hears at once, and is heard `delay` steps late."""
+class VirtualTime:
+    """A clock, and what is due by it."""
 
-    def __init__(self, engine: Engine, new_worker: Callable[[], TableWorker], delay: int) -> None:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, _Timer]] = []
+        self._num_timers = 0
+
+    def at(self, seconds: float, action: Callable[[], None]) -> _Timer:
+        """Call `action` at that time, unless the timer is cancelled."""
+        self._num_timers += 1
+        timer = _Timer(action)
+        heapq.heappush(self._due, (seconds, self._num_timers, timer))
+        return timer
+
+    def call_later(self, seconds: float, action: Callable[[], None]) -> _Timer:
+        return self.at(self.now + seconds, action)
+
+    def skip(self, seconds: float) -> None:
+        """So much time passes; what was due in it is done at its end."""
+        self.now += seconds
+        while self._due and self._due[0][0] <= self.now:
+            heapq.heappop(self._due)[-1].ring()
+
+    def run(self, until: float) -> None:
+        """Let time pass up to `until`, or until nothing is due any more; everything is done when it is due."""
+        while self._due and self._due[0][0] <= until:
+            self.now, _, timer = heapq.heappop(self._due)
+            timer.ring()
+        if self._due:
+            self.now = until
+
+
+class _Timer:
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def cancel(self) -> None:
+        self._action = None
+
+    def ring(self) -> None:
+        if self._action is not None:
+            self._action()
+
+
+class OfflineConnection(WorkerConnection):
+    """A connection without a stream: subclasses pass commands and reports on."""
+
+    worker: Any = None
+
+    def __init__(self, engine: Engine) -> None:
         self.scheduler: Scheduler | None = None
         self.num_incarnations = self.num_crashes = 0
+        self._engine = engine
+        self._num_reports = 0
+
+    def welcome(self, hello: worker_pb2.Hello) -> tuple[Scheduler, worker_pb2.Command]:
+        """The scheduler for a new worker, and the first command to it; `up` follows."""
+        facts = WorkerModelFacts.from_hello(hello)
+        self._engine.check_compatible(facts)
+        self.scheduler = self._engine.new_scheduler(facts)
+        self.num_incarnations += 1
+        self._num_reports = 0
+        start = worker_pb2.Start(
+            protocol_major=1,
+            max_prefill_rows=self._engine.config.max_prefill_rows,
+            max_draft_length=self.scheduler.max_draft_length,
+        )
+        return self.scheduler, worker_pb2.Command(start=start)
+
+    def numbered(self, report: worker_pb2.StepReport) -> worker_pb2.StepReport:
+        """The report, as the next of this incarnation."""
+        self._num_reports += 1
+        report.report_no = self._num_reports
+        return report
+
+    def die(self, cause: ExitCause = ExitCause.EXTERNAL) -> None:
+        """The worker is gone with everything it has not reported yet."""
+        if self.scheduler is not None:
+            lost, self.scheduler, self.worker = self.scheduler, None, None
+            self._engine.worker_lost(self, lost, cause)
+
+
+class TableConnection(OfflineConnection):
+    """A worker hears at once, and is heard `delay` steps late."""
+
+    def __init__(self, engine: Engine, new_worker: Callable[[], TableWorker], delay: int) -> None:
+        super().__init__(engine)
         self.worker: TableWorker | None = None
-        self._engine, self._new_worker, self._delay = engine, new_worker, delay
+        self._new_worker, self._delay = new_worker, delay
         self._inbox: list[worker_pb2.Command] = []
         self._mail: deque[worker_pb2.StepReport | None] = deque()
-        self._num_reports = 0
 
     def flush(self) -> None:
         if self.scheduler is not None:
             self._inbox += self.scheduler.take_commands()
 
     def start(self) -> None:
-        """A fresh worker sits down."""
+        """Connect a fresh worker."""
         self.worker = self._new_worker()
-        facts = WorkerModelFacts.from_hello(self.worker.hello())
-        self._engine.check_compatible(facts)
-        scheduler = self._engine.new_scheduler(facts)
+        scheduler, start = self.welcome(self.worker.hello())
         _watch(scheduler)
-        self._inbox, self._mail, self._num_reports = [], deque(), 0
-        start = worker_pb2.Start(
-            protocol_major=1,
-            max_prefill_rows=self._engine.config.max_prefill_rows,
-            max_draft_length=scheduler.max_draft_length,
-        )
-        self.worker.apply(worker_pb2.Command(start=start))
-        self.scheduler = scheduler
-        self.num_incarnations += 1
+        self._inbox, self._mail = [], deque()
+        self.worker.apply(start)
         self._engine.worker_up(self)
-
-    def die(self, cause: ExitCause) -> None:
-        """The worker is gone with everything it has not said yet."""
-        if self.scheduler is not None:
-            lost, self.scheduler, self.worker = self.scheduler, None, None
-            self._engine.worker_lost(self, lost, cause)
 
     def step(self) -> None:
         """The worker heeds what it was told, steps, and is heard."""
@@ -81,10 +147,7 @@ class TableSeat(WorkerConnection):
         for command in inbox:
             self.worker.apply(command)
         report = self.worker.step()
-        if report is not None:
-            self._num_reports += 1
-            report.report_no = self._num_reports
-        self._mail.append(report)
+        self._mail.append(None if report is None else self.numbered(report))
         if len(self._mail) > self._delay and (heard := self._mail.popleft()) is not None:
             self._engine.worker_report(self, heard)
 
@@ -106,46 +169,29 @@ class Tabletop:
         max_lag: int = MAX_LAG,
     ) -> None:
         """`delay`: steps that a report takes to be heard; `metrics`: to be shared by many tables, for speed."""
-        self.now = 0.0
-        self._timers: list[tuple[float, int, _Timer]] = []
-        self._num_timers = 0
+        self._time = VirtualTime()
         self.engine = Engine(
             config or ServeConfig(),
             metrics or Metrics(),
             max_lag=max_lag,
-            clock=lambda: self.now,
-            call_later=self._call_later,
+            clock=lambda: self._time.now,
+            call_later=self._time.call_later,
         )
-        self.connections = [TableSeat(self.engine, new_worker, delay) for _ in range(num_workers)]
+        self.connections = [TableConnection(self.engine, new_worker, delay) for _ in range(num_workers)]
         self.engine.connections[:] = self.connections
         for connection in self.connections:
             connection.start()
 
+    @property
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self._time.now
+
     def tick(self, seconds: float = 0.001) -> None:
         """So many seconds pass, and every worker steps."""
-        self.now += seconds
-        while self._timers and self._timers[0][0] <= self.now:
-            heapq.heappop(self._timers)[-1].ring()
+        self._time.skip(seconds)
         for connection in self.connections:
             connection.step()
-
-    def _call_later(self, seconds: float, action: Callable[[], None]) -> _Timer:
-        timer = _Timer(action)
-        self._num_timers += 1
-        heapq.heappush(self._timers, (self.now + seconds, self._num_timers, timer))
-        return timer
-
-
-class _Timer:
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
-
-    def cancel(self) -> None:
-        self._action = None
-
-    def ring(self) -> None:
-        if self._action is not None:
-            self._action()
 
 
 def _watch(scheduler: Scheduler) -> None:

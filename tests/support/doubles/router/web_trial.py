@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import uvicorn
+from space_router.config import ServeConfig
 from space_router.http_server.http_connection import bounded
 from space_router.metrics import Metrics
-from space_router.settings.connection_settings import ConnectionSettings
 from starlette.types import Receive, Scope, Send
 
 SOON = 10.0
@@ -121,7 +121,7 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(limits: ConnectionSettings) -> AsyncIterator[WebTrial]:
+async def serving(limits: ServeConfig) -> AsyncIterator[WebTrial]:
     """Held to the limits until the end of the block."""
     metrics = Metrics()
     with socket.socket() as listening:

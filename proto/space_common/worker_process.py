@@ -9,47 +9,52 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from space_common.python_process import module_command, safe_environment
-
-from space_train.self_generation.own_text_file import OwnTextError
+from space_common.process import module_command, safe_environment
 
 KEPT_LINES = 20  # lines kept of the worker's output
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
 
-class WorkerError(OwnTextError):
+class WorkerError(RuntimeError):
     """The worker failed; the message has its last output."""
 
 
-class TrainingWorkerDidNotStart(WorkerError):
+class WorkerNotReady(WorkerError):
     """The process exited or timed out before it listened: the checkpoint or the machine is unsuitable."""
 
 
 class WorkerLost(WorkerError):
-    """The process died, stopped reporting or closed the stream during generation."""
+    """The process died, stopped reporting, refused the client or closed the stream."""
 
 
 class WorkerProcess:
     """`python -m space_server` on a socket that only this user can reach. Leaving the block terminates it.
 
-    with WorkerProcess({"--model": "demo"}) as process:
+    with WorkerProcess(["--model", "demo"]) as process:
         process.address
     """
 
     def __init__(
-        self, flags: Mapping[str, object], *, start_timeout: float = 1800.0, module: str = "space_server"
+        self,
+        flags: Sequence[str],
+        *,
+        start_timeout: float = 1800.0,
+        module: str = "space_server",
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], object] | None = None,
     ) -> None:
         """`flags`: of `python -m space_server`, without the listen address. `start_timeout`: seconds to load the model.
-        `module`: the module to run instead.
+        `module`: the module to run instead; `environment`: added to this process's; `on_line`: called with each line
+        of its log, in another thread.
         """
         self.address = ""
-        self._command = module_command(module)
-        self._flags, self._start_timeout = dict(flags), start_timeout
+        self._command = [*module_command(module), *flags]
+        self._start_timeout, self._environment, self._on_line = start_timeout, environment, on_line
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
         self._news = threading.Condition()
@@ -66,14 +71,14 @@ class WorkerProcess:
         try:
             self._start()
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stop()
+        self.stop()
 
     def obituary(self, what: str, patience: float = 2.0) -> str:
         """Return `what`, the exit status if the process ends within `patience` seconds, and its last lines."""
@@ -93,17 +98,38 @@ class WorkerProcess:
         lines = "".join(f"\n    {line}" for line in self._last_words)
         return f"{what}. It said last:{lines or ' (nothing)'}"
 
+    def stop(self, grace: float = GRACE) -> int:
+        """Send SIGTERM, after `grace` seconds SIGKILL; return the exit status (0 if there is no process)."""
+        process, self._process = self._process, None
+        if process is None:
+            self._folder.cleanup()
+            return 0
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the worker, if it still runs, and its children
+            process.wait()
+            for reader in self._readers:
+                reader.join()
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            self._folder.cleanup()
+        return process.returncode
+
     def _start(self) -> None:
         listen = f"unix:{Path(self._folder.name) / 'worker.sock'}"
-        flags = {**self._flags, "--listen": listen, "--parent-pid": os.getpid()}
         process = self._process = subprocess.Popen(
-            [*self._command, *(str(word) for flag in flags.items() for word in flag)],
+            [*self._command, "--listen", listen, "--parent-pid", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=safe_environment(),
+            env=safe_environment(self._environment),
             start_new_session=True,  # Ctrl-C reaches only this process, which then terminates the worker
         )
         assert process.stdout is not None
@@ -118,29 +144,7 @@ class WorkerProcess:
             self._news.wait_for(lambda: self.address or self._ended, self._start_timeout)
         if not self.address:
             late = "" if self._ended else f" within {self._start_timeout:g} s"
-            raise TrainingWorkerDidNotStart(
-                self.obituary(f"The worker was not ready{late}", 2.0 if self._ended else 0.0)
-            )
-
-    def _stop(self) -> None:
-        process, self._process = self._process, None
-        try:
-            if process is not None:
-                process.terminate()
-                try:
-                    process.wait(GRACE)
-                except subprocess.TimeoutExpired:
-                    pass
-                finally:
-                    _kill_group(process.pid)  # the worker, if it still runs, and its children
-                    process.wait()
-                for reader in self._readers:
-                    reader.join()
-                for pipe in (process.stdout, process.stderr):
-                    if pipe is not None:
-                        pipe.close()
-        finally:
-            self._folder.cleanup()
+            raise WorkerNotReady(self.obituary(f"The worker was not ready{late}", 2.0 if self._ended else 0.0))
 
     def _read_stdout(self, pipe: IO[str]) -> None:
         for line in pipe:
@@ -154,10 +158,7 @@ class WorkerProcess:
 
     def _read_stderr(self, pipe: IO[str]) -> None:
         for line in pipe:
+            if self._on_line is not None:
+                self._on_line(line)
             if line.strip():
                 self._last_words.append(line.rstrip())
-
-
-def _kill_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)

@@ -1,1 +1,0 @@
-"""The fields of `ServeConfig`, and how their text is parsed."""
