@@ -178,7 +178,7 @@ class WorkerSettings:
     tls_client_ca: str | None = flag(
         None,
         "authority whose certificates routers must show, PEM; with --tls-cert and --tls-key the port speaks "
-        "mutual TLS. Without, whoever reaches HOST:PORT can use this worker. Renewed files count from the next "
+        "mutual TLS. Without, any client that reaches HOST:PORT can use this worker. Renewed files count from the next "
         "connection on",
         metavar="PATH",
     )
@@ -245,7 +245,7 @@ class WorkerSettings:
     )  # fmt: skip
     synthetic_acceptance: tuple[float, ...] | None = flag(
         None,
-        "for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 come true "
+        "for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 are accepted "
         "with these chances (.78, .57, or five numbers separated by commas); off by default",
         parse_chances,
         metavar="P",
@@ -262,7 +262,7 @@ class WorkerSettings:
         "of processor, such as avx2: the same, compiled for that kind; torch: torch's always (default: %(default)s)",
     )
     exact: bool = switch(
-        "on: a token's bits depend on nobody's company on a GPU either (our own products instead of the "
+        "on: a token's bits do not depend on the batch on a GPU either (our own products instead of the "
         "library's, slower); a CPU is always exact (default: %(default)s)",
     )
     tensor_parallel: int = flag(

@@ -10,15 +10,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api.access import HttpAccess
+from space_router.api.middleware import HttpAccess, Traced
 from space_router.api.openai import chat, completions, models, responses
-from space_router.api.ops import docs, invocations, operating, tokens, web_ui_routes, workers
-from space_router.api.ops.document import DocumentedApp
+from space_router.api.ops import operating, pages, tokens
+from space_router.api.schema import DocumentedApp
 from space_router.api.service import Service
 from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
-from space_router.http_server.answers import error_answer
-from space_router.http_server.traced import Traced
+from space_router.http_server.responses import error_response
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +46,9 @@ def create_app(service: Service) -> DocumentedApp:
         redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
-    parts = (completions, chat, responses, models, generate, tokens, operating, workers)
-    routers = [part.routes(service) for part in parts]
-    routers += [invocations.routes(service, routers), docs.routes(app.openapi), web_ui_routes.routes()]
+    parts = (completions, chat, responses, models, generate, tokens, operating)
+    routers = [*(part.routes(service) for part in parts), operating.worker_routes(service)]
+    routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
         _answer_head(router)
         app.include_router(router)
@@ -63,7 +62,7 @@ def create_app(service: Service) -> DocumentedApp:
             log.info("%s: 499, %s", request.url.path, error.message)
         elif error.reason is not None:
             service.metrics.rejected_total.labels(reason=error.reason).inc()
-        return error_answer(error, request.url.path)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: Exception) -> Response:
@@ -73,7 +72,7 @@ def create_app(service: Service) -> DocumentedApp:
             refusal.headers = {"allow": _allowed(every_route, request)}
         else:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")
-        return error_answer(refusal, request.url.path)
+        return error_response(refusal, request.url.path)
 
     app.add_middleware(HttpAccess, service=service)
     if service.config.cors_origins:

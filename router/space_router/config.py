@@ -94,7 +94,7 @@ class ServeConfig:
         ADAPTERS,
         "a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas. "
         "FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors "
-        "beside it. Adapters change how many drafts come true, never the text, so they share the prefix cache",
+        "beside it. Adapters change how many drafts are accepted, never the text, so they share the prefix cache",
         repeatable=True,
     )
     dtype: str = _own_model(
@@ -126,7 +126,7 @@ class ServeConfig:
     attention: str = _own_model(
         "auto",
         one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
-        "who computes attention: auto takes our own on a CPU, and on a GPU whichever of those below was fastest on the "
+        "attention backend: auto takes our own on a CPU, and on a GPU the one of those below that was fastest on the "
         "model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our "
         "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
     )
@@ -140,7 +140,7 @@ class ServeConfig:
     exact: str = _own_model(
         "off",
         ON_OFF,
-        "on: a token's bits depend on nobody's company on a GPU either (our own products instead of the library's, "
+        "on: a token's bits do not depend on the batch on a GPU either (our own products instead of the library's, "
         "slower), so that the text is the same with drafts or without to the last bit; on a CPU it always is",
     )
     max_model_len: int | None = _own_model(
@@ -341,8 +341,9 @@ class ServeConfig:
         None,
         CHANCES,
         "for measuring without trained masks, off by default: when a request comes again, its drafts from mask 1 to 5 "
-        "come true with these chances: .78 (.84 .81 .78 .75 .72), .57 (.63 .60 .57 .54 .51), or five numbers separated "
-        "by commas. The text is the same; the speed is no measurement of the checkpoint's masks, and /info says so",
+        "are accepted with these chances: .78 (.84 .81 .78 .75 .72), .57 (.63 .60 .57 .54 .51), or five numbers "
+        "separated by commas. The text is the same; the speed is no measurement of the checkpoint's masks, and /info "
+        "says so",
     )
     kv_memory: str = _own_memory(
         "auto",

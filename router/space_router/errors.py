@@ -3,19 +3,20 @@
 RouterError
 ├── ConfigError        a flag, a variable or a file is invalid: the process does not start
 └── ApiError           a request that is answered with an error status
-    ├── InvalidRequest     400: a field is wrong, `param` names it
-    ├── TooManyTokens      400: prompt and output do not fit the window
+    ├── ClientError        the request itself is wrong
+    │   ├── InvalidRequest     400: a field is wrong, `param` names it
+    │   │   └── TooManyTokens      400: prompt and output do not fit the window
+    │   ├── NotFound           404
+    │   ├── MethodNotAllowed   405
+    │   ├── SlowRequest        408: the body came too slowly
+    │   ├── Conflict           409: another operation must end first
+    │   ├── BodyTooLarge       413
+    │   └── UnsupportedMedia   415
     ├── Unauthorized       401
     ├── Forbidden          403: the key is valid but not an operator's
-    ├── NotFound           404
-    ├── MethodNotAllowed   405
     ├── TimedOut           408: the request's own deadline
-    ├── SlowRequest        408: the body came too slowly
-    ├── Conflict           409: another operation must end first
-    ├── BodyTooLarge       413
-    ├── UnsupportedMedia   415
     ├── Overloaded         429, with Retry-After: the queue is full
-    ├── RateLimited        429, with Retry-After: the API key has reached a limit
+    │   └── RateLimited        429, with Retry-After: the API key has reached a limit
     ├── ClientGone         499: the client has disconnected; only logged
     │   └── SlowReader     the client is connected but does not read
     ├── GenerationFailed   500: this request failed, others are not affected
@@ -52,12 +53,17 @@ class ApiError(RouterError):
         self.headers: dict[str, str] = {}
 
 
-class InvalidRequest(ApiError):
-    """A field is missing, unknown, of the wrong type, or out of its bounds."""
+class ClientError(ApiError):
+    """The request itself is wrong."""
 
     status = 400
     kind = "invalid_request_error"
     tgi_kind = "validation"
+
+
+class InvalidRequest(ClientError):
+    """A field is missing, unknown, of the wrong type, or out of its bounds."""
+
     tgi_status = 422
     reason = "invalid"
 
@@ -94,28 +100,23 @@ class Forbidden(ApiError):
     reason = "unauthorized"
 
 
-class Conflict(ApiError):
+class Conflict(ClientError):
     """Another operation must end first."""
 
     status = 409
-    kind = "invalid_request_error"
-    tgi_kind = "validation"
 
 
-class NotFound(ApiError):
+class NotFound(ClientError):
     """There is no such route, model or request."""
 
     status = 404
-    kind = "invalid_request_error"
     tgi_kind = "not_found"
 
 
-class MethodNotAllowed(ApiError):
+class MethodNotAllowed(ClientError):
     """The route exists, for other methods."""
 
     status = 405
-    kind = "invalid_request_error"
-    tgi_kind = "validation"
 
 
 class TimedOut(ApiError):
@@ -128,12 +129,10 @@ class TimedOut(ApiError):
         super().__init__(message, param="timeout", code="deadline_exceeded")
 
 
-class SlowRequest(ApiError):
+class SlowRequest(ClientError):
     """The body did not come within `--receive-timeout`."""
 
     status = 408
-    kind = "invalid_request_error"
-    tgi_kind = "validation"
     reason = "slow_request"
 
     def __init__(self, message: str) -> None:
@@ -141,21 +140,17 @@ class SlowRequest(ApiError):
         self.headers = {"Connection": "close"}  # the rest of the body may still arrive
 
 
-class BodyTooLarge(ApiError):
+class BodyTooLarge(ClientError):
     """The body exceeds `--max-body`."""
 
     status = 413
-    kind = "invalid_request_error"
-    tgi_kind = "validation"
     reason = "body_too_large"
 
 
-class UnsupportedMedia(ApiError):
+class UnsupportedMedia(ClientError):
     """The body's content type is not JSON."""
 
     status = 415
-    kind = "invalid_request_error"
-    tgi_kind = "validation"
     reason = "invalid"
 
 
@@ -166,23 +161,18 @@ class Overloaded(ApiError):
     kind = "rate_limit_error"
     tgi_kind = "overloaded"
     reason = "queue_full"
+    error_code = "queue_full"
 
     def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message, code="queue_full")
+        super().__init__(message, code=self.error_code)
         self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
 
 
-class RateLimited(ApiError):
+class RateLimited(Overloaded):
     """The API key has reached its limit of requests or tokens."""
 
-    status = 429
-    kind = "rate_limit_error"
-    tgi_kind = "overloaded"
     reason = "rate_limited"
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message, code="rate_limit_exceeded")
-        self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
+    error_code = "rate_limit_exceeded"
 
 
 class ClientGone(ApiError):
@@ -200,17 +190,12 @@ class SlowReader(ClientGone):
 class GenerationFailed(ApiError):
     """The request was accepted and could not be finished."""
 
-    status = 500
-    kind = "server_error"
-    tgi_kind = "generation"
     tgi_status = 424
 
 
 class Internal(ApiError):
     """An unexpected error; the log has the details under the same id."""
 
-    status = 500
-    kind = "server_error"
     tgi_kind = "incomplete_generation"
 
     def __init__(self, error_id: str) -> None:

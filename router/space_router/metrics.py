@@ -1,10 +1,38 @@
 """The Prometheus series of this router, all present from the first scrape on."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
-from space_router.fast_histogram import FastHistogram
+
+class FastHistogram(Collector):
+    """Like prometheus_client's Histogram without labels, four times as fast: no lock, and a binary search for buckets.
+
+    All observations must come from one thread; `times` adds several equal ones at once.
+    """
+
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = [float(bound) for bound in buckets]
+        self._counts = [0] * (len(buckets) + 1)  # of each bucket alone; the last is above all bounds
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [*(str(bound) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
+
 
 MAX_POSITION = 16
 """Draft positions with a series of their own: `accepted_by_position_total` has labels 1..MAX_POSITION."""
@@ -54,10 +82,10 @@ class Metrics:
         def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
             return Histogram(f"spaceserve_{name}", help_, labels, buckets=buckets, registry=registry)
 
-        def tally(name: str, help_: str, buckets: tuple[float, ...]) -> FastHistogram:
+        def fast_histogram(name: str, help_: str, buckets: tuple[float, ...]) -> FastHistogram:
             return FastHistogram(f"spaceserve_{name}", help_, buckets, registry)
 
-        self.tokens_per_step = tally(
+        self.tokens_per_step = fast_histogram(
             "tokens_per_step", "Tokens emitted by one sequence in one decode step, after the cut", _TOKENS
         )
         self.drafted_tokens_total = counter("drafted_tokens_total", "Draft tokens verified")
@@ -66,12 +94,14 @@ class Metrics:
             "accepted_by_position_total", "Draft tokens accepted, by place in the chain behind the root", ("position",)
         )
         self.drafted_tokens_by_source_total = counter(
-            "drafted_tokens_by_source_total", "Draft tokens verified, by who proposed them", ("source",)
+            "drafted_tokens_by_source_total", "Draft tokens verified, by their source", ("source",)
         )
         self.accepted_tokens_by_source_total = counter(
-            "accepted_tokens_by_source_total", "Draft tokens accepted, by who proposed them", ("source",)
+            "accepted_tokens_by_source_total", "Draft tokens accepted, by their source", ("source",)
         )
-        self.draft_length = tally("draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS)
+        self.draft_length = fast_histogram(
+            "draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS
+        )
         self.rows_total = counter("rows_total", "Rows that went through the model", ("kind",))
         self.speculation_speedup = gauge(
             "speculation_speedup", "Tokens per second with speculation over the measured cost of plain decoding"
@@ -87,7 +117,7 @@ class Metrics:
         self.time_to_first_token_seconds = histogram(
             "time_to_first_token_seconds", "From submission to the first token", _WHOLE_SECONDS
         )
-        self.inter_token_latency_seconds = tally(
+        self.inter_token_latency_seconds = fast_histogram(
             "inter_token_latency_seconds", "Gap between steps that gave a request tokens, per token", _GAP_SECONDS
         )
         self.request_seconds = histogram("request_seconds", "From submission to the end of a request", _WHOLE_SECONDS)
@@ -98,7 +128,7 @@ class Metrics:
         self.slow_readers_cut_total = counter(
             "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
         )
-        # Labelled by API key name; `rate_limit.Allowance` creates the label values at start.
+        # Labelled by API key name; `rate_limit.RateLimit` creates the label values at start.
         self.key_requests = gauge("key_requests", "Requests that generate, in the router now", ("key",), on=beside)
         self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", ("key",))
         self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", ("key", "kind"))

@@ -11,7 +11,7 @@ from space_router.api_keys import ApiKey, KeyLimits
 from space_router.errors import RateLimited
 from space_router.metrics import Metrics
 
-NOBODY = "none"
+NO_KEY = "none"
 """Label for requests when the server has no keys."""
 
 
@@ -38,7 +38,7 @@ class TokenBucket:
         self._then = now
 
 
-class Allowance:
+class RateLimit:
     """The limits and counts of one key."""
 
     def __init__(self, name: str, limits: KeyLimits, metrics: Metrics, clock: Callable[[], float]) -> None:
@@ -47,7 +47,7 @@ class Allowance:
         self._requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute, now)
         self._tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, now)
         self._num_running = 0
-        label = name or NOBODY
+        label = name or NO_KEY
         self._running = metrics.key_requests.labels(key=label)
         self._taken = metrics.key_requests_total.labels(key=label)
         self._prompt = metrics.key_tokens_total.labels(key=label, kind="prompt")
@@ -91,8 +91,8 @@ class Allowance:
         raise RateLimited(f"{whose} allowed {bound}. Try again in {math.ceil(max(1.0, wait))} s.", retry_after=wait)
 
 
-class Allowances:
-    """The allowances of all keys by name; without keys, one for all clients together."""
+class RateLimits:
+    """The limits of all keys by name; without keys, one for all clients together."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class Allowances:
     ) -> None:
         """`limits`: defaults for keys without limits of their own."""
         known = {key.name: key.limits.over(limits) for key in keys} or {"": limits}
-        self._of = {name: Allowance(name, limits, metrics, clock) for name, limits in known.items()}
+        self._of = {name: RateLimit(name, limits, metrics, clock) for name, limits in known.items()}
 
-    def of(self, name: str) -> Allowance:
-        """Return the allowance of a key by its name."""
+    def of(self, name: str) -> RateLimit:
+        """Return the limits of a key by its name."""
         return self._of[name]

@@ -24,7 +24,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.grpc_api.server import GrpcServer
-from space_router.http_server.http_connection import FLUSH_SECONDS, bounded
+from space_router.http_server.http_connection import FLUSH_SECONDS, uvicorn_config
 from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
 from space_router.output import let_go, say
@@ -108,13 +108,12 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
 
         certificate = config.certificate()
         server = WebServer(
-            uvicorn.Config(
+            uvicorn_config(
                 create_app(service),
-                http=bounded(config, metrics),  # type: ignore[arg-type]  # called as a class is
-                log_config=None,
+                config,
+                metrics,
                 access_log=False,
                 server_header=False,
-                lifespan="off",
                 ssl_context_factory=None if certificate is None else lambda *_: _https(certificate),
                 timeout_graceful_shutdown=round(FLUSH_SECONDS),
             ),
@@ -179,8 +178,8 @@ def _description(facts: WorkerModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
     synthetic_accept = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
-    said = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
-    return said + synthetic_accept if facts.synthetic_acceptance else said
+    description = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"
+    return description + synthetic_accept if facts.synthetic_acceptance else description
 
 
 def _workers(config: ServeConfig) -> str:

@@ -10,17 +10,15 @@ from unittest.mock import Mock
 
 import requests
 import schemathesis
-import uvicorn
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from schemathesis import Case, GenerationMode
-from space_router.api.openai.chat_fields import ChatBody
-from space_router.api.openai.fields import CompletionBody
+from space_router.api.openai.fields import ChatBody, CompletionBody
 from space_router.api.openai.response_fields import ResponseBody
-from space_router.api.tgi.generate_fields import GenerateParameters
+from space_router.api.tgi.generate import GenerateParameters
 from space_router.app import create_app
 from space_router.config import ServeConfig
-from space_router.http_server.http_connection import bounded
+from space_router.http_server.http_connection import uvicorn_config
 from space_router.metrics import Metrics
 from uvicorn.server import ServerState
 
@@ -190,16 +188,16 @@ async def _length_of_body(scope: Any, receive: Any, send: Any) -> None:
 
 def test_hostile_bytes_on_a_connection_get_an_http_answer_or_none(fuzzer: Fuzzer) -> None:
     state = ServerState()
-    connection_class = bounded(ServeConfig(max_header=32 * 1024), Metrics())
-    config = uvicorn.Config(_length_of_body, interface="asgi3", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn_config(_length_of_body, ServeConfig(max_header=32 * 1024), Metrics(), access_log=False)
     config.load()
+    connection_for: Any = config.http_protocol_class
 
     async def exchange(pieces: list[bytes]) -> bytes:
         transport = Mock(spec=asyncio.Transport)
         transport.get_extra_info.side_effect = {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get
         transport.is_closing.side_effect = lambda: transport.close.called or transport.abort.called
         transport.get_write_buffer_size.return_value = 0
-        connection = connection_class(config=config, server_state=state, app_state={})
+        connection = connection_for(config=config, server_state=state, app_state={})
         connection.connection_made(transport)
         for number, piece in enumerate(pieces):
             if transport.is_closing():

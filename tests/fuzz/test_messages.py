@@ -18,7 +18,7 @@ from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
-from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.grpc_api.server import GrpcServer
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import ProtocolError, Worker

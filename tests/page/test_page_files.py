@@ -14,8 +14,8 @@ from typing import cast
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from space_router.api.access import HttpAccess
-from space_router.api.ops import web_ui_routes
+from space_router.api.middleware import HttpAccess
+from space_router.api.ops.pages import web_ui_routes
 from space_router.api.service import Service
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
@@ -38,7 +38,7 @@ def _service(config: ServeConfig) -> Service:
 
 def application(*keys: str) -> FastAPI:
     app = FastAPI()
-    app.include_router(web_ui_routes.routes())
+    app.include_router(web_ui_routes())
 
     @app.post("/")
     async def generate(request: Request) -> dict[str, str]:

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
 from space_router.config import ServeConfig
-from space_router.engine.cache.pages import PagePool
 from space_router.engine.engine import Engine
+from space_router.engine.pages import PagePool
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics

@@ -8,7 +8,7 @@ import pytest
 from space_router.api_keys import ApiKey, KeyLimits
 from space_router.errors import RateLimited
 from space_router.metrics import Metrics
-from space_router.rate_limit import Allowances
+from space_router.rate_limit import RateLimits
 
 
 class Clock:
@@ -19,11 +19,11 @@ class Clock:
         return self.now
 
 
-def allowances(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> Allowances:
-    return Allowances(keys, KeyLimits(**limits), metrics or Metrics(), clock)
+def rate_limits(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> RateLimits:
+    return RateLimits(keys, KeyLimits(**limits), metrics or Metrics(), clock)
 
 
-def asks(of: Allowances, name: str) -> float | None:
+def asks(of: RateLimits, name: str) -> float | None:
     """One short request: None, or the seconds after which to come again."""
     try:
         with of.of(name).request():
@@ -34,7 +34,7 @@ def asks(of: Allowances, name: str) -> float | None:
 
 def test_a_minutes_requests_may_come_at_once_and_the_next_when_it_is_told() -> None:
     clock = Clock()
-    key = allowances(clock, ApiKey.of("s", "team", KeyLimits(requests_per_minute=6)))
+    key = rate_limits(clock, ApiKey.of("s", "team", KeyLimits(requests_per_minute=6)))
     assert [asks(key, "team") for _ in range(6)] == [None] * 6
     wait = asks(key, "team")
     assert wait == 10
@@ -44,14 +44,14 @@ def test_a_minutes_requests_may_come_at_once_and_the_next_when_it_is_told() -> N
 
 def test_an_hour_of_silence_saves_up_no_more_than_a_minutes_worth() -> None:
     clock = Clock()
-    key = allowances(clock, requests_per_minute=3)
+    key = rate_limits(clock, requests_per_minute=3)
     clock.now = 3600.0
     assert [asks(key, "") for _ in range(4)] == [None, None, None, 20]
 
 
 def test_tokens_are_charged_as_they_come_and_a_debt_is_paid_off_first() -> None:
     clock = Clock()
-    key = allowances(clock, tokens_per_minute=60)
+    key = rate_limits(clock, tokens_per_minute=60)
     assert asks(key, "") is None
     key.of("").charge(50, 100)
     assert asks(key, "") == 91, "90 tokens of debt and one to begin with, at one a second"
@@ -60,7 +60,7 @@ def test_tokens_are_charged_as_they_come_and_a_debt_is_paid_off_first() -> None:
 
 
 def test_only_so_many_requests_at_once_and_a_place_is_free_again_when_one_ends() -> None:
-    key = allowances(Clock(), concurrency=2)
+    key = rate_limits(Clock(), concurrency=2)
     with ExitStack() as open_requests:
         for _ in range(2):
             open_requests.enter_context(key.of("").request())
@@ -71,7 +71,7 @@ def test_only_so_many_requests_at_once_and_a_place_is_free_again_when_one_ends()
 def test_a_keys_own_limits_win_over_those_of_all_and_one_keys_use_is_not_anothers() -> None:
     few = ApiKey.of("a", "few", KeyLimits(requests_per_minute=1))
     usual = ApiKey.of("b", "usual")
-    keys = allowances(Clock(), few, usual, requests_per_minute=3)
+    keys = rate_limits(Clock(), few, usual, requests_per_minute=3)
     assert [asks(keys, "few"), asks(keys, "few")] == [None, 60]
     assert [asks(keys, "usual") for _ in range(3)] == [None] * 3
     assert asks(keys, "usual") == 20
@@ -79,7 +79,7 @@ def test_a_keys_own_limits_win_over_those_of_all_and_one_keys_use_is_not_another
 
 def test_every_series_of_a_key_is_there_before_its_first_request_and_counts_by_its_name() -> None:
     metrics = Metrics()
-    keys = allowances(Clock(), ApiKey.of("secret", "team"), metrics=metrics, requests_per_minute=1)
+    keys = rate_limits(Clock(), ApiKey.of("secret", "team"), metrics=metrics, requests_per_minute=1)
     assert metrics.value("spaceserve_key_requests_total", key="team") == 0
     assert metrics.value("spaceserve_key_rejected_total", key="team", limit="requests") == 0
     assert asks(keys, "team") is None
@@ -95,7 +95,7 @@ def test_every_series_of_a_key_is_there_before_its_first_request_and_counts_by_i
 @pytest.mark.parametrize("bound", [{"requests_per_minute": 1}, {"concurrency": 1}, {"tokens_per_minute": 1}])
 def test_a_refusal_names_the_bound_and_takes_nothing(bound: dict[str, int]) -> None:
     clock = Clock()
-    key = allowances(clock, **bound)
+    key = rate_limits(clock, **bound)
     with key.of("").request():
         key.of("").charge(1, 0)
         with pytest.raises(RateLimited, match=r"are allowed 1 .*Try again in"), key.of("").request():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from space_router.fast_histogram import FastHistogram
+from space_router.metrics import FastHistogram
 
 BOUNDS = (0.001, 0.5, 1, 2.5, 17)
 values = st.one_of(st.sampled_from(BOUNDS), st.floats(0, 40, allow_subnormal=False))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from space_router.api.plan import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
-from space_router.engine.request.request import Statistics, TokenLogprobs, ValidRequest
-from space_router.engine.request.request_trace import RequestTrace
+from space_router.engine.request.request import RequestTrace, Statistics, TokenLogprobs, ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.errors import (
     ApiError,
@@ -207,7 +206,7 @@ class Generation:
         """Yield a choice's text deltas, without empty ones."""
         ends_in_prompt = progress.choice.ends_in_prompt
         async for step in progress.stream:
-            delta = progress.text_stream.feed(step)
+            delta = progress.text_stream.push(step)
             if delta is None:
                 continue
             if delta.finish is not None:
@@ -248,3 +247,49 @@ class Generation:
                     step.append(item)
             if step:
                 yield step
+
+
+Step = list[tuple[ChoiceState, TextDelta]]
+
+
+async def with_prompts(steps: AsyncIterator[Step], plan: GenerationPlan) -> AsyncIterator[Step]:
+    """Yield the same steps, with the prompt's log-probabilities before each choice's tokens.
+
+    The first choice gets them as they are computed. The deltas of the others are held until they are complete.
+    """
+    known: list[list[TokenLogprobs]] = [[] for _ in plan.prompts]
+    waiting: list[Step] = [[] for _ in plan.prompts]
+    served: set[int] = set()  # other choices that already have them
+    async for step in steps:
+        ready: Step = []
+        for progress, delta in step:
+            place, choice = divmod(progress.choice.index, plan.per_prompt)
+            complete = len(progress.choice.prompt.ids) - 1
+            if choice == 0:
+                ready.append((progress, delta))
+                known[place] += delta.prompt_logprobs
+                given = waiting[place] if len(known[place]) == complete else []
+            elif len(known[place]) < complete:
+                waiting[place].append((progress, delta))
+                given = []
+            else:
+                given = [(progress, delta)]
+            for other, held in given:
+                values = () if other.choice.index in served else tuple(known[place])
+                served.add(other.choice.index)
+                ready.append((other, held._replace(prompt_logprobs=values)))
+            if given is waiting[place]:
+                waiting[place] = []
+        if ready:
+            yield ready
+
+
+def mean_logprob(tokens: Iterable[TextToken]) -> float:
+    """Return the mean log-probability of a choice's tokens, the rank in `best_of`; minus infinity if none is known."""
+    values = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(values) / len(values) if values else float("-inf")
+
+
+def most_probable(choices: Sequence[CompletedChoice]) -> list[CompletedChoice]:
+    """Return the choices sorted best first; the order of equal ones is kept."""
+    return sorted(choices, key=lambda one: mean_logprob(one.tokens), reverse=True)

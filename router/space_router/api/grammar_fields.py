@@ -13,7 +13,7 @@ from space_common.grammar import MOST_CHARACTERS
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import Body, shown
+from space_router.http_server.body import Body, short_repr
 from space_router.text.grammar import GrammarCheck
 
 OLD_NAMES = {
@@ -64,7 +64,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         schema = None if self.json_schema is None else self.json_schema.schema_
-        return Grammar("json_object", "") if schema is None else of_schema(schema, "response_format")
+        return Grammar("json_object", "") if schema is None else json_schema_grammar(schema, "response_format")
 
 
 class StructuredOutputs(Body):
@@ -94,7 +94,7 @@ class StructuredOutputs(Body):
         for name, value in given.items():
             match name:
                 case "json_":
-                    return of_schema(value, "structured_outputs")
+                    return json_schema_grammar(value, "structured_outputs")
                 case "json_object":
                     return Grammar("json_object", "")
                 case "regex":
@@ -102,7 +102,7 @@ class StructuredOutputs(Body):
                 case "choice":
                     return Grammar("choice", orjson.dumps(value).decode())
                 case _:
-                    return of_rules(value, "structured_outputs")
+                    return lark_grammar(value, "structured_outputs")
         return None
 
 
@@ -142,7 +142,7 @@ class GrammarFields(Body):
         return other if asked is None else asked
 
 
-def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
+def json_schema_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
     """Return the grammar for a JSON schema, given as an object or as text. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
@@ -150,11 +150,13 @@ def of_schema(schema: dict[str, Any] | str, param: str) -> Grammar:
         except orjson.JSONDecodeError as error:
             raise InvalidRequest(f"`{param}` holds a schema that is no JSON: {error.msg[:100]}.", param=param) from None
         if not isinstance(schema, dict):
-            raise InvalidRequest(f"`{param}` must hold a schema that is an object; got {shown(schema)}.", param=param)
+            raise InvalidRequest(
+                f"`{param}` must hold a schema that is an object; got {short_repr(schema)}.", param=param
+            )
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
 
-def of_rules(text: str, param: str) -> Grammar:
+def lark_grammar(text: str, param: str) -> Grammar:
     """Return the grammar for Lark or GBNF rules (`root ::= ...`). Raises InvalidRequest."""
     if "::=" in text:
         try:
@@ -164,7 +166,8 @@ def of_rules(text: str, param: str) -> Grammar:
             raise InvalidRequest(reason, param=param) from None
     if found := _SPECIAL.search(_LITERAL.sub(" ", text)):
         raise InvalidRequest(
-            f"`{param}` asks for the special token {shown(found[0])}; a grammar is of text. Leave it out.", param=param
+            f"`{param}` asks for the special token {short_repr(found[0])}; a grammar is of text. Leave it out.",
+            param=param,
         )
     return Grammar("lark", text)
 
@@ -181,16 +184,18 @@ def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
     value = grammar.value
     if grammar.type == "regex":
         if not isinstance(value, str):
-            raise InvalidRequest(f"`{param}.value` must be a regular expression; got {shown(value)}.", param=param)
+            raise InvalidRequest(f"`{param}.value` must be a regular expression; got {short_repr(value)}.", param=param)
         return Grammar("regex", value)
     if grammar.type == "json_schema" and isinstance(value, dict) and "schema" in value:
         value = value["schema"]
     if not isinstance(value, dict | str):
-        raise InvalidRequest(f"`{param}.value` must be a JSON schema; got {shown(value)}.", param=param)
-    return of_schema(value, param)
+        raise InvalidRequest(f"`{param}.value` must be a JSON schema; got {short_repr(value)}.", param=param)
+    return json_schema_grammar(value, param)
 
 
-async def checked(check: GrammarCheck, facts: WorkerModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
+async def check_grammar(
+    check: GrammarCheck, facts: WorkerModelFacts, grammar: Grammar | None, param: str
+) -> Grammar | None:
     """Check, within a time limit, that a grammar can be used, and return it. Called before any stream begins.
 
     Raises InvalidRequest with the reason, Overloaded.

@@ -1,9 +1,54 @@
-"""The validated form of one HTTP request: prompts, choices, and how their text is returned."""
+"""What one HTTP request asks for: its parameters, its prompts, its choices, and how their text is returned."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
+from space_router.text.fim import FillInTheMiddle
 from space_router.text.text_stream import TextRules
+from space_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one generation before defaults are applied (None: not given)."""
+
+    max_tokens: int | None = None
+    limit_param: str = "max_tokens"  # the request field of max_tokens
+    default_max_tokens: int | None = None  # if `max_tokens` is None; cut to what fits; None: all that fits
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    end_ids: Sequence[int] = ()  # additional EOS ids
+    stop_token_ids: Sequence[int] | None = None
+    stop: Any = None
+    include_stop_str_in_output: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    grammar: Grammar | None = None  # already checked
+    num_choices: int = 1  # generated for each prompt
+    num_shown: int = 1
+    seed: int | None = None
+    num_logprobs: int | None = None  # None: no log-probabilities
+    num_prompt_logprobs: int | None = None
+    prediction: str | None = None  # text that the output is expected to contain
+    speculation: str | int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    adapter: str = ""  # a valid name; "" for none
+    skip_special_tokens: bool | None = None
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
 
 
 @dataclass(frozen=True)
@@ -74,3 +119,22 @@ class GenerationPlan:
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities are requested; the first choice of each prompt has them."""
         return self.choices[0].request.num_prompt_logprobs is not None
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A tokenised suffix, to be joined to prompts."""
+
+    tokens: FillInTheMiddle
+    suffix_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens added to a prompt."""
+        return self.tokens.num_tokens + len(self.suffix_ids)
+
+    def joined(self, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+        """Return the prompt joined with the suffix. A BOS stays first; `echo` still returns only the prompt."""
+        ids = list(prompt.ids)
+        num_bos = int(bool(ids) and ids[0] == tokenizer.bos_id)
+        return Prompt((*ids[:num_bos], *self.tokens.ids(ids[num_bos:], self.suffix_ids)), prompt.text, prompt.param)

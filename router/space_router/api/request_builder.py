@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from space_router.api.infill import Infill
-from space_router.api.parameters import Parameters as Parameters
-from space_router.api.plan import GenerationPlan, PlannedChoice, Prompt
+from space_router.api.plan import GenerationPlan, Infill, PlannedChoice, Prompt
+from space_router.api.plan import Parameters as Parameters
 from space_router.config import ServeConfig
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
-from space_router.http_server.body import shown
+from space_router.http_server.body import short_repr
 from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
 from space_router.text.text_stream import TextRules
@@ -40,7 +39,7 @@ def choice_id(request_id: str, index: int) -> str:
 
 
 @contextmanager
-def whole_characters(param: str) -> Iterator[None]:
+def refuse_surrogates(param: str) -> Iterator[None]:
     """Wraps tokenisation of `param`: raises InvalidRequest if the text contains a lone surrogate."""
     try:
         yield
@@ -52,7 +51,9 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
     """Return the error for a model name that is not served."""
     names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
     verb = "is" if len(served) == 1 else "are"
-    return NotFound(f"The model {shown(name)} is not served here; {names} {verb}.", param=param, code="model_not_found")
+    return NotFound(
+        f"The model {short_repr(name)} is not served here; {names} {verb}.", param=param, code="model_not_found"
+    )
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class RequestBuilder:
         else:
             raise InvalidRequest(
                 f"`{param}` must be a string, a list of strings, token ids or a list of lists of token ids, and not "
-                f"empty; got {shown(value)}.",
+                f"empty; got {short_repr(value)}.",
                 param=param,
             )
         if len(values) > self.config.max_choices:
@@ -134,13 +135,13 @@ class RequestBuilder:
         tokenizer = self.text.tokenizer
         if isinstance(value, str):
             self._check_characters(value, truncate, param)
-            with whole_characters(param):
+            with refuse_surrogates(param):
                 ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
             self._check_rows(ids, param)
         elif all(type(id_) is int for id_ in value):
             ids = self.check_ids(value, param)
         else:
-            raise InvalidRequest(f"`{param}` mixes token ids with other things; got {shown(value)}.", param=param)
+            raise InvalidRequest(f"`{param}` mixes token ids with other things; got {short_repr(value)}.", param=param)
         self._check_masks(ids, param)
         if not ids and not reserved:
             may_begin = isinstance(value, str) and add_special_tokens
@@ -182,7 +183,7 @@ class RequestBuilder:
                 code="unsupported_parameter",
             )
         self._check_characters(suffix, None, "suffix")
-        with whole_characters("suffix"):
+        with refuse_surrogates("suffix"):
             ids = self.text.tokenizer.encode_inside(suffix)
         self._check_rows([*tokens.ids(ids, ())], "suffix")
         self._check_masks(ids, "suffix")
@@ -268,7 +269,8 @@ class RequestBuilder:
         if ids and not 0 <= min(ids) <= max(ids) < self.facts.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise InvalidRequest(
-                f"`{param}` holds the token id {shown(wrong)}; ids of this model are 0 to {self.facts.vocab_size - 1}.",
+                f"`{param}` holds the token id {short_repr(wrong)}; ids of this model are 0 to "
+                f"{self.facts.vocab_size - 1}.",
                 param=param,
             )
         return list(ids)
@@ -277,9 +279,9 @@ class RequestBuilder:
         """Raise InvalidRequest for tokens of text outside the model's vocabulary; the tokenizer may be larger."""
         if ids and (wrong := max(ids)) >= self.facts.vocab_size:
             raise InvalidRequest(
-                f"`{param}` holds {shown(self.text.tokenizer.token_text(wrong))}, which the tokenizer makes the token "
-                f"id {wrong}; ids of this model are 0 to {self.facts.vocab_size - 1}. Leave it out, or serve the model "
-                "with the tokenizer that it was trained with.",
+                f"`{param}` holds {short_repr(self.text.tokenizer.token_text(wrong))}, which the tokenizer makes the "
+                f"token id {wrong}; ids of this model are 0 to {self.facts.vocab_size - 1}. Leave it out, or serve the "
+                "model with the tokenizer that it was trained with.",
                 param=param,
             )
 
@@ -287,8 +289,8 @@ class RequestBuilder:
         if masks := self._masks.intersection(ids):
             text = self.text.tokenizer.token_text(min(masks))
             raise InvalidRequest(
-                f"`{param}` holds the mask token {min(masks)} ({shown(text)}), which is for drafting only. Leave it "
-                "out.",
+                f"`{param}` holds the mask token {min(masks)} ({short_repr(text)}), which is for drafting only. Leave "
+                "it out.",
                 param=param,
             )
 
@@ -337,7 +339,7 @@ class RequestBuilder:
         for key, value in bias.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 10):
                 raise InvalidRequest(
-                    f"`logit_bias` must map token ids to numbers; got the key {shown(key)}.", param="logit_bias"
+                    f"`logit_bias` must map token ids to numbers; got the key {short_repr(key)}.", param="logit_bias"
                 )
             values[int(key)] = float(value)
         self.check_ids(list(values), "logit_bias")
@@ -366,7 +368,7 @@ class RequestBuilder:
         stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
         limit = self.config.max_stop_strings
         if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops[: limit + 1]):
-            raise InvalidRequest(f"`stop` must be a string or a list of strings; got {shown(stop)}.", param="stop")
+            raise InvalidRequest(f"`stop` must be a string or a list of strings; got {short_repr(stop)}.", param="stop")
         if len(stops) > limit:
             raise InvalidRequest(
                 f"`stop` has {len(stops)} strings; at most {limit} are taken (`--max-stop-strings`).", param="stop"
@@ -383,7 +385,7 @@ class RequestBuilder:
         if text is None:
             return None
         window = self.facts.window
-        with whole_characters("prediction"):
+        with refuse_surrogates("prediction"):
             ids = self.text.tokenizer.encode(text, add_special_tokens=False) if len(text) <= 256 * window else None
         if ids is None or len(ids) > window:
             size = f"{len(text)} characters" if ids is None else f"{len(ids)} tokens"
@@ -407,7 +409,7 @@ class RequestBuilder:
         if wanted > self.facts.max_draft_length:
             raise InvalidRequest(
                 f'`speculation` must be "auto", "off" or 0 to {self.facts.max_draft_length} for this model; got '
-                f"{shown(wanted)}.",
+                f"{short_repr(wanted)}.",
                 param="speculation",
             )
         bound = self.config.max_draft_length

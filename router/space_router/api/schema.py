@@ -1,14 +1,16 @@
-"""OpenAPI schemas of request bodies and responses.
+"""`/openapi.json`: the schemas of request bodies and responses.
 
-Each schema carries the models that it refers to under `$defs`; `document` moves them to one place.
+Each schema carries the models that it refers to under `$defs`; `DocumentedApp` moves them to one place.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
 
 from space_router.http_server.body import BOOKKEEPING, Body
+from space_router.http_server.paths import is_open
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -36,7 +38,40 @@ _MEANING = {
 }
 
 
-def referred(model: type[BaseModel]) -> dict[str, Any]:
+Count = Annotated[int, Field(ge=0)]
+
+
+class ResponseModel(BaseModel):
+    """A JSON object with exactly these fields; those with a default may be left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class OpenAIErrorDetails(ResponseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    n_prompt_tokens: Count | None = None  # only with the code context_length_exceeded
+    n_ctx: Count | None = None
+
+
+class OpenAIError(ResponseModel):
+    """An error."""
+
+    error: OpenAIErrorDetails
+
+
+class TgiError(ResponseModel):
+    """An error; in a stream, too."""
+
+    error: str
+    error_type: str
+
+
+def schema_ref(model: type[BaseModel]) -> dict[str, Any]:
     """Return a reference to a model, with the definitions of everything it refers to."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
@@ -53,7 +88,7 @@ def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
 
 def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
     """Describe a JSON body: the model's fields, unsupported `neutral` fields, and fields that have no effect."""
-    schema = referred(model)
+    schema = schema_ref(model)
     properties = schema["$defs"][model.__name__].setdefault("properties", {})
     notes = {name: {"description": "the client's own note: changes nothing"} for name in sorted(BOOKKEEPING)}
     properties |= {**neutral_fields(neutral or {}), **notes, **properties}
@@ -62,14 +97,14 @@ def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None =
 
 def _event(model: type[BaseModel], errors: type[BaseModel], *, done: bool) -> dict[str, Any]:
     """Describe one stream event by its lines, as OpenAPI does; `data` is JSON in a string."""
-    said = {"anyOf": [referred(model), referred(errors)]}
-    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
+    content = {"anyOf": [schema_ref(model), schema_ref(errors)]}
+    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
     if done:
         data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {"type": "object", "required": ["data"], "properties": {"data": data, "event": {"type": "string"}}}
 
 
-def answers(
+def describe_responses(
     model: type[BaseModel] | Mapping[str, Any] | None = None,
     *,
     errors: type[BaseModel],
@@ -84,13 +119,65 @@ def answers(
     """
     content: dict[str, Any] = {}
     if model is not None:
-        content[media] = {"schema": dict(model) if isinstance(model, Mapping) else referred(model)}
+        content[media] = {"schema": dict(model) if isinstance(model, Mapping) else schema_ref(model)}
     if event is not None:
         content["text/event-stream"] = {"schema": _event(event, errors, done=done)}
     described: Responses = {200: {"description": "The answer.", "content": content}}
-    error = {"application/json": {"schema": referred(errors)}}
+    error = {"application/json": {"schema": schema_ref(errors)}}
     for status in sorted({401, 500, *statuses}):
         described[status] = {"description": _MEANING[status], "content": error}
         if status == 429:
             described[status]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
     return described
+
+
+_VALIDATION = ("HTTPValidationError", "ValidationError")  # FastAPI's own errors, which no route returns
+
+
+class DocumentedApp(FastAPI):
+    """A FastAPI application with an OpenAPI document that contains only what the routes declare."""
+
+    keyed = False  # requests need an API key
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            whole = super().openapi()
+            components = whole.setdefault("components", {})
+            schemas = components["schemas"] = {
+                name: schema for name, schema in components.get("schemas", {}).items() if name not in _VALIDATION
+            }
+            if self.keyed:
+                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+            for path, operations in whole["paths"].items():
+                for method, operation in operations.items():
+                    _drop_guesses(operation["responses"])
+                    if is_open(path, method.upper()):
+                        operation["responses"].pop("401", None)
+                    elif self.keyed:
+                        operation["security"] = [{"bearer": []}]
+            _gather(whole, schemas)
+            self.openapi_schema = whole
+        return self.openapi_schema
+
+
+def _drop_guesses(responses: dict[str, Any]) -> None:
+    """Remove FastAPI's default responses: a generic JSON body, and a 422 for routes with parameters."""
+    json = responses["200"].get("content", {}).get("application/json")
+    if json is not None and not json.get("schema"):
+        del responses["200"]["content"]["application/json"]
+    wrong = responses.get("422", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if wrong.get("$ref", "").endswith(_VALIDATION[0]):
+        del responses["422"]
+
+
+def _gather(node: Any, schemas: dict[str, Any]) -> None:
+    """Move every `$defs` into `schemas`. Raises ValueError if two models with the same name differ."""
+    if isinstance(node, list):
+        for item in node:
+            _gather(item, schemas)
+    elif isinstance(node, dict):
+        for name, schema in node.pop("$defs", {}).items():
+            if schemas.setdefault(name, schema) != schema:
+                raise ValueError(f"two models of the OpenAPI document are called {name}")
+        for value in list(node.values()):
+            _gather(value, schemas)

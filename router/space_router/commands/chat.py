@@ -28,7 +28,7 @@ DRAFT, OWN, QUIET = "4", "1", "2"
 """Underlined: an accepted draft. Bold: the step's own token. Dim: what is not the answer."""
 
 _DESCRIPTION = """\
-Talks to a running server. Each colour is one step of the model: underlined are the drafts that came true in it, bold is
+Talks to a running server. Each colour is one step of the model: underlined are the drafts accepted in it, bold is
 the token it added itself. The line after an answer says how many tokens a step brought and what one of them took.
 Without a chat template, or with --complete, the server continues the text instead.
 """

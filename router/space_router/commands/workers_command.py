@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.2  # between two looks at a restart
 
 _EXAMPLES = """\
 examples:
-  spaceserve workers                                       who is there, and what runs where
+  spaceserve workers                                       all workers, and what runs where
   spaceserve workers restart --api-key-file ops.key        one after the other; exit code 0 once all are back
   spaceserve workers restart --only 0,2 --finish-seconds 60
   kill -USR1 PID                                           the same restart on the router's machine, without a key

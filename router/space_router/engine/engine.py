@@ -22,16 +22,20 @@ from space_router.engine.errors import (
     WorkerStartFailed,
 )
 from space_router.engine.model_facts import WorkerModelFacts
-from space_router.engine.queueing.admission import Admitted, QueueAdmission
-from space_router.engine.queueing.admission_limits import LoadFigures, resolve_max_tokens, should_follow
+from space_router.engine.queueing.admission import (
+    Admitted,
+    LoadFigures,
+    QueueAdmission,
+    resolve_max_tokens,
+    should_follow,
+)
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.queueing.throughput_estimator import ThroughputEstimator
-from space_router.engine.request.report_result import SequenceUpdate
 from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import Phase, RequestState
+from space_router.engine.request.request_state import CallLater, Phase, RequestState, call_later_on_loop
+from space_router.engine.request.sequence import SequenceUpdate
 from space_router.engine.request.stream import Stream
-from space_router.engine.scheduling.scheduler import Scheduler
-from space_router.engine.timer import CallLater, call_later_on_loop
+from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
 from space_router.engine.workers.supervisor import ExitCause, worker_sources
 from space_router.engine.workers.worker_command import worker_command

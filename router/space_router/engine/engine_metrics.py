@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from space_proto import worker_pb2
 
-from space_router.engine.cache.pages import PagePool
+from space_router.engine.pages import PagePool
 from space_router.engine.queueing.throughput_estimator import step_seconds
-from space_router.engine.request.report_result import ReportResult, SequenceUpdate
 from space_router.engine.request.request_state import RequestState
+from space_router.engine.request.sequence import ReportResult, SequenceUpdate
 from space_router.metrics import MAX_POSITION, SOURCES, Metrics
 
 

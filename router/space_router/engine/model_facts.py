@@ -62,27 +62,6 @@ class WorkerModelFacts:
 
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:
-        return cls(
-            model_name=hello.model_name,
-            model_hash=hello.model_hash,
-            tokenizer_hash=hello.tokenizer_hash,
-            incarnation=hello.incarnation,
-            vocab_size=hello.vocab_size,
-            window=hello.window,
-            block_size=hello.block_size,
-            num_blocks=hello.num_blocks,
-            max_sequences=hello.max_sequences,
-            max_draft_length=hello.max_draft_length,
-            num_masks=hello.num_masks,
-            mask_ids=tuple(hello.mask_ids),
-            eos_ids=tuple(hello.eos_ids),
-            has_draft_head=hello.has_draft_head,
-            dtype=hello.dtype,
-            device=hello.device,
-            attention=hello.attention,
-            adapters=tuple(adapter.name for adapter in hello.adapters),
-            takes_grammars=hello.takes_grammars,
-            synthetic_acceptance=tuple(hello.synthetic_acceptance),
-            step_cost_source=hello.step_cost_source,
-            step_cost_reason=hello.step_cost_reason,
-        )
+        values = {name: getattr(hello, name) for name in cls.__dataclass_fields__}
+        lists = {name: tuple(values[name]) for name in ("mask_ids", "eos_ids", "synthetic_acceptance")}
+        return cls(**{**values, **lists, "adapters": tuple(adapter.name for adapter in hello.adapters)})

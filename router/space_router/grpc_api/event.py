@@ -6,10 +6,9 @@ from typing import Any
 
 from space_proto import generate_pb2
 
-from space_router.api.generation import ChoiceState, Generation
+from space_router.api.generation import ChoiceState, Generation, mean_logprob
 from space_router.api.openai.logprobs import finite
 from space_router.api.plan import GenerationPlan, Prompt
-from space_router.api.ranking import mean_logprob
 from space_router.api.usage import statistics, usage
 from space_router.engine.request.request import TokenLogprobs
 from space_router.grpc_api.request import Asked

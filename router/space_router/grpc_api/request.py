@@ -10,14 +10,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from space_proto import generate_pb2
 
 from space_router.api.openai import chat, completions
-from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
-from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, Count20
+from space_router.api.openai.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, ChatBody, CompletionBody, Count20
 from space_router.api.plan import GenerationPlan
 from space_router.api.request_builder import RequestBuilder
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest, TimedOut
-from space_router.http_server.body import Body, shown, validate
-from space_router.http_server.connection import beside
+from space_router.http_server.body import Body, short_repr, validate
+from space_router.http_server.responses import in_thread_if_long
 
 PROMPTS = ("prompt", "prompt_token_ids", "prompts", "messages")
 """Fields that give the prompt; exactly one must be set."""
@@ -123,7 +122,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
     else:
         if isinstance(value, dict):
             return value
-        reason = f"must be a JSON object as text; got {shown(value)}"
+        reason = f"must be a JSON object as text; got {short_repr(value)}"
     raise InvalidRequest(f"`{place}` {reason}.", param=place.partition(".")[0], code="invalid_value")
 
 
@@ -160,12 +159,12 @@ async def read(
         talk = validate(ChatBody, _of_chat(values), CHAT_NEUTRAL)
         tools = chat.tools_of(builder, talk)
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
-        made = await beside(size, chat.plan, builder, talk, tools)
+        made = await in_thread_if_long(size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
         return Asked(request, made, chat.ChatShape(service.text.tokenizer, unscored, made, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-    return Asked(request, await beside(size, completions.plan, builder, body, grammar), None)
+    return Asked(request, await in_thread_if_long(size, completions.plan, builder, body, grammar), None)
 
 
 def refuse_unknown(message: Message, place: str = "") -> None:
@@ -184,5 +183,5 @@ def refuse_unknown(message: Message, place: str = "") -> None:
 
 def _of_chat(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values in the form of a chat body, where `logprobs` is two fields."""
-    wanted = validate(Scores, {"logprobs": values.pop("logprobs", None)}, {}).logprobs
+    wanted = validate(Scores, {"logprobs": values.pop("logprobs", None)}).logprobs
     return values if wanted is None else values | {"logprobs": True, "top_logprobs": wanted}

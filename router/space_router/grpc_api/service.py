@@ -12,7 +12,7 @@ from space_common.tracing import parent_of
 from space_proto import generate_pb2, generate_pb2_grpc
 
 from space_router.api.openai.chat import conversation_text
-from space_router.api.openai.chat_fields import ChatBody
+from space_router.api.openai.fields import ChatBody
 from space_router.api.ops.operating import VERSION
 from space_router.api.request_builder import RequestBuilder
 from space_router.api.service import Service
@@ -23,7 +23,7 @@ from space_router.grpc_api.interceptors import authorization
 from space_router.grpc_api.request import conversation, read, refuse_unknown
 from space_router.grpc_api.status import Context, answering
 from space_router.http_server.body import validate
-from space_router.http_server.connection import beside
+from space_router.http_server.responses import in_thread_if_long
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -97,7 +97,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         reply = generate_pb2.TokenizeReply()
         async with answering(context, self._service.metrics):
             builder = self._builder(context)
-            reply.ids.extend(await beside(request.ByteSize(), _ids, builder, request))
+            reply.ids.extend(await in_thread_if_long(request.ByteSize(), _ids, builder, request))
             reply.max_model_len = builder.facts.window
         return reply
 
@@ -110,7 +110,9 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             refuse_unknown(request)
             ids = self._builder(context).check_ids(request.ids, "ids")
             decode = self._service.text.tokenizer.decode
-            reply.text = await beside(request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens)
+            reply.text = await in_thread_if_long(
+                request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens
+            )
         return reply
 
     async def Info(self, request: generate_pb2.InfoRequest, context: Context) -> generate_pb2.InfoReply:
@@ -136,7 +138,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     async def _admitted(self, context: Context) -> AsyncIterator[None]:
         """Count a generating call while the block runs. Raises ApiError if the queue or the key's limit is full."""
         self._service.check_room()
-        with self._service.allowances.of(self._key(context)).request():
+        with self._service.rate_limits.of(self._key(context)).request():
             yield
 
     def _builder(self, context: Context) -> RequestBuilder:
@@ -156,5 +158,5 @@ def _ids(builder: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list
     given = request.add_special_tokens if request.HasField("add_special_tokens") else not request.messages
     if not request.messages:
         return encode(request.text, add_special_tokens=given)
-    body = validate(ChatBody, {"messages": conversation(request.messages)}, {})
+    body = validate(ChatBody, {"messages": conversation(request.messages)})
     return encode(conversation_text(builder, body), add_special_tokens=given)

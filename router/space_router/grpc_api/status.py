@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from space_router.errors import ApiError, ClientGone
-from space_router.http_server.answers import unforeseen
+from space_router.http_server.responses import as_api_error
 from space_router.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ async def answering(context: Context, metrics: Metrics) -> AsyncIterator[None]:
     except ApiError as error:
         refusal = error
     except Exception as error:
-        refusal = unforeseen(error)
+        refusal = as_api_error(error)
     if isinstance(refusal, ClientGone):
         log.info("499, %s", refusal.message)
     elif refusal.reason is not None:

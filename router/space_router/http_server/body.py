@@ -4,7 +4,7 @@ import asyncio
 import re
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -29,7 +29,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _said(cls, value: Any) -> Any:
+    def _without_nulls(cls, value: Any) -> Any:
         """Drop null fields and limit the number of unknown ones.
 
         pydantic reports about one kilobyte for each unknown field, and a body can hold half a million.
@@ -46,13 +46,16 @@ class Body(BaseModel):
 
 
 BodyT = TypeVar("BodyT", bound=Body)
+Neutral: TypeAlias = Mapping[str, Collection[Any]]
+"""Known but unsupported fields, with the values that are accepted because they equal the default."""
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
 _short.maxlevel = 2
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a short representation of a value for an error message, at most 120 characters."""
     text = _short.repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
@@ -79,10 +82,10 @@ async def read_object(request: Request, config: ServeConfig) -> Received:
 async def _read_object(request: Request, config: ServeConfig) -> Received:
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
-        raise UnsupportedMedia(f"The body is announced as {shown(media)}; send `Content-Type: application/json`.")
+        raise UnsupportedMedia(f"The body is announced as {short_repr(media)}; send `Content-Type: application/json`.")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise UnsupportedMedia(f"The body is announced as compressed ({shown(encoding)}); send it as it is.")
+        raise UnsupportedMedia(f"The body is announced as compressed ({short_repr(encoding)}); send it as it is.")
     try:
         async with asyncio.timeout(config.receive_timeout):
             content = await _content(request, config.max_body)
@@ -92,7 +95,7 @@ async def _read_object(request: Request, config: ServeConfig) -> Received:
         ) from None
     value = parse_json(content, config.max_json_depth)
     if not isinstance(value, dict):
-        raise InvalidRequest(f"The body must be a JSON object; got {shown(value)}.")
+        raise InvalidRequest(f"The body must be a JSON object; got {short_repr(value)}.")
     return Received(value, len(content))
 
 
@@ -143,17 +146,15 @@ def _deeper(value: Any, max_depth: int) -> bool:
     return True
 
 
-def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Mapping[str, Collection[Any]]) -> BodyT:
-    """Check an object against a model; null means absent.
-
-    `neutral`: known but unsupported fields, with the values that are accepted because they equal the default.
-    """
+def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Neutral | None = None) -> BodyT:
+    """Check an object against a model; null means absent."""
+    neutral = neutral or {}
     given = {key: value for key, value in values.items() if value is not None and key not in BOOKKEEPING}
     for key in neutral.keys() & given.keys():
         value = given.pop(key)
         if not any(type(value) is type(allowed) and value == allowed for allowed in neutral[key]):
             raise InvalidRequest(
-                f"`{key}` is not supported by this server; got {shown(value)}. Leave it out.",
+                f"`{key}` is not supported by this server; got {short_repr(value)}. Leave it out.",
                 param=key,
                 code="unsupported_parameter",
             )
@@ -237,5 +238,5 @@ def _invalid(error: ValidationError, value: Any) -> InvalidRequest:
             code="unknown_parameter",
         )
     return InvalidRequest(
-        f"`{name}` {first.message}; got {shown(first.value)}.{others}", param=param, code="invalid_value"
+        f"`{name}` {first.message}; got {short_repr(first.value)}.{others}", param=param, code="invalid_value"
     )

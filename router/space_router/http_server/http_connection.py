@@ -1,4 +1,9 @@
-"""Limits on one client's HTTP connection that uvicorn does not have: header size, slow senders and slow readers."""
+"""Limits on one client's HTTP connection that uvicorn does not have: header size, slow senders and slow readers.
+
+HttpConnection stands between the socket and uvicorn's protocol and uses public interfaces only: asyncio's Protocol and
+Transport, httptools' parser, and ASGI. It parses what the client sends and hands whole, valid heads on to uvicorn, one
+request at a time; it learns from the ASGI application when a request has been answered.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import asyncio
 import enum
 import http
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import httptools
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from space_router.config import ServeConfig
 from space_router.http_server.paths import OPEN_PATHS
@@ -31,7 +38,37 @@ FLUSH_SECONDS = 5.0
 PARTING_SECONDS = 1.0
 """How long an idle client has to close its side, which TLS waits for."""
 
+_NEVER = 10**8  # seconds: the keep-alive of uvicorn's own, as a slow head must not end by it
+
 _PATHS_OF_PROBES = frozenset(path.encode() for path in OPEN_PATHS)
+
+
+def uvicorn_config(app: ASGIApp, limits: ServeConfig, metrics: Metrics, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's settings for an application whose connections have these limits."""
+    open_connections: set[HttpConnection] = set()
+    idle: dict[HttpConnection, None] = {}
+
+    def connection(app_state: dict[str, Any], **rest: Any) -> HttpConnection:
+        made = HttpConnection(limits, metrics, open_connections, idle)
+        made.uvicorn = HttpToolsProtocol(app_state={**app_state, "connection": made}, **rest)
+        return made
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            answered: HttpConnection = scope["state"]["connection"]
+            answered.request_answered()
+
+    return uvicorn.Config(
+        answering,
+        http=connection,  # type: ignore[arg-type]  # called as a class is
+        timeout_keep_alive=_NEVER,
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        **options,
+    )
 
 
 class HeaderTooLarge(Exception):
@@ -46,12 +83,12 @@ class Reading(enum.Enum):
     BODY = enum.auto()
 
 
-class HttpConnection(HttpToolsProtocol):
+class HttpConnection(asyncio.Protocol):
     """Refuses headers that are too large or too slow, and closes the connection of a client that does not read.
 
     A new connection must send its first byte within `receive_timeout`. The head (first line and headers) must be
     complete within the same time from its first byte. For a pipelined head the time starts when the earlier response
-    ends, and an error in it is reported then.
+    ends, and an error in it is reported then. Between requests a connection is kept for `keep_alive`.
 
     The transport calls `pause_writing` when its send buffer is full. The stream then waits, its request gets no more
     pages, and after `slow_reader_timeout` the connection is closed.
@@ -62,61 +99,83 @@ class HttpConnection(HttpToolsProtocol):
     Protocol upgrades (`Upgrade: h2c`, `websocket`) are ignored, as RFC 9110 §7.8 allows.
     """
 
+    uvicorn: HttpToolsProtocol
+
     def __init__(
         self,
-        *args: Any,
         limits: ServeConfig,
         metrics: Metrics,
+        open_connections: set[HttpConnection],
         idle: dict[HttpConnection, None],
-        **kwargs: Any,
     ) -> None:
-        """`idle`: all idle connections, the longest idle first."""
-        super().__init__(*args, **kwargs)
-        self._idle = idle
+        """`idle`: all idle connections of the server, the longest idle first."""
         self._limits, self._metrics = limits, metrics
-        self.timeout_keep_alive = limits.keep_alive  # type: ignore[assignment]  # uvicorn declares int; floats work
+        self._open, self._idle = open_connections, idle
+        self._loop = asyncio.get_running_loop()
+        self._parser = _parser(self)
         self._reading = Reading.NOTHING
         self._had_whole_head = False  # the last data completed a head
         self._head_size = 0  # bytes so far, a lower bound
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._is_chunked = False  # the body being received
+        self._is_answering = False  # uvicorn has a request that is not answered yet
+        self._later: deque[list[bytes]] = deque()  # requests behind it, in pieces; the last one may be incomplete
+        self._timer: asyncio.TimerHandle | None = None  # for the first byte, a head, or the next request
         self._slow_timer: asyncio.TimerHandle | None = None
         self._parting_timer: asyncio.TimerHandle | None = None
         self._answered_at = -FLUSH_SECONDS  # end of the last response, in loop time
-        self._running: RequestResponseCycle | None = None  # the current or last request
         self._refused = False
         self._last_word = b""  # the response to a refused request
         self._is_guest = False
 
+    # Events of the transport.
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        num_beyond = len(self.connections) - self._limits.max_connections
+        self._transport = transport
+        self._to_client = ClientTransport(self, transport)
+        self.uvicorn.connection_made(self._to_client)  # type: ignore[arg-type]  # it has what uvicorn uses
+        self._open.add(self)
+        num_beyond = len(self._open) - self._limits.max_connections
         if num_beyond > 0 and self._has_taken_a_place():
             num_beyond -= 1
         self._is_guest = num_beyond > 0
         if num_beyond > NUM_GUESTS:
             self._refuse_guest()
             return
-        seconds = min(GUEST_SECONDS, self._limits.receive_timeout) if self._is_guest else self._limits.receive_timeout
-        self._head_timer = self.loop.call_later(seconds, self._head_overdue)
+        seconds = self._limits.receive_timeout
+        self._set_timer(min(GUEST_SECONDS, seconds) if self._is_guest else seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer = _stop(self._head_timer)
-        self._slow_timer = _stop(self._slow_timer)
-        self._parting_timer = _stop(self._parting_timer)
+        self._open.discard(self)
+        self.uvicorn.connection_lost(exc)
         self._idle.pop(self, None)
-        if self._running is not None:  # uvicorn notifies only the last pipelined request
-            self._running.disconnected = True
-            self._running.message_event.set()
-        super().connection_lost(exc)
+        for timer in (self._timer, self._slow_timer, self._parting_timer):
+            if timer is not None:
+                timer.cancel()
+        del self.uvicorn, self._parser, self._to_client  # ends reference cycles: garbage is collected seldom
+
+    def pause_writing(self) -> None:
+        self.uvicorn.pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self.uvicorn.resume_writing()
+        if self._slow_timer is not None and not self._transport.is_closing():
+            self._slow_timer.cancel()
+            self._slow_timer = None
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.transport.is_closing():
+        if self._refused or self._transport.is_closing():
             return
         was_in_body, self._had_whole_head = self._reading is Reading.BODY, False
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self.send_400_response("This is no valid HTTP request.")
+            if not self._refused:
+                self._refuse(400, "invalid_request", "This is no valid HTTP request.")
+        if self._reading is Reading.HEAD and self._timer is None and not self._refused:
+            self._await_head()
         among_it = was_in_body or self._had_whole_head  # `data` may include body bytes
         if self._reading is Reading.HEAD and not among_it and not self._refused:
             self._head_size += len(data)  # the parser does not report an unfinished header
@@ -132,107 +191,83 @@ class HttpConnection(HttpToolsProtocol):
         rest = memoryview(data)
         while True:
             try:
-                self.parser.feed_data(rest)
+                self._parser.feed_data(rest)
                 return
             except httptools.HttpParserUpgrade as offer:
                 if self._refused:
                     return
                 rest = rest[offer.args[0] :]
-                head = self._head_without_offer()
-                self.parser = _parser(self)  # after `connection: close` the old one accepts no more data
-                self.parser.feed_data(head)
+                self._headers = [header for header in self._headers if header[0].lower() != b"upgrade"]
+                head = self._head()
+                self._parser = _parser(self)  # after `connection: close` the old one accepts no more data
+                self._parser.feed_data(head)
 
-    def _head_without_offer(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
+    # Events of the parser.
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        if self._refused:
+            return
         self._reading, self._head_size = Reading.HEAD, 0
+        self._url, self._headers, self._is_chunked = b"", [], False
         self._idle.pop(self, None)
-        self._await_head()
+        if not self._is_guest and not self._is_answering:
+            self._set_timer(None)
 
     def on_url(self, url: bytes) -> None:
-        super().on_url(url)
+        self._url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
         self._count(len(name) + len(value) + 4)
+        if self._reading is Reading.HEAD:  # a trailer changes nothing
+            self._headers.append((name, value))
+            self._is_chunked |= name.lower() == b"transfer-encoding"
 
     def on_headers_complete(self) -> None:
         if self._refused:
             return
-        if self.parser.get_method() == b"CONNECT":
-            self._say(400, "invalid_request", "CONNECT is for proxies, and this server is none.")
+        if self._parser.get_method() == b"CONNECT":
+            self._refuse(400, "invalid_request", "CONNECT is for proxies, and this server is none.")
             return
-        if self.parser.should_upgrade():
+        if self._parser.should_upgrade():
             return  # called again without the upgrade
+        httptools.parse_url(self._url).path.decode("ascii")  # raises as uvicorn would
         self._had_whole_head = True
-        self._head_timer = _stop(self._head_timer)
-        if self._is_guest and self.url.partition(b"?")[0] not in _PATHS_OF_PROBES:
-            self._refuse_guest()
-            return
-        super().on_headers_complete()
+        if not self._is_answering:
+            self._set_timer(None)
+        if self._is_guest:
+            if self._url.partition(b"?")[0] not in _PATHS_OF_PROBES:
+                self._refuse_guest()
+                return
+            self._headers = [header for header in self._headers if header[0].lower() != b"connection"]
+            self._headers.append((b"connection", b"close"))
+        if self._parser.get_http_version() in ("0.9", "1.0"):  # RFC 9110 §10.1.1
+            self._headers = [header for header in self._headers if header[0].lower() != b"expect"]
         self._reading = Reading.BODY
-        if self._is_guest and self.cycle is not None:
-            self.cycle.keep_alive = False
+        if self._is_answering:
+            self._later.append([self._head()])
+            self._transport.pause_reading()
+        else:
+            self._begin([self._head()])
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
-            super().on_body(body)
+            self._pass_on(b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)
 
     def on_message_complete(self) -> None:
-        if self._refused or self.parser.should_upgrade():
+        if self._refused or self._parser.should_upgrade():
             return
-        super().on_message_complete()
+        if self._is_chunked:
+            self._pass_on(b"0\r\n\r\n")
         self._reading = Reading.NOTHING
+        if not self._is_answering:  # the response came before the end of the body
+            self._await_request()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        if cycle.scope["http_version"] in ("0.9", "1.0"):
-            cycle.keep_alive = cycle.waiting_for_100_continue = False
-            app = _ended_by_closing(cycle, app)
-        super()._start_asgi_task(cycle, app)
-
-    def on_response_complete(self) -> None:
-        self._answered_at = self.loop.time()
-        super().on_response_complete()
-        self._mind_leftovers()
-        if self._is_answering or self.transport.is_closing():
-            return
-        if self._refused:
-            self._leave()
-        elif self._reading is Reading.HEAD:
-            self._await_head()
-        elif self._reading is Reading.NOTHING:
-            self._idle[self] = None
-
-    def timeout_keep_alive_handler(self) -> None:
-        self._part()
-
-    def shutdown(self) -> None:
-        """Close the connection after the current response. uvicorn calls this when the server stops."""
-        if self._is_answering:
-            super().shutdown()
-        else:
-            self._part()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if not self.transport.is_closing():
-            self._slow_timer = _stop(self._slow_timer)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse an invalid request. uvicorn also calls this after HeaderTooLarge, which is already answered."""
-        if not self._refused:
-            self._say(400, "invalid_request", msg)
+    def _head(self) -> bytes:
+        version = self._parser.get_http_version()
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, max(version, "1.0").encode())]
+        lines += [b"%b: %b" % header for header in self._headers]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _count(self, num_bytes: int) -> None:
         """Count bytes of the head. Raises HeaderTooLarge, which the parser reports as an invalid request."""
@@ -241,75 +276,120 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_head()
             raise HeaderTooLarge
 
+    # Requests, one at a time.
+
+    def _begin(self, pieces: list[bytes]) -> None:
+        """Give uvicorn the next request, or as much of it as there is."""
+        self._is_answering = True
+        self._to_client.begin(is_plain=pieces[0].partition(b"\r\n")[0].endswith(b" HTTP/1.0"))
+        for piece in pieces:
+            self.uvicorn.data_received(piece)
+
+    def _pass_on(self, piece: bytes) -> None:
+        """Pass on more of the request that is being received."""
+        if self._later:
+            self._later[-1].append(piece)
+        else:
+            self.uvicorn.data_received(piece)
+
+    def request_answered(self) -> None:
+        """Go on after a response: with the next request, or by waiting for one."""
+        self._is_answering = False
+        self._answered_at = self._loop.time()
+        if self._transport.is_closing() or self not in self._open:
+            return
+        if self._later:
+            self._begin(self._later.popleft())
+        elif self._refused:
+            self._leave()
+        else:
+            self._transport.resume_reading()
+            if self._reading is Reading.HEAD:
+                self._await_head()
+            else:
+                self._await_request()
+
+    def _await_request(self) -> None:
+        """Keep the connection for another request."""
+        self._set_timer(self._limits.keep_alive)
+        if self._reading is Reading.NOTHING:
+            self._idle[self] = None
+
+    def _await_head(self) -> None:
+        """Limit the time for the rest of a head. Empty lines before a head do not start it: RFC 9112 §2.2."""
+        if not self._is_answering and not self._is_guest:
+            self._set_timer(self._limits.receive_timeout)
+
+    def _set_timer(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._overdue)
+
+    def _overdue(self) -> None:
+        self._timer = None
+        if self._transport.is_closing():
+            return
+        if self._reading is not Reading.HEAD:
+            self.close()  # no request was begun
+        elif self._is_guest:
+            self._refuse_guest()
+        else:
+            self._metrics.rejected_total.labels(reason="slow_request").inc()
+            seconds = self._limits.receive_timeout
+            self._refuse(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
+
+    # Refusals.
+
     def _refuse_head(self) -> None:
         self._metrics.rejected_total.labels(reason="header_too_large").inc()
         most = self._limits.max_header
-        self._say(431, "header_too_large", f"The headers exceed {most} bytes. Send less, or raise `--max-header`.")
+        self._refuse(431, "header_too_large", f"The headers exceed {most} bytes. Send less, or raise `--max-header`.")
 
     def _refuse_guest(self) -> None:
         self._metrics.rejected_total.labels(reason="too_many_connections").inc()
-        self._say(
-            503,
-            "too_many_connections",
+        message = (
             f"There are {self._limits.max_connections} connections already, the most (`--max-connections`). Close "
-            "some, or come again later.",
-            kind="service_unavailable_error",
+            "some, or come again later."
         )
+        self._refuse(503, "too_many_connections", message, kind="service_unavailable_error")
 
-    @property
-    def _is_answering(self) -> bool:
-        return self._running is not None and not self._running.response_complete
-
-    def _await_head(self) -> None:
-        """Start the timer for the rest of a head. Empty lines before a head do not start one: RFC 9112 §2.2."""
-        if self._is_answering:
-            return
-        self._unset_keepalive_if_required()
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._limits.receive_timeout, self._head_overdue)
-
-    def _head_overdue(self) -> None:
-        self._head_timer = None
-        if self.transport.is_closing():
-            return
-        if self._reading is Reading.NOTHING:
-            self.transport.close()  # no request was begun
-            return
-        if self._is_guest:
-            self._refuse_guest()
-            return
-        self._metrics.rejected_total.labels(reason="slow_request").inc()
-        seconds = self._limits.receive_timeout
-        self._say(408, "slow_request", f"The headers did not come within {seconds:g} s (`--receive-timeout`).")
-
-    def _say(self, status: int, code: str, message: str, *, kind: str = "invalid_request_error") -> None:
+    def _refuse(self, status: int, code: str, message: str, *, kind: str = "invalid_request_error") -> None:
         """Answer a refused request and close the connection, after the responses to earlier requests."""
         self._refused = True
-        body = (
-            b'{"error":{"message":"%s","type":"%s","param":null,"code":"%s"}}'
-            % (message.encode(), kind.encode(), code.encode())
+        body = b'{"error":{"message":"%b","type":"%b","param":null,"code":"%b"}}' % (
+            message.encode(), kind.encode(), code.encode(),
         )  # fmt: skip
-        later = b"retry-after: 1\r\n" if status == 503 else b""
         self._last_word = (
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n"
-            % (status, http.HTTPStatus(status).phrase.encode(), len(body), later)
-            + body
-        )
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
+        ) % (
+            status, http.HTTPStatus(status).phrase.encode(), len(body), b"retry-after: 1\r\n" * (status == 503), body,
+        )  # fmt: skip
         if self._reading is Reading.BODY:  # the error is in the body of a request that was accepted
-            if self.pipeline:
-                self.pipeline.popleft()  # still queued behind another request
-            elif self.cycle.response_started:
+            if self._later:
+                self._later.pop()
+            elif self._to_client.has_begun:
                 self._last_word = b""  # its response has already started
             else:
                 self._leave()
-                return
         if not self._is_answering:
             self._leave()
 
     def _leave(self) -> None:
-        self.transport.write(self._last_word)
-        self.transport.close()
-        self._mind_leftovers()
+        if not self._transport.is_closing():
+            self._transport.write(self._last_word)
+            self.close()
+
+    # Closing.
+
+    def close(self) -> None:
+        """Close the connection; abort it if the client does not read the rest or close its side in time."""
+        self._idle.pop(self, None)
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._await_reader()
+        elif self._slow_timer is None and self._parting_timer is None:
+            when = max(self._answered_at + FLUSH_SECONDS, self._loop.time() + PARTING_SECONDS)
+            self._parting_timer = self._loop.call_at(when, self._transport.abort)
 
     def _has_taken_a_place(self) -> bool:
         """Close the longest idle connection to make room, and return whether there was one.
@@ -317,46 +397,61 @@ class HttpConnection(HttpToolsProtocol):
         It must be idle for FLUSH_SECONDS, so that its last response has been delivered.
         """
         longest = next(iter(self._idle), None)
-        if longest is None or self.loop.time() - longest._answered_at < FLUSH_SECONDS:
+        if longest is None or self._loop.time() - longest._answered_at < FLUSH_SECONDS:
             return False
-        self.connections.discard(longest)
-        longest._part()
+        self._open.discard(longest)
+        longest.close()
         return True
 
-    def _part(self) -> None:
-        """Close an idle connection; abort it if the client does not close its side in time."""
-        self._idle.pop(self, None)
-        self.transport.close()
-        self._mind_leftovers()
-        if self._slow_timer is None and self._parting_timer is None:
-            when = max(self._answered_at + FLUSH_SECONDS, self.loop.time() + PARTING_SECONDS)
-            self._parting_timer = self.loop.call_at(when, self.transport.abort)
-
-    def _mind_leftovers(self) -> None:
-        """Limit how long a closing connection waits for the client to read its last bytes."""
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self._await_reader()
-
     def _await_reader(self) -> None:
+        """Limit how long the client may leave unread what was sent."""
         if self._slow_timer is None:
-            self._slow_timer = self.loop.call_later(self._limits.slow_reader_timeout, self._cut)
+            self._slow_timer = self._loop.call_later(self._limits.slow_reader_timeout, self._cut)
 
     def _cut(self) -> None:
         self._slow_timer = None
         self._metrics.slow_readers_cut_total.inc()
         log.info("a client read nothing for %g s: its connection is cut", self._limits.slow_reader_timeout)
-        self.transport.abort()
+        self._transport.abort()
 
 
-def bounded(limits: ServeConfig, metrics: Metrics) -> Callable[..., HttpConnection]:
-    """Return the protocol factory for uvicorn; its connections share one table of idle connections."""
+class ClientTransport:
+    """The transport as uvicorn sees it: `close` takes bounded time, and HTTP/1.0 clients are sent no chunks."""
 
-    idle: dict[HttpConnection, None] = {}
+    def __init__(self, connection: HttpConnection, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.close = connection.close
+        self.write: Callable[[bytes], None] = transport.write
+        self.has_begun = False  # the current response
+        self._is_plain = False
 
-    def connection(*args: Any, **kwargs: Any) -> HttpConnection:
-        return HttpConnection(*args, limits=limits, metrics=metrics, idle=idle, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
-    return connection
+    def begin(self, *, is_plain: bool) -> None:
+        """Prepare for a response. `is_plain`: to HTTP/1.0, where closing the connection ends a body without length."""
+        self.has_begun, self._is_plain = False, is_plain
+        self.write = self._write_head
+
+    def _write_head(self, data: bytes) -> None:
+        if not data.startswith(b"HTTP/1.1 100 "):
+            self.has_begun = True
+            self.write = self._transport.write
+            if self._is_plain and _CHUNKED in data:
+                self.write = self._write_content
+                data = data.replace(_CHUNKED, b"", 1)
+        self._transport.write(data)
+
+    def _write_content(self, chunks: bytes) -> None:
+        pieces = []
+        while chunks:
+            size, _, rest = chunks.partition(b"\r\n")
+            pieces.append(rest[: int(size, 16)])
+            chunks = rest[int(size, 16) + 2 :]
+        self._transport.write(b"".join(pieces))
+
+
+_CHUNKED = b"transfer-encoding: chunked\r\n"
 
 
 def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
@@ -364,24 +459,3 @@ def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
-
-
-def _ended_by_closing(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """Wrap the application for HTTP/1.0, which has no chunked encoding: closing the connection ends the response."""
-
-    async def ended_by_closing(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_all(message: Message) -> None:
-            cycle.chunked_encoding = False
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn raises on a mismatch
-            await send(message)
-
-        await app(scope, receive, send_all)
-
-    return ended_by_closing
-
-
-def _stop(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """Cancel a timer and return None."""
-    if timer is not None:
-        timer.cancel()
-    return None

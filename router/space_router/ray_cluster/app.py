@@ -7,7 +7,7 @@ from typing import Any
 
 from space_common.process import log_to_stderr
 
-from space_router.api.ops.document import DocumentedApp
+from space_router.api.schema import DocumentedApp
 from space_router.ray_cluster.cluster import Cluster
 from space_router.ray_cluster.router_replica import Present, RouterReplica
 from space_router.ray_cluster.scaling import Scaling
@@ -27,7 +27,7 @@ ANSWER_SECONDS = 5.0  # for workers to answer with their addresses
 MORE_THAN_QUEUED = 1_000_000  # no limit in Ray: the router's own queue is bounded and answers 429
 
 
-class Worker:
+class RayWorker:
     """A deployment whose replicas are worker processes."""
 
     async def __init__(self, cluster: Cluster) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -65,8 +65,8 @@ class Router:
         return self._application
 
     async def _meet(self, num_requests: int) -> Present:
-        said = self._workers.broadcast("meet", num_requests)
-        answers = await said.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
+        responses = self._workers.broadcast("meet", num_requests)
+        answers = await responses.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
         addresses = frozenset(answer for answer in answers if isinstance(answer, str))
         return Present(addresses, is_complete=len(addresses) == len(answers))
 
@@ -80,7 +80,8 @@ def app(args: Mapping[str, Any]) -> Any:
     """Build the application for `import_path`. `args`: see `spaceserve ray --help`. Raises ConfigError."""
     cluster = Cluster.of(args)
     drain = cluster.config().drain_timeout
-    workers = serve.deployment(Worker).options(
+    workers = serve.deployment(RayWorker).options(
+        name="Worker",
         **(_scaling(cluster) if cluster.max_workers > cluster.min_workers else {"num_replicas": cluster.min_workers}),
         ray_actor_options={"num_cpus": cluster.cpus_per_worker, "num_gpus": cluster.gpus_per_worker},
         health_check_period_s=HEALTH_SECONDS,

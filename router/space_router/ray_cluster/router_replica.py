@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from space_common.tracing import exporting
 
-from space_router.api.ops.document import DocumentedApp
+from space_router.api.schema import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig

@@ -167,8 +167,8 @@ class ChatTemplate:
 
         def called(arguments: Any) -> str:
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            said = {"role": "assistant", "content": "" if takes_text else [], "tool_calls": [call]}
-            return self._tries([user, said, {"role": "tool", "content": content, "tool_call_id": "abcdefghi"}])
+            assistant = {"role": "assistant", "content": "" if takes_text else [], "tool_calls": [call]}
+            return self._tries([user, assistant, {"role": "tool", "content": content, "tool_call_id": "abcdefghi"}])
 
         arguments_as_text = "spaceprobe" not in called({"x": "spaceprobe"}) and "spaceprobe" in called(
             '{"spaceprobe":1}'

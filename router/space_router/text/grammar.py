@@ -67,14 +67,14 @@ class GrammarCheck:
         """Check a grammar in an idle or new process. Runs in a thread."""
         reasons = None
         with contextlib.suppress(IndexError):  # no process is idle
-            reasons = self._told(self._idle.pop(), grammar)
+            reasons = self._ask_process(self._idle.pop(), grammar)
         if reasons is None:  # the used process may be out of memory or gone; retry in a new one
-            reasons = self._told(_started(), grammar)
+            reasons = self._ask_process(_started(), grammar)
         if reasons is None:
             return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
         return reasons[0] if reasons else None
 
-    def _told(self, process: GrammarProcess, grammar: Grammar) -> list[str] | None:
+    def _ask_process(self, process: GrammarProcess, grammar: Grammar) -> list[str] | None:
         with _closed_unless_kept(process) as kept:
             reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
             if reasons is not None:

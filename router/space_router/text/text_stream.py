@@ -1,5 +1,6 @@
 """Turn an engine stream into text: detokenise, cut at stop strings, and keep the tokens of each piece."""
 
+import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,9 +8,138 @@ from enum import Enum
 from typing import NamedTuple
 
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
-from space_router.text.detokenizer import Detokenizer, TokenSpan
-from space_router.text.stop_strings import StopMatch, StopStrings
 from space_router.text.tokenizer import Tokenizer
+
+
+class TokenSpan(NamedTuple):
+    """The span of one token in the text of its stream: [start, end) in characters.
+
+    A token that is part of a character spans that character; the text comes with the token that completes it.
+    start == end: the token has no characters (a skipped special token).
+    """
+
+    id: int
+    start: int
+    end: int
+
+
+class Detokenizer:
+    """Detokenises one stream. Each character is returned once, whole, with the token that completes it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._bytes_of = tokenizer.bytes_of
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = False  # bytes of an incomplete character are buffered
+        self._length = 0  # characters returned so far
+        # Strip SentencePiece's space before the first word only if the text begins here.
+        self._strip = tokenizer.bytes_of.strips_first_space and all(id_ in tokenizer.special_ids for id_ in prompt_ids)
+
+    def push(self, id_: int) -> tuple[str, TokenSpan]:
+        """Return the characters that this token completes, and its span."""
+        start = self._length
+        whole = "" if id_ in self._skipped else self._bytes_of.text(id_)
+        if whole == "" or (whole is not None and not self._pending and not self._strip):
+            self._length = end = start + len(whole)
+            return whole, TokenSpan(id_, start, end)
+        content = self._bytes_of[id_]
+        if self._pending:
+            head = self._decoder.decode(content[:1])
+            # The first byte does not continue the buffered ones: they become a replacement character.
+            if len(head) > 1 or (head and self._decoder.getstate()[0]):
+                start += 1
+            text = head + self._decoder.decode(content[1:])
+        else:
+            text = self._decoder.decode(content)
+        self._pending = bool(self._decoder.getstate()[0])
+        if self._strip:
+            self._strip = False
+            text = text.removeprefix(" ")
+        self._length += len(text)
+        end = self._length + self._pending
+        return text, TokenSpan(id_, start, max(start, end))
+
+    def finish(self) -> str:
+        """End the stream; return a replacement character for an incomplete one, else ""."""
+        text = self._decoder.decode(b"", final=True)
+        self._pending = False
+        self._length += len(text)
+        return text
+
+
+class StopMatch(NamedTuple):
+    """The first stop string that is completed; the longest if several end at the same character."""
+
+    stop: str
+    start: int  # absolute, in characters of the searched text
+    end: int
+
+
+class _Pattern:
+    """Knuth-Morris-Pratt matcher for one stop string."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0  # characters of `stop` that the text so far ends with
+        self._fallback = [0] * (len(stop) + 1)  # longest proper border of stop[:i]
+        border = 0
+        for i in range(1, len(stop)):
+            while border and stop[i] != stop[border]:
+                border = self._fallback[border]
+            border += stop[i] == stop[border]
+            self._fallback[i + 1] = border
+
+    def advance(self, piece: str) -> int | None:
+        """Read a piece of text; return the end of the first match, in characters of the piece, or None."""
+        stop, matched = self.stop, self.matched
+        position = 0
+        while position < len(piece):
+            if not matched:
+                position = piece.find(stop[0], position)
+                if position < 0:
+                    break
+            character = piece[position]
+            while matched and character != stop[matched]:
+                matched = self._fallback[matched]
+            matched += character == stop[matched]
+            position += 1
+            if matched == len(stop):
+                return position
+        self.matched = matched
+        return None
+
+
+class StopStrings:
+    """Searches streamed text for stop strings.
+
+    The first `num_certain` characters can no longer become part of a match; later ones can.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._length = 0
+        self.num_certain = 0
+
+    def push(self, piece: str) -> StopMatch | None:
+        """Read the next piece of text; return the match that ends the stream, or None."""
+        found: StopMatch | None = None
+        for pattern in self._patterns:
+            end = pattern.advance(piece)
+            if end is not None:
+                match = StopMatch(pattern.stop, self._length + end - len(pattern.stop), self._length + end)
+                if found is None or (match.end, match.start) < (found.end, found.start):
+                    found = match
+        self._length += len(piece)
+        held = max((pattern.matched for pattern in self._patterns), default=0)
+        self.num_certain = self._length - held if found is None else found.start
+        return found
 
 
 class FinishReason(Enum):
@@ -89,7 +219,7 @@ class TextStream:
         self._uncounted: deque[Delta] = deque()  # deltas with tokens not yet given out
         self._num_uncounted = 0  # tokens of these deltas already given out
 
-    def feed(self, delta: Delta) -> TextDelta | None:
+    def push(self, delta: Delta) -> TextDelta | None:
         """Return what one delta makes certain, or None. A result with `finish` is the last one."""
         match = self._take(delta)
         if match is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,141 @@ from space_common.files import NotUtf8, decoded
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 
 from space_router.errors import ConfigError
-from space_router.text import llama_tokenizer
 from space_router.text.checkpoint import read_json
-from space_router.text.token_bytes import TokenBytes
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's byte alphabet: printable character -> byte. Printable bytes map to themselves."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """Maps ids to bytes, for byte-level BPE and SentencePiece tokenizers.
+
+    `strips_first_space`: SentencePiece adds a space before the first word that is not part of the text.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        kinds = _kinds(json.loads(tokenizer.to_str()).get("decoder"))
+        self._tokenizer = tokenizer
+        self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
+        self.strips_first_space = bool(kinds & {"Metaspace", "Strip"})
+        if self._alphabet is None and not kinds & {"Metaspace", "Replace", "ByteFallback"}:
+            raise ConfigError(
+                f"tokenizer.json has the decoder {sorted(kinds) or 'null'}; supported are byte-level ones (ByteLevel) "
+                "and SentencePiece's (Metaspace, or Replace with ByteFallback)."
+            )
+        self._cache: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+        self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+
+    def __getitem__(self, id_: int) -> bytes:
+        """Return the bytes of a token; empty for ids without a token (padding rows of the output head)."""
+        known = self._cache.get(id_)
+        if known is None:
+            known = self._cache[id_] = self._compute(id_)
+        return known
+
+    def text(self, id_: int) -> str | None:
+        """Return the token's text, or None if its bytes are not whole characters."""
+        try:
+            return self._texts[id_]
+        except KeyError:
+            try:
+                known = self[id_].decode("utf-8")
+            except UnicodeDecodeError:
+                known = None
+            self._texts[id_] = known
+            return known
+
+    def _compute(self, id_: int) -> bytes:
+        token = self._tokenizer.id_to_token(id_)
+        if token is None:
+            return b""
+        if id_ in self._added:
+            return self._added[id_].encode()
+        if self._alphabet is not None:
+            try:
+                return bytes(self._alphabet[character] for character in token)
+            except KeyError:
+                return str(token).encode()
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return str(token).replace("▁", " ").encode()
+
+
+_LLAMA_CLASSES = frozenset({"LlamaTokenizer", "CodeLlamaTokenizer"})
+
+UNCHANGED_MODEL_TYPES = frozenset({
+    "EvollaModel", "arctic", "aria", "beam", "bigbird_pegasus", "camembertv2-base", "canary", "chatlm", "cohere_asr",
+    "ernie4_5", "ernie4_5_moe", "flex_olmo", "fuyu", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe",
+    "glm_image", "glmasr", "got_ocr2", "gpt_bigcode", "gradium_phonon_tts", "granite", "granitemoe",
+    "granitemoehybrid", "granitemoeshared", "h2ovl_chat", "hyperclovax", "hyperclovax_vision_v2", "hyperclovax_vlm",
+    "internlm2", "internlm3", "iquestcoder", "jamba", "kimi_k25", "kimi_linear", "kosmos-2", "llava", "llava_next",
+    "mimo_v2_flash", "minicpm3", "minicpm_ocr", "minicpmv", "minicpmv4_6", "minicpmv4_7", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mistral3", "mistral_large4", "mixtral", "modernbert", "modernbert-decoder", "molmo",
+    "molmo2", "nemo_speechlm", "nemotron", "nvfp4", "nystromformer", "olmo2", "olmo3", "olmo_hybrid", "opencua",
+    "openvla", "paddleocr_vl", "pegasus_x", "persimmon", "phi3", "phi3_v", "phimoe", "pix2struct", "pixtral",
+    "pocket_tts", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2", "smolvlm",
+    "stablelm", "step3_vl", "umt5", "vipllava", "voxtral", "voxtral_realtime", "xlm-roberta-xl",
+})  # fmt: skip
+"""Model types for which transformers (5.23) uses tokenizer.json unchanged, whatever class the files name."""
+
+_LLAMA_DEFAULTS: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""The class's special tokens, used if the files name none."""
+
+
+def is_llama_class(content: Mapping[str, Any], config: Mapping[str, Any], model_config: Mapping[str, Any]) -> bool:
+    """Return whether transformers builds the tokenizer with Llama's class.
+
+    The arguments are tokenizer.json, tokenizer_config.json and config.json.
+    """
+    named = config.get("tokenizer_class") or model_config.get("tokenizer_class")
+    if not isinstance(named, str) or named.removesuffix("Fast") not in _LLAMA_CLASSES:
+        return False
+    if model_config.get("model_type") in UNCHANGED_MODEL_TYPES or content.get("model", {}).get("type", "BPE") != "BPE":
+        return False
+    return "ByteLevel" not in _kinds(content.get("pre_tokenizer")) | _kinds(content.get("decoder"))
+
+
+def rebuilt_as_llama(content: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tokenizer.json as Llama's class builds it, without added tokens."""
+    is_code = str(config.get("tokenizer_class", "")).startswith("CodeLlama")
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = "never" if not has_prefix else "always" if config.get("legacy") is True and not is_code else "first"
+    parts: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix or is_code:
+        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    model = dict(content["model"]) | {
+        "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True,
+        "byte_fallback": True, "ignore_merges": False,
+    }  # fmt: skip
+    if not is_code:
+        model["unk_token"] = None
+    return dict(content) | {
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False},
+        "decoder": {"type": "Sequence", "decoders": parts},
+        "model": model,
+    }
+
+
+def _kinds(part: Any) -> set[str]:
+    """Return the types of a pre-tokenizer or decoder, or of the parts of a sequence of them."""
+    if not isinstance(part, Mapping):
+        return set()
+    inner = [*(part.get("pretokenizers") or ()), *(part.get("decoders") or ())]
+    return ({str(part.get("type"))} - {"Sequence"}).union(*map(_kinds, inner))
+
 
 _NO_WORD = "☺"  # never merges with the text after it
 
@@ -71,8 +204,8 @@ class Tokenizer:
             inner = tokenizers.Tokenizer.from_str(text)
             if (parsed := _of_llama_class(text, config, folder)) is not None:
                 added = parsed["added_tokens"]
-                inner = tokenizers.Tokenizer.from_str(json.dumps(llama_tokenizer.rebuilt(parsed, config)))
-                defaults = llama_tokenizer.DEFAULTS
+                inner = tokenizers.Tokenizer.from_str(json.dumps(rebuilt_as_llama(parsed, config)))
+                defaults = _LLAMA_DEFAULTS
                 if config.get("added_tokens_decoder") is None:
                     config = {**config, "added_tokens_decoder": {str(token["id"]): token for token in added}}
                     special_map = {}
@@ -145,10 +278,10 @@ def _no_halves(text: str) -> Iterator[None]:
 def _of_llama_class(text: str, config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     """Return the parsed tokenizer.json if transformers builds the tokenizer with Llama's class, else None."""
     model_config = read_json(folder, "config.json")
-    if not llama_tokenizer.is_llama_class({}, config, model_config):
+    if not is_llama_class({}, config, model_config):
         return None  # avoids parsing a large file
     parsed: dict[str, Any] = json.loads(text)
-    return parsed if llama_tokenizer.is_llama_class(parsed, config, model_config) else None
+    return parsed if is_llama_class(parsed, config, model_config) else None
 
 
 def _known(inner: tokenizers.Tokenizer, defaults: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, str]:

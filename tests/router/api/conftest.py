@@ -1,55 +1,26 @@
 """A whole router in one process: HTTP over ASGI in front, a scripted worker over gRPC behind."""
 
-import asyncio
-import inspect
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import httpx
 import jsonschema_rs
 import pytest
-from doubles.router import FixedReply, HashLanguage, Script, ScriptedWorker
-from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
+from doubles.router import Script, ScriptedWorker
+from doubles.router.whole_router import TOKENIZER, Seen, Start, events_of, model_text, script
 from opentelemetry.trace import Tracer
-from space_router.api.ops.document import DocumentedApp
+from space_router.api.schema import DocumentedApp
 from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.text.chat_template import BUILT_IN, ChatTemplate
-from space_router.text.model_text import ModelText
 from space_router.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
-
-TOKENIZER = tiny_tokenizer()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an async test in a loop of its own, with the routers it asks for started in the same loop.
-
-    By asyncio.run, for grpc's one poller per process may still tell the loop of an earlier test something, which
-    only asyncio itself takes lightly.
-    """
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-
-    async def whole() -> None:
-        async with AsyncExitStack() as stack:
-            for name, value in arguments.items():
-                if isinstance(value, AbstractAsyncContextManager):
-                    arguments[name] = await stack.enter_async_context(value)
-            await pyfuncitem.obj(**arguments)
-
-    asyncio.run(whole())
-    return True
 
 
 @dataclass
@@ -71,18 +42,12 @@ class Router:
         value: dict[str, Any] = answer.json()
         return value
 
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """The events of one of OpenAI's streams."""
+        return events_of(await self.post(path, stream=True, **body))
+
     def value(self, name: str, **labels: str) -> float | None:
         return self.service.metrics.value(name, **labels)
-
-
-def script(reply: str | None = None, **changes: Any) -> Script:
-    """A worker that always answers `reply`, or speaks a made-up language of printable bytes that ends with EOS."""
-    if reply is None:
-        language: Any = HashLanguage(range(FIRST_BYTE_ID + 32, FIRST_BYTE_ID + 127), eos_id=EOS_ID, eos_period=50)
-    else:
-        language = FixedReply(TOKENIZER.encode(reply))
-    known = Script(language=language, vocab_size=VOCAB_SIZE, mask_ids=(MASK_ID,), eos_ids=(EOS_ID,), num_blocks=256)
-    return replace(known, **changes)
 
 
 @asynccontextmanager
@@ -96,8 +61,7 @@ async def running(
     tracer: Tracer | None = None,
 ) -> AsyncIterator[Router]:
     """A router in front of a worker that follows the script; at the end every page must be free or cached."""
-    template = None if chat is None else ChatTemplate(BUILT_IN.get(chat, chat), {})
-    text = ModelText("tiny", tokenizer, template, MappingProxyType({}))
+    text = model_text(chat, tokenizer)
     metrics = Metrics()
     async with ScriptedWorker(script) as worker:
         served = replace(config or ServeConfig(), worker_address=(worker.address,))
@@ -177,9 +141,6 @@ def _validator(document: dict[str, Any], schema: dict[str, Any]) -> Any:
     return _validators[name]
 
 
-Start = Callable[..., AbstractAsyncContextManager[Router]]
-
-
 @pytest.fixture
 def start() -> Start:
     """`async with start("the reply", config=..., chat=...) as router`."""
@@ -198,3 +159,9 @@ def start() -> Start:
 def router() -> AbstractAsyncContextManager[Router]:
     """In the test: a running Router, in front of a worker that speaks a made-up language."""
     return running(script())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Every request that reaches an engine."""
+    return Seen.by_engines(monkeypatch)

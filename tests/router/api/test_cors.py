@@ -1,13 +1,8 @@
 """Pages of other origins may ask only where the operator says so."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
-
+from doubles.router.whole_router import Start
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 PAGE = "https://page.example"
 ASKS_FIRST = {

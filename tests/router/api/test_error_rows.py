@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from doubles.router.whole_router import Start
 from doubles.tokenizers import FIRST_BYTE_ID
 from space_router.api.request_builder import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.queueing.throughput_estimator import MIN_STEPS
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 State = Callable[[Start], AbstractAsyncContextManager[Any]]
 
 MAX_ERROR = 2000
@@ -178,7 +178,8 @@ async def test_openai_errors_have_their_status_and_shape(start: Start, row: Row)
                 param = name if row.param == "PROMPT" else row.param
                 assert (error["type"], error["code"], error["param"]) == (row.kind, row.code, param), error
                 if details:
-                    assert error["n_prompt_tokens"] >= 600
+                    num_prompt = error["n_prompt_tokens"]
+                    assert num_prompt == 600 if name == "prompt" else num_prompt > 600
                     assert error["n_ctx"] == 512
 
 
@@ -191,6 +192,14 @@ async def test_tgi_errors_have_their_status_and_shape(start: Start, row: Row) ->
             assert answer.status_code == row.tgi_status, answer.text
             assert answer.json().keys() == {"error", "error_type"}
             assert answer.json()["error_type"] == row.tgi_kind
+
+
+async def test_every_choice_counts_for_a_full_queue(start: Start) -> None:
+    async with full(start) as router:
+        several = await router.post("/v1/completions", prompt="x", n=2, max_tokens=1)
+        assert several.status_code == 429
+        assert int(several.headers["retry-after"]) >= 1
+        assert router.value("spaceserve_rejected_total", reason="queue_full") == 1
 
 
 @pytest.mark.parametrize(

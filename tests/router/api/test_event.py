@@ -1,14 +1,11 @@
 """Events that every client reads as one line."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import orjson
 import pytest
-from space_router.http_server.event import event_json
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
+from doubles.router.whole_router import Start
+from space_router.http_server.responses import event_json
 
 ENDS = "a\u2028b\u2029c\x85d"
 USER = [{"role": "user", "content": "Say"}]

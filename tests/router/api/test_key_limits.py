@@ -1,15 +1,13 @@
 """Who has had its share, and who finds the queue full, hears so before its body is read."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
+from doubles.router.whole_router import Start
 from space_router.api_keys import ApiKey, KeyLimits
 from space_router.config import ServeConfig
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 SHORT = {"prompt": "a", "max_tokens": 2}
 BODIES = (
     ("/v1/completions", SHORT),

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import pytest
+from doubles.router.whole_router import Start
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.engine.engine import Engine
 from space_router.engine.request.request import ValidRequest
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 SECRET = "sk-a-very-secret-one"
 BODIES = (
     ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
     ("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}}),
 )
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[ValidRequest]:
-    """Every request that reaches an engine."""
-    requests: list[ValidRequest] = []
-    submit = Engine.submit
-
-    def noted(self: Engine, request: ValidRequest, **others: Any) -> Any:
-        requests.append(request)
-        return submit(self, request, **others)
-
-    monkeypatch.setattr(Engine, "submit", noted)
-    return requests
 
 
 async def test_a_request_carries_a_name_of_its_key_and_never_the_key(

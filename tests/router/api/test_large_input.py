@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from space_router.api.openai.chat_fields import ChatBody
-from space_router.api.openai.fields import CompletionBody
-from space_router.api.tgi.generate_fields import GenerateParameters
+from space_router.api.openai.fields import ChatBody, CompletionBody
+from space_router.api.tgi.generate import GenerateParameters
 
 MAX_ERROR = 2000
 

@@ -1,12 +1,9 @@
 """What an answer cost stands in its headers, on every route that generates."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
+from doubles.router.whole_router import Start
 
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"inputs": "ab", "parameters": {"max_new_tokens": 3}}),

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router.whole_router import Start
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -15,8 +14,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 from space_common.tracing import parent_of
 from space_proto import worker_pb2
 from space_router.engine.request import worker_messages
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -20,7 +20,7 @@ from space_router.engine.request import worker_messages
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.stream import Stream
-from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.metrics import Metrics
 
 

@@ -9,8 +9,8 @@ import pytest
 from doubles.router import Script, always, never
 from space_proto import worker_pb2
 from space_router.engine.engine_metrics import EngineMetrics
-from space_router.engine.request.report_result import ReportResult
 from space_router.engine.request.request import ValidRequest
+from space_router.engine.request.sequence import ReportResult
 from space_router.metrics import Metrics
 
 Make = Callable[..., ValidRequest]

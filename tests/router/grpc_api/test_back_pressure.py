@@ -3,18 +3,17 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.whole_router import Start
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 WINDOW = 64 * 1024
 """Bytes that a connection may have under way; a client's own default grows with the speed of the network."""
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from doubles.router import never
+from doubles.router.whole_router import Start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_proto import generate_pb2
 from space_router.config import ServeConfig
 from space_router.grpc_api.interceptors import NUM_GUESTS
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
 
 

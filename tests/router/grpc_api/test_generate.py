@@ -1,16 +1,14 @@
 """A call is the same request as its twin over HTTP, and its events are the same answer."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always
+from doubles.router.whole_router import Start
 from space_proto import generate_pb2
 from space_router.engine.request.request import ValidRequest
 from space_router.grpc_api.event import PROMPT_IDS_PER_EVENT
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 PROMPT = "hello world"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 FIELDS: dict[str, Any] = {

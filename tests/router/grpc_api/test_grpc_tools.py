@@ -1,17 +1,15 @@
 """Tools and templates over gRPC: asked as over HTTP, and their calls streamed in the same pieces."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
 import pytest
 from doubles.router import always
+from doubles.router.whole_router import Start
 from space_proto import generate_pb2
 from space_router.engine.request.request import Grammar
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 ROOM = {"window": 4096, "num_blocks": 2048}
 USER = {"role": "user", "content": "How is the weather?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

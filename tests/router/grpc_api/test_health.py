@@ -1,18 +1,16 @@
 """gRPC's own health service says what `/readyz` says, to anybody, as it changes."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.whole_router import Start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 GENERATE = "spaceserve.v1.Generate"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,18 +1,16 @@
 """A client that knows nothing but the address learns the contract by reflection, and calls it."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.whole_router import Start
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 GENERATE = "spaceserve.v1.Generate"
 
 

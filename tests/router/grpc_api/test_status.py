@@ -1,19 +1,17 @@
 """What cannot be done ends with its status, its field and HTTP's own words, before any event."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.whole_router import Start
 from space_proto import generate_pb2
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.grpc_api import service as grpc_service
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 MESSAGE = {"role": "user", "content": "x"}
 INVALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the field at fault, the call, its HTTP twin's body
     (field, {"prompt": "x", field: value}, {"prompt": "x", field: twin})

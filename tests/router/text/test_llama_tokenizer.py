@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from space_router.text import llama_tokenizer
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
-from space_router.text.tokenizer import Tokenizer
+from space_router.text.tokenizer import UNCHANGED_MODEL_TYPES, Tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 MESSAGES = [
@@ -174,4 +173,4 @@ def test_the_model_types_that_take_the_file_as_it_is_are_transformers_own() -> N
     if tuple(map(int, __version__.split(".")[:2])) < (5, 23):
         pytest.skip(f"the table is of transformers 5.23; this is {__version__}")
     registered = {name for name, kind in auto.TOKENIZER_MAPPING_NAMES.items() if kind == "TokenizersBackend"}
-    assert registered | auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == llama_tokenizer.AS_IT_IS
+    assert registered | auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == UNCHANGED_MODEL_TYPES

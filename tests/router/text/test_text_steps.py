@@ -7,10 +7,16 @@ from doubles.tokenizers import SPECIAL
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
-from space_router.text.stop_strings import StopStrings
-from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStatistics, TextStream, TextToken
-from space_router.text.token_bytes import byte_alphabet
-from space_router.text.tokenizer import Tokenizer
+from space_router.text.text_stream import (
+    FinishReason,
+    StopStrings,
+    TextDelta,
+    TextRules,
+    TextStatistics,
+    TextStream,
+    TextToken,
+)
+from space_router.text.tokenizer import Tokenizer, byte_alphabet
 from tokenizers import AddedToken, decoders, models
 
 STEADY = settings(max_examples=250, deadline=None)
@@ -81,7 +87,7 @@ def in_steps(ids: list[int], sizes: list[int], finish: Finish) -> list[Delta]:
 def read(stream: TextStream, deltas: list[Delta]) -> list[TextDelta]:
     made = []
     for delta in deltas:
-        if (one := stream.feed(delta)) is not None:
+        if (one := stream.push(delta)) is not None:
             made.append(one)
             if one.finish is not None:
                 break

@@ -4,9 +4,7 @@ from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, sentencepiece_tokenizer, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
-from space_router.text.detokenizer import Detokenizer
-from space_router.text.stop_strings import StopStrings
-from space_router.text.text_stream import FinishReason, TextDelta, TextRules, TextStream
+from space_router.text.text_stream import Detokenizer, FinishReason, StopStrings, TextDelta, TextRules, TextStream
 
 TINY = tiny_tokenizer()
 QUICK = settings(max_examples=150, deadline=None)
@@ -34,7 +32,7 @@ def in_steps(ids: list[int], sizes: list[int], finish: Finish | None = Finish.LE
 def read(stream: TextStream, deltas: list[Delta]) -> list[TextDelta]:
     made: list[TextDelta] = []
     for delta in deltas:
-        if (one := stream.feed(delta)) is not None:
+        if (one := stream.push(delta)) is not None:
             made.append(one)
             if one.finish is not None:
                 break

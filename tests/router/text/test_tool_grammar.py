@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
-from space_router.text.tool_calls.format import FORMATS, ToolCallLayout, named
-from space_router.text.tool_calls.grammar import calls_only, calls_or
+from space_router.text.tool_calls.format import FORMATS, ToolCallLayout, calls_only, calls_or, named
 from space_router.text.tool_calls.parser import ToolCallReader
 
 CITY = {

@@ -3,8 +3,8 @@
 import pytest
 from doubles.tokenizers import byte_level
 from space_router.text.chat_template import BUILT_IN, ChatTemplate
+from space_router.text.model_text import turn_end_ids
 from space_router.text.tokenizer import Tokenizer
-from space_router.text.turn_ends import turn_end_ids
 from tokenizers import AddedToken
 
 TOKENS = (

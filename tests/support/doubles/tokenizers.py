@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from space_router.text.token_bytes import byte_alphabet
-from space_router.text.tokenizer import Tokenizer
+from space_router.text.tokenizer import Tokenizer, byte_alphabet
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask_1|>")

@@ -7,23 +7,21 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import ChoiceState, CompletedChoice
-from space_router.api.openai.answers import OpenAIError
-from space_router.api.openai.chat_answers import ChatCompletion, ChatEvent
-from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
+from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
 from space_router.api.openai.conversation import PromptOptions
 from space_router.api.openai.conversation import prompt_text as prompt_text
+from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
 from space_router.api.openai.logprobs import chat_logprobs
-from space_router.api.openai.stream import OpenAIAnswer, respond
+from space_router.api.openai.stream import OpenAIAnswer
 from space_router.api.openai.tools import ToolUse, tool_use
 from space_router.api.plan import GenerationPlan, PlannedChoice
 from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import read_object, validate
-from space_router.http_server.connection import beside
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import in_thread_if_long
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
@@ -104,10 +102,10 @@ class ChatShape:
         message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
         body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
         if (reader := self.tools.reader()) is not None:
-            said = reader.push(written.text, ended=True)
-            if said.calls:
-                message["content"] = said.content or None
-                message["tool_calls"] = [self._call(progress.choice, piece) for piece in said.calls]
+            parsed = reader.push(written.text, ended=True)
+            if parsed.calls:
+                message["content"] = parsed.content or None
+                message["tool_calls"] = [self._call(progress.choice, piece) for piece in parsed.calls]
                 body |= self._reason(reader, progress.finish)
         return body
 
@@ -120,12 +118,12 @@ class ChatShape:
         if reader is None:
             change |= {"content": delta.text} if delta.text or first else {}
             return body
-        said = reader.push(delta.text, ended=delta.finish is not None)
-        if said.content or first:
-            change["content"] = said.content or None
-        if said.calls:
+        parsed = reader.push(delta.text, ended=delta.finish is not None)
+        if parsed.content or first:
+            change["content"] = parsed.content or None
+        if parsed.calls:
             change["tool_calls"] = [
-                {"index": piece.index, **self._call(progress.choice, piece)} for piece in said.calls
+                {"index": piece.index, **self._call(progress.choice, piece)} for piece in parsed.calls
             ]
         return body | self._reason(reader, delta.finish)
 
@@ -154,17 +152,19 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
-        responses=answers(ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent, done=True),
+        responses=describe_responses(
+            ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent, done=True
+        ),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        received = await read_object(request, service.config)
-        body = validate(ChatBody, received.values, CHAT_NEUTRAL)
+        body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
         builder = service.builder(key_of(request))
         tools = tools_of(builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
-        made = await beside(received.size, plan, builder, body, tools)
+        made = await in_thread_if_long(size, plan, builder, body, tools)
         shape = ChatShape(service.text.tokenizer, body, made, tools)
-        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
+        reply = OpenAIAnswer(shape, made, service.name_of(made), body)
+        return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

@@ -7,21 +7,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import ChoiceState, CompletedChoice
-from space_router.api.openai.answers import Completion, CompletionEvent, OpenAIError
-from space_router.api.openai.echo import Echo
+from space_router.api.openai.answers import Completion, CompletionEvent
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, GenerationFields
-from space_router.api.openai.logprobs import CompletionLogprobs
-from space_router.api.openai.stream import OpenAIAnswer, respond
-from space_router.api.parameters import Parameters
-from space_router.api.plan import GenerationPlan
+from space_router.api.openai.logprobs import CompletionLogprobs, Echo
+from space_router.api.openai.stream import OpenAIAnswer
+from space_router.api.plan import GenerationPlan, Parameters
 from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import read_object, validate
-from space_router.http_server.connection import beside
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import in_thread_if_long
 from space_router.text.text_stream import TextDelta
 from space_router.text.tokenizer import Tokenizer
 
@@ -122,15 +119,17 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/completions",
         openapi_extra=json_body(CompletionBody, COMPLETION_NEUTRAL),
-        responses=answers(Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent, done=True),
+        responses=describe_responses(
+            Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent, done=True
+        ),
     )
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        received = await read_object(request, service.config)
-        body = validate(CompletionBody, received.values, COMPLETION_NEUTRAL)
+        body, size = await service.read(request, CompletionBody, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-        made = await beside(received.size, plan, service.builder(key_of(request)), body, grammar)
+        made = await in_thread_if_long(size, plan, service.builder(key_of(request)), body, grammar)
         shape = CompletionShape(service.text.tokenizer, body, made)
-        return await respond(service, request, OpenAIAnswer.to(shape, made, service.name_of(made), body))
+        reply = OpenAIAnswer(shape, made, service.name_of(made), body)
+        return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

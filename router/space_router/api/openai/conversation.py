@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from space_router.api.openai.chat_fields import ChatBody, Message, RefusalPart, ToolCall
+from space_router.api.openai.fields import ChatBody, Message, RefusalPart, ToolCall
 from space_router.api.request_builder import RequestBuilder
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import shown
+from space_router.http_server.body import short_repr
 from space_router.text.chat_template import ChatTemplate, Habits
 
 
@@ -85,8 +85,8 @@ def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
     names = ", ".join(sorted(template.variables)[:16]) or "none"
     param = "reasoning_effort" if key == "reasoning_effort" else "chat_template_kwargs"
     raise InvalidRequest(
-        f"{shown(key)} is no variable of this model's chat template, so that it would change nothing; its variables "
-        f"are: {names}. Leave it out.",
+        f"{short_repr(key)} is no variable of this model's chat template, so that it would change nothing; its "
+        f"variables are: {names}. Leave it out.",
         param=param,
         code="unsupported_parameter",
     )

@@ -1,8 +1,17 @@
-"""Fields of the OpenAI requests; limits that depend on the model or flags are checked in `request_builder`."""
+"""Fields of `/v1/completions` and `/v1/chat/completions`; `request_builder` checks limits that depend on the model."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from space_router.api.grammar_fields import GrammarFields
 from space_router.http_server.body import Body
@@ -143,3 +152,176 @@ class CompletionBody(GenerationFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     logprobs: Count20 | None = None
+
+
+# Known fields that this server does not support, with the values that mean "off".
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **COMPLETION_NEUTRAL,
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "modalities": (["text"], []),
+    "audio": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+MAX_TOOLS = 128
+"""Maximum tools in a request, as in OpenAI's API."""
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 2 * MAX_MESSAGES
+"""Maximum parts of all messages together, calls included."""
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+ToolCallId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class RefusalPart(Body):
+    """A part of an assistant's message that says why it did not answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
+
+
+def _few_parts(value: Any) -> Any:
+    """Limit the number of parts before validation, because validating one takes longer than sending it."""
+    if isinstance(value, list):
+        messages = (message for message in value[: MAX_MESSAGES + 1] if isinstance(message, dict))
+        num_parts = sum(len(field) for message in messages for field in message.values() if isinstance(field, list))
+        if num_parts > MAX_PARTS:
+            raise ValueError(f"must have at most {MAX_PARTS} parts and calls in all, and has {num_parts}")
+    return value
+
+
+FEW_PARTS = BeforeValidator(_few_parts)
+"""Applied to a list of messages."""
+
+
+class CalledFunction(Body):
+    """The function of an earlier call, and what it was called with: JSON as text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call in an assistant's earlier message."""
+
+    id: ToolCallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # left over by clients that join streamed pieces
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Annotated[str, Tag("text")] | Annotated[Parts, Tag("parts")], TEXT_OR_PARTS] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: ToolCallId | None = None
+    refusal: str | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _not_the_old_role(cls, value: Any) -> Any:
+        if value == "function":
+            raise ValueError("must be `tool`, with the `tool_call_id` that is answered, where it once was `function`")
+        return value
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> "Message":
+        if self.role == "tool":
+            if self.tool_call_id is None:
+                raise ValueError("must say with `tool_call_id` which call a message of the role tool answers")
+        elif self.tool_call_id is not None:
+            raise ValueError(f"must have no `tool_call_id` with the role {self.role}")
+        if self.role == "assistant":
+            if self.content is None and self.refusal is None and not self.tool_calls:
+                raise ValueError("must have `content` or `tool_calls` with the role assistant")
+            return self
+        if self.tool_calls or self.refusal is not None:
+            raise ValueError(f"must have no `tool_calls` and no `refusal` with the role {self.role}")
+        if self.content is None:
+            raise ValueError(f"must have `content` with the role {self.role}")
+        if isinstance(self.content, list) and not all(isinstance(part, TextPart) for part in self.content):
+            raise ValueError(f"must have parts of the type text only with the role {self.role}")
+        return self
+
+
+class FunctionDefinition(Body):
+    """A function the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool the model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(Body):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+def _typed(value: Any) -> Any:
+    """Add `type: function`, which Hugging Face's client omits."""
+    return {"type": "function", **value} if isinstance(value, dict) and "function" in value else value
+
+
+class NamedTool(Body):
+    """One of the tools."""
+
+    type: Literal["function"] = "function"
+    function: FunctionReference
+
+
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Body):
+    """A choice among some of the tools, all of which the model sees."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class ChatBody(GenerationFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count20 | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type"), BeforeValidator(_typed)]
+        | None
+    ) = None  # fmt: skip
+    parallel_tool_calls: bool | None = None
+    functions: Any = Field(default=None, description="OpenAI's old name: send `tools`")
+    function_call: Any = Field(default=None, description="OpenAI's old name: send `tool_choice`")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

@@ -5,11 +5,11 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from space_router.api.openai.answers import ModelCard, ModelList, OpenAIError
+from space_router.api.openai.answers import ModelCard, ModelList
 from space_router.api.request_builder import model_not_found
-from space_router.api.schema import answers
+from space_router.api.schema import OpenAIError, describe_responses
 from space_router.api.service import Service
-from space_router.http_server.answers import answer
+from space_router.http_server.responses import json_response
 
 
 def routes(service: Service) -> APIRouter:
@@ -34,18 +34,18 @@ def routes(service: Service) -> APIRouter:
         ]
         return {card["id"]: card for card in (base, *adapters)}
 
-    @router.get("/v1/models", responses=answers(ModelList, errors=OpenAIError))
+    @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))
     async def models() -> Response:
         """All models served here."""
-        return answer({"object": "list", "data": list(cards().values())})
+        return json_response({"object": "list", "data": list(cards().values())})
 
-    @router.get("/v1/models/{name:path}", responses=answers(ModelCard, errors=OpenAIError, statuses=(404,)))
+    @router.get("/v1/models/{name:path}", responses=describe_responses(ModelCard, errors=OpenAIError, statuses=(404,)))
     async def model(name: str) -> Response:
         """One model."""
         known = cards()
         name = name.removeprefix(f"{service.text.name}:")
         if name not in known:
             raise model_not_found(name, list(known))
-        return answer(known[name])
+        return json_response(known[name])
 
     return router

@@ -5,23 +5,25 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from space_router.api.grammar_fields import JsonSchemaFormat, ResponseFormat
-from space_router.api.openai.chat_fields import (
+from space_router.api.openai.fields import (
     FEW_PARTS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    TEXT_OR_PARTS,
     AllowedToolChoice,
     AllowedTools,
     CalledFunction,
+    Count20,
     FunctionDefinition,
     FunctionName,
     FunctionReference,
     Message,
     NamedTool,
+    Stop,
     Tool,
     ToolCall,
     ToolCallId,
 )
-from space_router.api.openai.fields import TEXT_OR_PARTS, Count20, Stop
 from space_router.api.openai.tools import ToolChoice
 from space_router.http_server.body import Body
 
@@ -272,9 +274,9 @@ class ResponseBody(Body):
                 case FunctionCallItem():
                     call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
                     if messages and messages[-1].role == "assistant":
-                        said = messages.pop()
+                        assistant = messages.pop()
                     else:
-                        said = Message(role="assistant", content="")
-                    calls = [*(said.tool_calls or ()), call]
-                    messages.append(Message(role="assistant", content=said.content, tool_calls=calls))
+                        assistant = Message(role="assistant", content="")
+                    calls = [*(assistant.tool_calls or ()), call]
+                    messages.append(Message(role="assistant", content=assistant.content, tool_calls=calls))
         return messages

@@ -1,37 +1,104 @@
 """`POST /v1/responses`: OpenAI's Responses API, for text and function tools. Responses are not stored."""
 
+import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import Generation
-from space_router.api.openai.answers import OpenAIError
+from space_router.api.openai.answers import ResponseEvent, ResponseObject
 from space_router.api.openai.conversation import PromptOptions, prompt_text
 from space_router.api.openai.logprobs import chat_logprobs
-from space_router.api.openai.response_answers import ResponseEvent, ResponseObject
 from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
-from space_router.api.openai.response_items import Event, OutputItems
 from space_router.api.openai.tools import ToolUse, tool_use
-from space_router.api.parameters import Parameters
-from space_router.api.plan import GenerationPlan
+from space_router.api.plan import GenerationPlan, Parameters
 from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, answers, json_body
+from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
-from space_router.api.timing import begun, ended
 from space_router.api.usage import statistics, usage
-from space_router.errors import ApiError, InvalidRequest
-from space_router.http_server.answers import answer, unforeseen
-from space_router.http_server.body import read_object, shown, validate
-from space_router.http_server.connection import EventStream, beside, while_connected
-from space_router.http_server.event import event_json
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import read_object, short_repr, validate
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
+from space_router.text.tool_calls.parser import CallPiece
+
+Event: TypeAlias = dict[str, Any]
+"""An event without its sequence number."""
+
+
+@dataclass
+class OutputItems:
+    """The items so far; the last one may be open. Each method yields the events for its changes."""
+
+    plan: GenerationPlan
+    tools: ToolUse
+    items: list[dict[str, Any]] = field(default_factory=list)
+    _open: bool = False
+
+    def text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """Add text to the open message, or begin one."""
+        if not (self._open and self.items[-1]["type"] == "message"):
+            yield from self.close()
+            item = {"type": "message", "id": self._id("msg"), "status": "in_progress", "role": "assistant"}
+            yield from self._add({**item, "content": []})
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._part_event("response.content_part.added", part=part)
+            self.items[-1]["content"].append(part)
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def call(self, piece: CallPiece) -> Iterator[Event]:
+        """Add a piece of a call."""
+        if piece.name is not None:
+            yield from self.close()
+            item = {"type": "function_call", "id": self._id("fc"), "status": "in_progress", "name": piece.name}
+            call_id = self.tools.call_id(self.plan.seed, self.plan.choices[0], piece.index)
+            yield from self._add({**item, "call_id": call_id, "arguments": ""})
+        if piece.arguments:
+            self.items[-1]["arguments"] += piece.arguments
+            yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
+
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """Close the last item, if it is open."""
+        if not self._open:
+            return
+        self._open = False
+        item = self.items[-1]
+        if item["type"] == "message":
+            part = item["content"][0]
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield self._part_event("response.output_text.done", **done)
+            yield self._part_event("response.content_part.done", part=part)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        item["status"] = status
+        yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+
+    def _add(self, item: dict[str, Any]) -> Iterator[Event]:
+        self.items.append(item)
+        self._open = True
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item}}
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
+
+    def _part_event(self, kind: str, **values: Any) -> Event:
+        return self._event(kind, content_index=0, **values)
+
+    def _id(self, prefix: str) -> str:
+        digest = hashlib.blake2b(f"{self.plan.request_id}/{len(self.items)}".encode(), digest_size=16).hexdigest()
+        return f"{prefix}_{digest}"
+
 
 _PARAMS = {
     "messages": "input", "prompt": "input", "response_format": "text", "max_tokens": "max_output_tokens",
@@ -56,7 +123,7 @@ class Notes:
         ):
             raise InvalidRequest(
                 "`metadata` must have at most 16 texts of at most 512 characters, by names of at most 64; got "
-                f"{shown(metadata)}.",
+                f"{short_repr(metadata)}.",
                 param="metadata",
             )
         return cls(metadata)
@@ -117,7 +184,7 @@ class ResponseAnswer:
 
     async def whole(self, running: Generation) -> dict[str, Any]:
         response: dict[str, Any] = {}
-        async for event in self._told(running):
+        async for event in self._events(running):
             response = event.get("response", response)
         return response
 
@@ -132,18 +199,18 @@ class ResponseAnswer:
             return f"event: {event['type']}\ndata: ".encode() + data + b"\n\n"
 
         try:
-            async with aclosing(self._told(running)) as told:
-                async for event in told:
+            async with aclosing(self._events(running)) as events:
+                async for event in events:
                     yield written(event)
         except Exception as error:
-            known = error if isinstance(error, ApiError) else unforeseen(error)
+            known = as_api_error(error)
             details = {"code": known.code or known.kind, "message": known.message}
             failed = self._response("failed", []) | {"error": {**details, "code": "server_error"}}
             yield written({"type": "error", **details, "param": known.param}) + written(
                 {"type": "response.failed", "response": failed}
             )
 
-    async def _told(self, running: Generation) -> AsyncGenerator[Event]:
+    async def _events(self, running: Generation) -> AsyncGenerator[Event]:
         """Yield the events; the last one has the whole response."""
         output = OutputItems(self.plan, self.tools)
         reader = self.tools.reader()
@@ -155,8 +222,8 @@ class ResponseAnswer:
             finish = delta.finish
             if self.body.wants_logprobs:
                 logprobs += chat_logprobs(self.tokenizer, delta.tokens)["content"]
-            said = (delta.text,) if reader is None else reader.push(delta.text, ended=finish is not None).parts
-            for part in said:
+            parts = (delta.text,) if reader is None else reader.push(delta.text, ended=finish is not None).parts
+            for part in parts:
                 if not isinstance(part, str):
                     for event in output.call(part):
                         yield event
@@ -242,7 +309,7 @@ def routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/responses",
         openapi_extra=json_body(ResponseBody, RESPONSE_NEUTRAL),
-        responses=answers(ResponseObject, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ResponseEvent),
+        responses=describe_responses(ResponseObject, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ResponseEvent),
     )
     async def responses(request: Request) -> Response:
         """Answer an input, in OpenAI's newer API."""
@@ -253,16 +320,11 @@ def routes(service: Service) -> APIRouter:
         try:
             tools = tools_of(builder, body)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
-            made = await beside(received.size, plan, builder, body, tools)
+            made = await in_thread_if_long(received.size, plan, builder, body, tools)
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise
         reply = ResponseAnswer(service.text.tokenizer, body, notes, made, tools, service.name_of(made))
-        async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(service.run(made))
-            if body.stream:
-                return EventStream(reply.events(running), stack.pop_all(), begun(request, running), made.request_id)
-            whole = await while_connected(request.receive, reply.whole(running))
-            return answer(whole, headers=ended(request, running))
+        return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

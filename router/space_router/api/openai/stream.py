@@ -1,32 +1,68 @@
 """Whole and streamed responses of completions and chat completions."""
 
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from space_router.api.generation import ChoiceState, CompletedChoice, Generation
-from space_router.api.openai.event_steps import EventSteps
+from space_router.api.generation import ChoiceState, CompletedChoice, Generation, most_probable, with_prompts
 from space_router.api.openai.fields import GenerationFields
 from space_router.api.openai.logprobs import prompt_logprobs
 from space_router.api.plan import GenerationPlan
-from space_router.api.prompt_steps import with_prompts
-from space_router.api.ranking import most_probable
-from space_router.api.service import Service
-from space_router.api.timing import begun, ended
 from space_router.api.usage import statistics, usage
 from space_router.engine.request.request import TokenLogprobs
-from space_router.errors import ApiError
-from space_router.http_server.answers import answer, openai_error, unforeseen
-from space_router.http_server.connection import EventStream, while_connected
-from space_router.http_server.event import event_json
-from space_router.http_server.obfuscation import obfuscated
+from space_router.http_server.responses import (
+    as_api_error,
+    event_json,
+    openai_error,
+)
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
+
+STEP = 128
+"""Event sizes are multiples of this many bytes."""
+
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+_FIELD = b',"obfuscation":"'
+_LETTERS = bytes(_ALPHABET[i % 64] for i in range(256))
+
+
+def obfuscated(event: bytes) -> bytes:
+    """Append a field of random letters to a stream event (`data: {...}` and two line ends)."""
+    head = event.removesuffix(b"}\n\n")
+    num_letters = -(len(head) + len(_FIELD) + len(b'"}\n\n')) % STEP
+    return head + _FIELD + secrets.token_bytes(num_letters).translate(_LETTERS) + b'"}\n\n'
+
+
+class EventSteps:
+    """Builds the `spaceserve` object of each event of one response.
+
+    {"tokens": [{"text": " cat", "step": 3, "draft": true}, ...], "verified": 5}
+
+    The texts join to the event's text. A character belongs to the last of its tokens; remaining text of a token in an
+    earlier event goes with the next token, or is in an event without tokens. `step` 0 is the prefill; `draft` marks an
+    accepted draft; `verified` is the number of drafts verified since the choice's previous event.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[int, int] = {}  # characters sent for each choice
+        self._drafted: dict[int, int] = {}  # drafts counted for each choice
+
+    def of(self, progress: ChoiceState, delta: TextDelta) -> dict[str, Any]:
+        index, drafted = progress.choice.index, progress.statistics.num_drafted
+        offset = self._given.get(index, 0)
+        verified = drafted - self._drafted.get(index, 0)
+        self._given[index], self._drafted[index] = offset + len(delta.text), drafted
+        tokens: list[dict[str, Any]] = []
+        begin = 0
+        for place, token in enumerate(delta.tokens, start=1):
+            last = place == len(delta.tokens)
+            end = len(delta.text) if last else max(begin, delta.tokens[place].span.start - offset)
+            tokens.append({"text": delta.text[begin:end], "step": token.step, "draft": token.draft})
+            begin = min(end, len(delta.text))
+        return {"tokens": tokens, "verified": verified}
+
 
 DONE = b"data: [DONE]\n\n"
 _GOES_ON = {"finish_reason": None, "stop_reason": None}
@@ -57,11 +93,7 @@ class OpenAIAnswer:
     plan: GenerationPlan
     model: str
     options: GenerationFields
-    created: int
-
-    @classmethod
-    def to(cls, shape: AnswerShape, plan: GenerationPlan, model: str, options: GenerationFields) -> "OpenAIAnswer":
-        return cls(shape, plan, model, options, int(time.time()))
+    created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, running: Generation) -> dict[str, Any]:
         written = await running.whole()
@@ -93,10 +125,8 @@ class OpenAIAnswer:
             async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
                 yield b"".join([written.event(progress, delta) for progress, delta in step])
             yield written.last()
-        except ApiError as error:
-            yield b"data: " + event_json(openai_error(error)) + b"\n\n"
         except Exception as error:
-            yield b"data: " + event_json(openai_error(unforeseen(error))) + b"\n\n"
+            yield b"data: " + event_json(openai_error(as_api_error(error))) + b"\n\n"
 
     @property
     def extended(self) -> bool:
@@ -172,14 +202,3 @@ class _Events:
 
     def _line(self, event: dict[str, Any]) -> bytes:
         return b"%b%b\n\n" % (self._prefix, event_json(event)[1:])
-
-
-async def respond(service: Service, request: Request, reply: OpenAIAnswer) -> Response:
-    """Submit all choices, then respond whole or as a stream. Nothing is sent before all choices are queued."""
-    async with AsyncExitStack() as stack:
-        running = await stack.enter_async_context(service.run(reply.plan))
-        if reply.options.stream:
-            headers = begun(request, running)
-            return EventStream(reply.events(running), stack.pop_all(), headers, reply.plan.request_id)
-        made = await while_connected(request.receive, reply.whole(running))
-        return answer(made, headers=ended(request, running))

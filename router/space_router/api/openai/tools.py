@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from space_router.api.openai.chat_fields import AllowedToolChoice, NamedTool, Tool
 from space_router.api.openai.conversation import template_for
+from space_router.api.openai.fields import AllowedToolChoice, NamedTool, Tool
 from space_router.api.plan import PlannedChoice
 from space_router.api.request_builder import RequestBuilder
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import shown
-from space_router.text.tool_calls.format import FORMATS, ToolFormat, named, recognised
-from space_router.text.tool_calls.grammar import calls_only, calls_or
+from space_router.http_server.body import short_repr
+from space_router.text.tool_calls.format import FORMATS, ToolFormat, calls_only, calls_or, named, recognised
 from space_router.text.tool_calls.parser import ToolCallReader
 
 ToolChoice = str | NamedTool | AllowedToolChoice
@@ -89,7 +88,7 @@ def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
         if (tool.function.parameters or {}).get("type", "object") != "object":
             raise InvalidRequest(
                 f"`tools.{place}.function.parameters` must be a JSON schema of the type object; got the type "
-                f"{shown((tool.function.parameters or {})['type'])}.",
+                f"{short_repr((tool.function.parameters or {})['type'])}.",
                 param="tools",
             )
     return functions
@@ -107,7 +106,7 @@ def _chosen(choice: ToolChoice | None, names: Sequence[str]) -> tuple[str, list[
             return choice or "auto", list(names)
     if unknown := [name for name in wanted if name not in names]:
         raise InvalidRequest(
-            f"`tool_choice` names {shown(unknown[0])}, which is none of `tools`: {shown(', '.join(names))}.",
+            f"`tool_choice` names {short_repr(unknown[0])}, which is none of `tools`: {short_repr(', '.join(names))}.",
             param="tool_choice",
         )
     return mode, wanted

@@ -1,24 +1,157 @@
 """Operator routes: health, readiness, version, metrics, load, info, and cancelling requests."""
 
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from space_common.version import version
 from starlette.responses import Response
 
-from space_router.api.openai.answers import OpenAIError
-from space_router.api.ops.operating_answers import Alive, Cancelled, Info, Load, Ready, Started, StepCostSource, Version
 from space_router.api.request_builder import choice_id
-from space_router.api.schema import answers
+from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
-from space_router.api.tgi.answers import TgiError
+from space_router.engine.errors import RestartRefused
 from space_router.engine.model_facts import WorkerModelFacts
-from space_router.errors import NotFound, Unavailable
-from space_router.http_server.answers import answer
-from space_router.http_server.body import shown
+from space_router.engine.workers.rolling_restart import FINISH_SECONDS
+from space_router.engine.workers.worker_connection import WorkerConnection
+from space_router.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unavailable
+from space_router.http_server.body import Body, short_repr
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import json_response
 
 VERSION = version()
+
+
+StepCostSource = Literal["file", "measured", "learned"]
+
+
+class Ready(ResponseModel):
+    """New work is taken."""
+
+    status: Literal["ready"]
+
+
+class Alive(ResponseModel):
+    """The process answers."""
+
+    status: Literal["alive"]
+
+
+class Started(ResponseModel):
+    """The model has been ready once."""
+
+    status: Literal["started"]
+
+
+class Version(ResponseModel):
+    """Of the package."""
+
+    version: str
+
+
+class Load(ResponseModel):
+    """How busy the engine is now."""
+
+    num_queued: Count
+    num_running: Count
+    blocks_free: Count
+    blocks_held: Count
+    blocks_cached: Count
+    num_workers_up: Count
+    draining: bool
+
+
+class RestartProgress(ResponseModel):
+    """Of the rolling restart that was asked for last."""
+
+    state: Literal["none", "running", "done", "failed"]
+    num_done: Count
+    num_wanted: Count
+    error: str | None
+
+
+class WorkerState(ResponseModel):
+    """One worker, as the router knows it."""
+
+    number: Count
+    name: str
+    state: Literal["up", "leaving", "away"]
+    address: str | None
+    incarnation: str | None
+    num_incarnations: Count
+    num_running: Count
+    num_cached_blocks: Count
+    num_available_blocks: Count
+    trouble: str | None
+
+
+class Workers(ResponseModel):
+    """Every worker, and how far a rolling restart is."""
+
+    workers: list[WorkerState]
+    restart: RestartProgress
+
+
+class Cancelled(ResponseModel):
+    """A request that was ended by its id."""
+
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
+
+
+class SpeculationInfo(ResponseModel):
+    """What drafts, and how much."""
+
+    default: str
+    max_draft_length: Count | None
+    num_masks: Count | None
+    draft_head: bool | None
+
+
+class StepCostsInfo(ResponseModel):
+    """Where the worker's estimates of how long steps take came from when it started.
+
+    `file`: kept by an earlier start; `measured`: at this start; `learned`: while serving, because of `reason`.
+    """
+
+    source: StepCostSource
+    reason: str | None
+
+
+class Info(ResponseModel):
+    """Model, limits and speculation, with TGI's names where TGI has them; what only a worker knows may be null."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str | None
+    model_device_type: str | None
+    model_pipeline_tag: Literal["text-generation"]
+    max_concurrent_requests: Count
+    max_best_of: Count
+    max_stop_sequences: Count
+    max_input_tokens: Count | None
+    max_total_tokens: Count | None
+    max_batch_total_tokens: Count | None
+    validation_workers: Count
+    max_client_batch_size: Count
+    router: Literal["spaceserve"]
+    version: str
+    sha: None
+    docker_label: None
+    vocab_size: Count | None
+    attention: str | None
+    block_size: Count | None
+    num_blocks: Count | None
+    speculation: SpeculationInfo
+    step_costs: StepCostsInfo | None
+    synthetic_acceptance: list[float] | None
+    model_fallback: str | None
+    adapters: list[str]
+    eos_token_ids: list[int] | None
+    turn_end_token_ids: list[int]
+    chat_template: bool
+    ready: bool
 
 
 def routes(service: Service) -> APIRouter:
@@ -30,41 +163,43 @@ def routes(service: Service) -> APIRouter:
             raise Unavailable("The server is stopping and takes no new work.", reason="draining")
         if not service.engine.ready:
             raise Unavailable("No worker is up yet.", reason="not_ready")
-        return answer({"status": "ready"})
+        return json_response({"status": "ready"})
 
-    ready_answers = answers(Ready, errors=OpenAIError, statuses=(503,))
+    ready_answers = describe_responses(Ready, errors=OpenAIError, statuses=(503,))
     for path in ("/health", "/readyz", "/ping"):
         router.add_api_route(path, ready, methods=["GET"], response_class=Response, responses=ready_answers)
 
-    @router.get("/livez", responses=answers(Alive, errors=OpenAIError))
+    @router.get("/livez", responses=describe_responses(Alive, errors=OpenAIError))
     async def livez() -> Response:
         """200 as long as the process answers."""
-        return answer({"status": "alive"})
+        return json_response({"status": "alive"})
 
-    @router.get("/startupz", responses=answers(Started, errors=OpenAIError, statuses=(503,)))
+    @router.get("/startupz", responses=describe_responses(Started, errors=OpenAIError, statuses=(503,)))
     async def startupz() -> Response:
         """200 once the model has been ready."""
         if not service.started:
             raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
-        return answer({"status": "started"})
+        return json_response({"status": "started"})
 
-    @router.get("/version", responses=answers(Version, errors=OpenAIError))
+    @router.get("/version", responses=describe_responses(Version, errors=OpenAIError))
     async def version() -> Response:
         """Of this server."""
-        return answer({"version": VERSION})
+        return json_response({"version": VERSION})
 
-    @router.get("/metrics", responses=answers({"type": "string"}, errors=OpenAIError, media="text/plain"))
+    @router.get("/metrics", responses=describe_responses({"type": "string"}, errors=OpenAIError, media="text/plain"))
     async def metrics() -> Response:
         """Every series, in Prometheus' text format."""
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @router.get("/load", responses=answers(Load, errors=OpenAIError))
+    @router.get("/load", responses=describe_responses(Load, errors=OpenAIError))
     async def load() -> Response:
         """How busy the engine is now."""
         figures = service.engine.load()
-        return answer({name: getattr(figures, name) for name in figures.__dataclass_fields__})
+        return json_response({name: getattr(figures, name) for name in figures.__dataclass_fields__})
 
-    @router.delete("/v1/requests/{request_id}", responses=answers(Cancelled, errors=OpenAIError, statuses=(404,)))
+    @router.delete(
+        "/v1/requests/{request_id}", responses=describe_responses(Cancelled, errors=OpenAIError, statuses=(404,))
+    )
     async def cancel(request: Request, request_id: str) -> Response:
         """End a request by the id it was given (`request_id`, header `x-request-id`), with all its choices.
 
@@ -73,13 +208,13 @@ def routes(service: Service) -> APIRouter:
         choices = (choice_id(request_id, index) for index in range(service.config.max_choices))
         ended = [service.engine.cancel(name, key_of(request)) for name in (request_id, *choices)]
         if not any(ended):
-            raise NotFound(f"There is no running request {shown(request_id)}.", code="request_not_found")
-        return answer({"id": request_id, "object": "request", "cancelled": True})
+            raise NotFound(f"There is no running request {short_repr(request_id)}.", code="request_not_found")
+        return json_response({"id": request_id, "object": "request", "cancelled": True})
 
-    @router.get("/info", responses=answers(Info, errors=TgiError))
+    @router.get("/info", responses=describe_responses(Info, errors=TgiError))
     async def info() -> Response:
         """Model, limits and speculation, with TGI's names where TGI has them."""
-        return answer(describe(service))
+        return json_response(describe(service))
 
     return router
 
@@ -133,3 +268,83 @@ def _step_costs(facts: WorkerModelFacts) -> dict[str, str | None] | None:
     if facts.step_cost_source not in get_args(StepCostSource):
         return None
     return {"source": facts.step_cost_source, "reason": facts.step_cost_reason or None}
+
+
+class RestartBody(Body):
+    """Which workers to restart, and how long their streams may take to end where they are."""
+
+    workers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="numbers as in GET /workers; without it, all"
+    )
+    finish_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
+        default=FINISH_SECONDS,
+        description="what still runs on a worker after so many seconds goes on elsewhere, with the same text",
+    )
+
+
+def worker_routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["operating"])
+
+    @router.get("/workers", responses=describe_responses(Workers, errors=OpenAIError))
+    async def workers() -> Response:
+        """Every worker, and how far a rolling restart is."""
+        return json_response(describe_workers(service))
+
+    @router.post(
+        "/workers/restart",
+        responses=describe_responses(Workers, errors=OpenAIError, statuses=(400, 403, 408, 409, 413, 415, 499, 503)),
+        openapi_extra=json_body(RestartBody),
+    )
+    async def restart(request: Request) -> Response:
+        """Restart workers one after the other without losing a stream; GET /workers says how far it is.
+
+        Needs an API key with `operator=yes`. The same as signal SIGUSR1 to the router.
+        """
+        if not service.keys.is_operator(key_of(request)):
+            raise Forbidden(
+                "This needs an operator's key: `KEY name=ops operator=yes` in --api-key-file. On the router's own "
+                "machine, `kill -USR1` does it without.",
+                code="not_an_operator",
+            )
+        body, _ = await service.read(request, RestartBody)
+        if service.draining:
+            raise Unavailable("The server is stopping.", reason="draining")
+        try:
+            service.restart.begin(finish_seconds=body.finish_seconds, numbers=body.workers)
+        except RestartRefused as refused:
+            if refused.is_busy:
+                raise Conflict(str(refused), code="restart_under_way") from refused
+            raise InvalidRequest(str(refused), param="workers") from refused
+        return json_response(describe_workers(service))
+
+    return router
+
+
+def describe_workers(service: Service) -> dict[str, Any]:
+    """Return the body of `GET /workers`."""
+    restart = service.restart
+    return {
+        "workers": [_describe_worker(connection) for connection in service.engine.connections],
+        "restart": {
+            "state": restart.state.value,
+            "num_done": restart.num_done,
+            "num_wanted": restart.num_wanted,
+            "error": restart.error or None,
+        },
+    }
+
+
+def _describe_worker(connection: WorkerConnection) -> dict[str, Any]:
+    scheduler = connection.scheduler
+    return {
+        "number": connection.number,
+        "name": connection.source.name,
+        "state": "away" if scheduler is None else "leaving" if scheduler.closing else "up",
+        "address": connection.address,
+        "incarnation": None if scheduler is None else scheduler.facts.incarnation,
+        "num_incarnations": connection.num_incarnations,
+        "num_running": 0 if scheduler is None else scheduler.num_running,
+        "num_cached_blocks": 0 if scheduler is None else scheduler.pool.num_cached,
+        "num_available_blocks": 0 if scheduler is None else scheduler.pool.num_available,
+        "trouble": connection.trouble or None,
+    }

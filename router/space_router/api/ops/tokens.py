@@ -6,20 +6,24 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from space_router.api.openai.answers import OpenAIError
 from space_router.api.openai.chat import conversation_text
-from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
-from space_router.api.openai.fields import TokenId
-from space_router.api.request_builder import RequestBuilder, whole_characters
-from space_router.api.schema import answers, json_body, referred
+from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, TokenId
+from space_router.api.request_builder import RequestBuilder, refuse_surrogates
+from space_router.api.schema import (
+    Count,
+    OpenAIError,
+    ResponseModel,
+    TgiError,
+    describe_responses,
+    json_body,
+    schema_ref,
+)
 from space_router.api.service import Service
-from space_router.api.tgi.answers import ConversationTokens, Detokenized, PlacedToken, TgiError, TokenIds, TokenizerInfo
-from space_router.api.tgi.generate_fields import GENERATE_NEUTRAL, GenerateParameters, Settings
+from space_router.api.tgi.generate import GENERATE_NEUTRAL, GenerateParameters, Settings
 from space_router.errors import InvalidRequest
-from space_router.http_server.answers import answer
-from space_router.http_server.body import Body, read_object, validate
-from space_router.http_server.connection import beside
+from space_router.http_server.body import Body, validate
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import in_thread_if_long, json_response
 
 STATUSES = (413, 415, 422, 503)
 
@@ -40,11 +44,51 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
+class PlacedToken(ResponseModel):
+    """A token and the characters of the text that it stands for."""
+
+    id: Count
+    text: str
+    start: Count
+    stop: Count
+
+
+class TokenIds(ResponseModel):
+    """The ids of a text."""
+
+    tokens: list[Count]
+    count: Count
+    max_model_len: Count
+
+
+class ConversationTokens(ResponseModel):
+    """A conversation as the prompt it becomes."""
+
+    tokenize_response: list[PlacedToken]
+    templated_text: str
+
+
+class TokenizerInfo(ResponseModel):
+    """What a client needs to know of the tokenizer."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+
+
+class Detokenized(ResponseModel):
+    """The text of ids."""
+
+    prompt: str
+
+
 def _spans(
     builder: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
 ) -> list[dict[str, Any]]:
     """Return the tokens of a text in TGI's format; only the last `truncate` if it is set."""
-    with whole_characters(param):
+    with refuse_surrogates(param):
         spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
     kept = spans if truncate is None else spans[-truncate:]
     return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
@@ -61,27 +105,26 @@ def _conversation(builder: RequestBuilder, body: ChatBody) -> dict[str, Any]:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
-    placed = {"type": "array", "items": referred(PlacedToken)}
-    either = {"anyOf": [placed, referred(TokenIds)]}
+    placed = {"type": "array", "items": schema_ref(PlacedToken)}
+    either = {"anyOf": [placed, schema_ref(TokenIds)]}
 
     @router.post(
         "/tokenize",
         openapi_extra=json_body(TokenizeBody),
-        responses=answers(either, errors=TgiError, statuses=STATUSES),
+        responses=describe_responses(either, errors=TgiError, statuses=STATUSES),
     )
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
-        received = await read_object(request, service.config)
-        body = validate(TokenizeBody, received.values, {})
+        body, size = await service.read(request, TokenizeBody)
         parameters = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         builder = service.builder(key_of(request))
         special = body.add_special_tokens is not False
         if (body.inputs is None) == (body.prompt is None):
             raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
         if body.inputs is not None:
-            return answer(
-                await beside(
-                    received.size,
+            return json_response(
+                await in_thread_if_long(
+                    size,
                     _spans,
                     builder,
                     body.inputs,
@@ -93,41 +136,39 @@ def routes(service: Service) -> APIRouter:
         if body.parameters:
             raise InvalidRequest("`parameters` go with `inputs`, not with `prompt`.", param="parameters")
         encode = service.text.tokenizer.encode
-        with whole_characters("prompt"):
-            ids = await beside(received.size, encode, body.prompt or "", add_special_tokens=special)
-        return answer({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
+        with refuse_surrogates("prompt"):
+            ids = await in_thread_if_long(size, encode, body.prompt or "", add_special_tokens=special)
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
 
     @router.post(
         "/chat_tokenize",
         openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
-        responses=answers(ConversationTokens, errors=TgiError, statuses=STATUSES),
+        responses=describe_responses(ConversationTokens, errors=TgiError, statuses=STATUSES),
     )
     async def chat_tokenize(request: Request) -> Response:
         """A chat request as the prompt it becomes: {tokenize_response: [{id, text, start, stop}], templated_text}."""
-        received = await read_object(request, service.config)
-        body = validate(ChatBody, received.values, CHAT_NEUTRAL)
-        return answer(await beside(received.size, _conversation, service.builder(key_of(request)), body))
+        body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
+        return json_response(await in_thread_if_long(size, _conversation, service.builder(key_of(request)), body))
 
     @router.post(
         "/detokenize",
         openapi_extra=json_body(DetokenizeBody),
-        responses=answers(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 503)),
+        responses=describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 503)),
     )
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        received = await read_object(request, service.config)
-        body = validate(DetokenizeBody, received.values, {})
+        body, size = await service.read(request, DetokenizeBody)
         ids = service.builder().check_ids(body.tokens, "tokens")
         decode = service.text.tokenizer.decode
-        text = await beside(received.size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
-        return answer({"prompt": text})
+        text = await in_thread_if_long(size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
+        return json_response({"prompt": text})
 
-    @router.get("/tokenizer_info", responses=answers(TokenizerInfo, errors=OpenAIError))
+    @router.get("/tokenizer_info", responses=describe_responses(TokenizerInfo, errors=OpenAIError))
     async def tokenizer_info() -> Response:
         """What clients ask that leave tokenising to the server, such as lm-eval."""
         tokenizer, template = service.text.tokenizer, service.text.chat_template
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: getattr(tokenizer, name) for name in names}
-        return answer({**special, "chat_template": None if template is None else template.source})
+        return json_response({**special, "chat_template": None if template is None else template.source})
 
     return router

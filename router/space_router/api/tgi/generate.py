@@ -1,33 +1,172 @@
-"""TGI's routes: `POST /generate`, `POST /generate_stream`, and `POST /`, which acts as one of the two."""
+"""TGI's routes: `/generate`, `/generate_stream`, `/`, which acts as one of the two, and SageMaker's `/invocations`."""
 
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
+from pydantic import Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
 from starlette.responses import Response
 
-from space_router.api.generation import ChoiceState, CompletedChoice, Generation
-from space_router.api.grammar_fields import tgi_grammar
+from space_router.api.generation import ChoiceState, CompletedChoice, Generation, most_probable
+from space_router.api.grammar_fields import TgiGrammar, tgi_grammar
 from space_router.api.openai.logprobs import finite
 from space_router.api.plan import GenerationPlan
-from space_router.api.ranking import most_probable
 from space_router.api.request_builder import Parameters, RequestBuilder
-from space_router.api.schema import TGI_STATUSES, answers, json_body, referred
+from space_router.api.schema import (
+    TGI_STATUSES,
+    Count,
+    ResponseModel,
+    TgiError,
+    describe_responses,
+    json_body,
+    neutral_fields,
+    schema_ref,
+)
 from space_router.api.service import Service
-from space_router.api.tgi.answers import Generated, GeneratedEvent, TgiError
-from space_router.api.tgi.generate_fields import GENERATE_NEUTRAL, CompatBody, GenerateBody, GenerateParameters
-from space_router.api.timing import begun, ended
 from space_router.engine.request.request import Grammar, TokenLogprobs
-from space_router.errors import ApiError, InvalidRequest
-from space_router.http_server.answers import answer, tgi_error, unforeseen
-from space_router.http_server.body import read_object, validate
-from space_router.http_server.connection import EventStream, beside, while_connected
-from space_router.http_server.event import event_json
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import Body, read_object, validate
 from space_router.http_server.paths import key_of
+from space_router.http_server.responses import (
+    as_api_error,
+    event_json,
+    in_thread_if_long,
+    tgi_error,
+)
 from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
+
+# Known fields that this server does not support, with the values that mean "off".
+GENERATE_NEUTRAL: dict[str, tuple[Any, ...]] = {"watermark": (False,)}
+
+
+class GenerateParameters(Body):
+    """`parameters`, as TGI names them; `speculation` is ours."""
+
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    do_sample: bool | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    return_full_text: bool | None = None
+    stop: Any = Field(default=None, description="a list of strings")
+    truncate: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, le=20)] | None = None
+    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+    adapter_id: Annotated[str, Field(max_length=512)] | None = None
+    grammar: TgiGrammar | None = None
+
+    @property
+    def detailed(self) -> bool:
+        """Whether to return details. Asking for any part of them by name returns all, as in TGI."""
+        return bool(self.details or self.decoder_input_details or self.top_n_tokens)
+
+
+class _Described:
+    """The OpenAPI schema of a field that is validated by hand."""
+
+    def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(GenerateParameters.__pydantic_core_schema__)
+        handler.resolve_ref_schema(schema)["properties"] |= neutral_fields(GENERATE_NEUTRAL)
+        return schema
+
+
+Settings = Annotated[dict[str, Any], _Described()]
+"""Unvalidated `parameters`; validated later as GenerateParameters, so that errors name a field without its path."""
+
+
+class GenerateBody(Body):
+    """`POST /generate` and `POST /generate_stream`."""
+
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: Settings | None = None
+
+
+class CompatBody(GenerateBody):
+    """`POST /`."""
+
+    stream: bool | None = None
+
+
+FinishName = Literal["length", "eos_token", "stop_sequence"]
+
+
+class PrefillToken(ResponseModel):
+    """A token of the prompt; the first has no log-probability."""
+
+    id: Count
+    text: str
+    logprob: float | None
+
+
+class GeneratedToken(ResponseModel):
+    """A token with its part of the text."""
+
+    id: Count
+    text: str
+    logprob: float
+    special: bool
+
+
+class Sequence(ResponseModel):
+    """How one generated text came about."""
+
+    finish_reason: FinishName
+    generated_tokens: Count
+    seed: Count | None
+    prefill: list[PrefillToken]
+    tokens: list[GeneratedToken]
+    top_tokens: list[list[GeneratedToken]] | None = None
+
+
+class BestOfSequence(Sequence):
+    """One of the texts that were not the best."""
+
+    generated_text: str
+
+
+class Details(Sequence):
+    """How the answer came about."""
+
+    best_of_sequences: list[BestOfSequence] | None = None
+
+
+class Generated(ResponseModel):
+    """The answer of `/generate`."""
+
+    generated_text: str
+    details: Details | None = None
+
+
+class StreamDetails(ResponseModel):
+    """How the stream ended."""
+
+    finish_reason: FinishName
+    generated_tokens: Count
+    seed: Count | None
+    input_length: Count
+
+
+class GeneratedEvent(ResponseModel):
+    """One token of a stream; the last one carries the whole text."""
+
+    index: Annotated[int, Field(ge=1)]
+    token: GeneratedToken
+    top_tokens: list[GeneratedToken] | None = None
+    generated_text: str | None
+    details: StreamDetails | None
+
 
 DEFAULT_MAX_NEW_TOKENS = 100
 """TGI's default."""
@@ -47,6 +186,7 @@ class TgiGeneration:
     tokenizer: Tokenizer
     sampled: bool  # False: greedy decoding, and the seed is not returned
     full_text: bool  # the returned text includes the prompt
+    in_list: bool  # the whole response is a list of one
 
     @classmethod
     def read(
@@ -91,8 +231,9 @@ class TgiGeneration:
         )
         plan = builder.plan([prompt], wanted, prefix="gen")
         # By default TGI's `/` includes the prompt in the text, `/generate` does not.
-        full_text = isinstance(body, CompatBody) if options.return_full_text is None else options.return_full_text
-        return cls(plan, options, builder.text.tokenizer, sampled, full_text)
+        is_compat = isinstance(body, CompatBody)
+        full_text = is_compat if options.return_full_text is None else options.return_full_text
+        return cls(plan, options, builder.text.tokenizer, sampled, full_text, is_compat)
 
     @property
     def seed(self) -> int | None:
@@ -101,7 +242,7 @@ class TgiGeneration:
     def _shown(self, text: str) -> str:
         return self.plan.prompts[0].text + text if self.full_text else text
 
-    async def whole(self, running: Generation) -> dict[str, Any]:
+    async def whole(self, running: Generation) -> dict[str, Any] | list[dict[str, Any]]:
         written = await running.whole()
         ranked = most_probable(written)
         best = ranked[0]
@@ -112,7 +253,7 @@ class TgiGeneration:
                 body["details"]["best_of_sequences"] = [
                     {"generated_text": self._shown(one.text), **self._details(one, written[0])} for one in ranked[1:]
                 ]
-        return body
+        return [body] if self.in_list else body
 
     def _details(self, written: CompletedChoice, first: CompletedChoice) -> dict[str, Any]:
         prefill: list[dict[str, Any]] = []
@@ -145,10 +286,8 @@ class TgiGeneration:
             async with aclosing(self._events(running)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except ApiError as error:
-            yield b"data:" + event_json(tgi_error(error)) + b"\n\n"
         except Exception as error:
-            yield b"data:" + event_json(tgi_error(unforeseen(error))) + b"\n\n"
+            yield b"data:" + event_json(tgi_error(as_api_error(error))) + b"\n\n"
 
     async def _events(self, running: Generation) -> AsyncGenerator[bytes]:
         # With stop strings each token is held until the next one, so that the last kept token can carry the finish.
@@ -226,52 +365,73 @@ def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], off
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["TGI"])
 
-    async def read(request: Request, model: type[BodyT], *, stream: bool) -> tuple[BodyT, TgiGeneration]:
-        received = await read_object(request, service.config)
-        body = validate(model, received.values, {})
+    async def respond(request: Request, model: type[BodyT], *, stream: bool) -> Response:
+        body, size = await service.read(request, model)
         options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         wanted = None if options.grammar is None else tgi_grammar(options.grammar)
         grammar = await service.checked(wanted, "grammar")
         builder = service.builder(key_of(request))
         stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        return body, await beside(received.size, TgiGeneration.read, builder, body, options, grammar, stream=stream)
+        reply = await in_thread_if_long(size, TgiGeneration.read, builder, body, options, grammar, stream=stream)
+        return await service.respond(request, reply, stream=stream)
 
-    async def whole(request: Request, generation: TgiGeneration) -> tuple[dict[str, Any], dict[str, str]]:
-        async with service.run(generation.plan) as running:
-            made = await while_connected(request.receive, generation.whole(running))
-            return made, ended(request, running)
-
-    async def stream(request: Request, generation: TgiGeneration) -> Response:
-        async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(service.run(generation.plan))
-            headers = begun(request, running)
-            return EventStream(generation.events(running), stack.pop_all(), headers, generation.plan.request_id)
-
-    whole_answers = answers(Generated, errors=TgiError, statuses=TGI_STATUSES)
-    stream_answers = answers(event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
-    listed = {"type": "array", "items": referred(Generated)}
-    compat_answers = answers(listed, event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+    whole_answers = describe_responses(Generated, errors=TgiError, statuses=TGI_STATUSES)
+    stream_answers = describe_responses(event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
+    listed = {"type": "array", "items": schema_ref(Generated)}
+    compat_answers = describe_responses(listed, event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
 
     @router.post("/generate", openapi_extra=json_body(GenerateBody), responses=whole_answers)
     async def generate(request: Request) -> Response:
         """Continue a text."""
-        _, generation = await read(request, GenerateBody, stream=False)
-        made, headers = await whole(request, generation)
-        return answer(made, headers=headers)
+        return await respond(request, GenerateBody, stream=False)
 
     @router.post("/generate_stream", openapi_extra=json_body(GenerateBody), responses=stream_answers)
     async def generate_stream(request: Request) -> Response:
         """Continue a text, one event per token."""
-        _, generation = await read(request, GenerateBody, stream=True)
-        return await stream(request, generation)
+        return await respond(request, GenerateBody, stream=True)
 
     @router.post("/", openapi_extra=json_body(CompatBody), responses=compat_answers)
     async def compat(request: Request) -> Response:
         """`/generate_stream` with `stream: true`, else `/generate` in a list; by default the prompt is in the text."""
-        body, generation = await read(request, CompatBody, stream=False)
-        if body.stream:
-            return await stream(request, generation)
-        made, headers = await whole(request, generation)
-        return answer([made], headers=headers)
+        return await respond(request, CompatBody, stream=False)
 
     return router
+
+
+ROUTE_OF = {"inputs": "/", "messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+"""The field that identifies each kind of body, and the route that handles it, as in TGI."""
+
+JSON, EVENTS = "application/json", "text/event-stream"
+
+
+def invocation_routes(service: Service, routers: list[APIRouter]) -> APIRouter:
+    """Return the route. `routers`: the API's other routers, which contain the routes in ROUTE_OF."""
+    router = APIRouter(tags=["TGI"])
+    found = (route for one in routers for route in one.routes if isinstance(route, APIRoute))
+    posts = {route.path: route for route in found if "POST" in (route.methods or ())}
+    route_of = {field: posts[path] for field, path in ROUTE_OF.items()}
+
+    @router.post("/invocations", **_described(list(route_of.values())))
+    async def invocations(request: Request) -> Response:
+        """`inputs` as `POST /`, `messages` as `/v1/chat/completions`, `prompt` as `/v1/completions`."""
+        received = await read_object(request, service.config)
+        given = [field for field in ROUTE_OF if received.values.get(field) is not None]
+        if len(given) != 1:
+            has = " and ".join(f"`{field}`" for field in given) or "none of them"
+            raise InvalidRequest(f"Give one of `inputs`, `messages` and `prompt`; the body has {has}.", param="inputs")
+        answered: Response = await route_of[given[0]].endpoint(request)
+        return answered
+
+    return router
+
+
+def _described(routes: list[APIRoute]) -> dict[str, Any]:
+    """Return OpenAPI arguments for a route that accepts and returns what any of `routes` does."""
+    bodies = [(route.openapi_extra or {})["requestBody"]["content"][JSON]["schema"] for route in routes]
+    contents = [route.responses.get(200, {}).get("content", {}) for route in routes]
+    wholes = [content[JSON]["schema"] for content in contents if JSON in content]
+    events = [content[EVENTS]["schema"] for content in contents if EVENTS in content]
+    described = describe_responses({"anyOf": wholes}, errors=TgiError, statuses=TGI_STATUSES)
+    described[200]["content"][EVENTS] = {"schema": {"anyOf": events}}
+    body = {"required": True, "content": {JSON: {"schema": {"anyOf": bodies}}}}
+    return {"openapi_extra": {"requestBody": body}, "responses": described}

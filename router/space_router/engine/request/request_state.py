@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable
 from enum import Enum
+from typing import Protocol, TypeAlias
 
-from space_router.engine.cache.block_key import BlockKeys
+from space_router.engine.pages import BlockKeys
 from space_router.engine.request.request import Statistics, ValidRequest
 from space_router.engine.request.stream import Stream
-from space_router.engine.timer import Timer
+
+
+class Timer(Protocol):
+    """A scheduled call."""
+
+    def cancel(self) -> None: ...
+
+
+CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
+"""Takes a delay in seconds and the function to call then."""
+
+
+def call_later_on_loop(seconds: float, action: Callable[[], None]) -> Timer:
+    """Call `action` in `seconds` on the running event loop."""
+    return asyncio.get_running_loop().call_later(seconds, action)
 
 
 class Phase(Enum):

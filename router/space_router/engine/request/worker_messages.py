@@ -87,25 +87,12 @@ def _logprobs(
     )
 
 
-def sampling(sampling_params: SamplingOptions) -> worker_pb2.Sampling:
+def sampling(options: SamplingOptions) -> worker_pb2.Sampling:
     """Return the sampling parameters as a message."""
-    return worker_pb2.Sampling(
-        seed=sampling_params.seed,
-        choice=sampling_params.choice,
-        logit_bias=dict(sampling_params.logit_bias),
-        allowed_ids=sampling_params.allowed_ids,
-        grammar=None if sampling_params.grammar is None else grammar(sampling_params.grammar),
-        bad_words=[worker_pb2.IdRun(ids=run) for run in sampling_params.bad_words],
-        min_tokens=sampling_params.min_tokens,
-        repetition_penalty=sampling_params.repetition_penalty,
-        presence_penalty=sampling_params.presence_penalty,
-        frequency_penalty=sampling_params.frequency_penalty,
-        temperature=sampling_params.temperature,
-        top_k=sampling_params.top_k,
-        top_p=sampling_params.top_p,
-        min_p=sampling_params.min_p,
-        typical_p=sampling_params.typical_p,
-    )
+    values = {name: getattr(options, name) for name in options.__dataclass_fields__}
+    values["grammar"] = None if options.grammar is None else grammar(options.grammar)
+    values["bad_words"] = [worker_pb2.IdRun(ids=run) for run in options.bad_words]
+    return worker_pb2.Sampling(**{**values, "logit_bias": dict(options.logit_bias)})
 
 
 def grammar(wanted: Grammar) -> worker_pb2.Grammar:

@@ -8,14 +8,12 @@ from space_router.engine.errors import WorkerFailed
 from space_router.engine.queueing.admission import Admitted, QueueAdmission, Rejected, too_large
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request_state import RequestState
-from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.supervisor import ExitCause
 
 SUSPECT_WAIT = 10.0  # seconds that suspects wait for a missing worker before the only present one is emptied
 MAX_HOLD = 1.0  # seconds that other requests wait for their worker's suspects before they go to another worker
-TRIAL_GROWTH = (
-    16  # a trial lasts 1 token, then 16, then 256: whoever kills now and then is alone some time when he does
-)
+TRIAL_GROWTH = 16  # probation lasts 1 token, then 16, then 256: a request that crashes seldom is alone when it does
 
 
 class CrashQuarantine:

@@ -15,7 +15,7 @@ from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.throughput_estimator import step_seconds
-from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.supervisor import ExitCause, WorkerDidNotStart
 from space_router.engine.workers.worker_link import (
     Link,

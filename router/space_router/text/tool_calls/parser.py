@@ -24,7 +24,7 @@ class CallPiece:
 
 
 @dataclass(frozen=True)
-class Said:
+class ParsedText:
     """Parsed output: content and pieces of calls, in order."""
 
     parts: tuple[str | CallPiece, ...]
@@ -97,8 +97,8 @@ class Cursor:
         return found
 
 
-class Telling:
-    """Collects parsed output until `taken` is called."""
+class CallCollector:
+    """Collects parsed output until `take` is called."""
 
     def __init__(self) -> None:
         self._space = ""  # after the latest content; dropped if only calls follow
@@ -143,17 +143,17 @@ class Telling:
         """Mark the latest call's arguments as complete."""
         self.is_whole = True
 
-    def taken(self, *, ended: bool) -> Said:
+    def take(self, *, ended: bool) -> ParsedText:
         """Return the output since the last call. `ended`: the text is complete."""
         if ended and not self._behind_call and self._space:
             self._parts.append(self._space)
-        said = Said(tuple(self._parts))
+        parsed = ParsedText(tuple(self._parts))
         self._parts = []
-        return said
+        return parsed
 
 
-Form: TypeAlias = Callable[[Cursor, Telling, frozenset[str]], Reading[None]]
-"""Parser of one model family's format: reads the cursor to its end and reports to the Telling; takes tool names."""
+Form: TypeAlias = Callable[[Cursor, CallCollector, frozenset[str]], Reading[None]]
+"""Parser of one model family's format: reads the cursor to its end and reports to the collector."""
 
 
 class ToolCallReader:
@@ -161,34 +161,34 @@ class ToolCallReader:
 
     def __init__(self, form: Form, tools: frozenset[str]) -> None:
         self._cursor = Cursor()
-        self._telling = Telling()
-        self._reading: Iterator[None] = form(self._cursor, self._telling, tools)
+        self._output = CallCollector()
+        self._reading: Iterator[None] = form(self._cursor, self._output, tools)
 
     @property
     def num_calls(self) -> int:
         """Number of calls begun so far."""
-        return self._telling.num_calls
+        return self._output.num_calls
 
     @property
     def is_whole(self) -> bool:
         """Whether the arguments of every call so far are complete."""
-        return self._telling.is_whole
+        return self._output.is_whole
 
-    def push(self, text: str, *, ended: bool = False) -> Said:
+    def push(self, text: str, *, ended: bool = False) -> ParsedText:
         """Read text; return the output that is now certain. `ended`: the text is complete."""
         self._cursor.add(text)
         self._cursor.ended = ended
         next(self._reading, None)
-        return self._telling.taken(ended=ended)
+        return self._output.take(ended=ended)
 
 
-def content_until(cursor: Cursor, telling: Telling, marker: str) -> Reading[bool]:
+def content_until(cursor: Cursor, output: CallCollector, marker: str) -> Reading[bool]:
     """Report the text before `marker` as content. Returns True at the marker, False at the end of the text."""
     while True:
         place = cursor.text.find(marker, cursor.at)
         if place < 0:
             place = len(cursor.text) if cursor.ended else _start_of(marker, cursor.text, cursor.at)
-        telling.content(cursor.text[cursor.at : place])
+        output.content(cursor.text[cursor.at : place])
         cursor.at = place
         if cursor.text.startswith(marker, place):
             return True

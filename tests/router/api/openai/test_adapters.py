@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
+from doubles.router.whole_router import Start
+
 ADAPTERS = ("code", "prose")
 
 

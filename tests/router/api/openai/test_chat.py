@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from doubles.router.whole_router import USER
+
 ROOM = {"window": 4096, "num_blocks": 2048}
-USER = [{"role": "user", "content": "Hi"}]
 TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking %}THINK {% endif %}"
     "{% if reasoning_effort is defined %}EFFORT={{ reasoning_effort }} {% endif %}"

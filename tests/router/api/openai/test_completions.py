@@ -1,27 +1,13 @@
 """`POST /v1/completions` and `/v1/chat/completions`: exact text, exact counts, whole or streamed."""
 
 import asyncio
-import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always, listed
+from doubles.router.whole_router import Start
 from doubles.tokenizers import EOS_ID, byte_level
 from space_router.text.tokenizer import Tokenizer
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-async def events(router: Any, path: str, **body: Any) -> list[Any]:
-    """The events of a stream; [DONE] must be the last."""
-    answer = await router.post(path, stream=True, **body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    lines = answer.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 async def test_an_empty_prompt_is_the_beginning_of_a_text(start: Start) -> None:
@@ -72,7 +58,7 @@ async def test_max_tokens_is_exact_inside_a_run(start: Start, max_tokens: int) -
 async def test_a_stream_has_one_event_per_step_and_the_same_text(router: Any) -> None:
     asked = {"prompt": "once upon", "max_tokens": 40, "seed": 3}
     whole = await router.complete(**asked)
-    stream = await events(router, "/v1/completions", **asked, stream_options={"include_usage": True})
+    stream = await router.events("/v1/completions", **asked, stream_options={"include_usage": True})
     *steps, tail = stream
     assert "".join(event["choices"][0]["text"] for event in steps) == whole["choices"][0]["text"]
     assert len(steps) == tail["spaceserve"]["steps"] + 1  # the prefill gives the first token
@@ -86,7 +72,7 @@ async def test_a_stream_has_one_event_per_step_and_the_same_text(router: Any) ->
 async def test_continuous_usage_counts_up(start: Start) -> None:
     async with start("abcdef", accepts=listed([1]), block_size=64) as router:
         options = {"continuous_usage_stats": True}
-        stream = await events(router, "/v1/completions", prompt="x", max_tokens=5, stream_options=options)
+        stream = await router.events("/v1/completions", prompt="x", max_tokens=5, stream_options=options)
         assert [event["usage"]["completion_tokens"] for event in stream] == [1, 3, 5]
 
 
@@ -99,7 +85,7 @@ async def test_a_stop_string_across_tokens_and_steps_is_cut_at_the_character(sta
         # `hello` is one token; four of its characters stay, so it stays.
         assert choice["logprobs"]["tokens"] == ["hello"]
         assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == 1
-        stream = await events(router, "/v1/completions", **asked)
+        stream = await router.events("/v1/completions", **asked)
         assert "".join(event["choices"][0]["text"] for event in stream) == "hell"
         kept = await router.complete(**asked, include_stop_str_in_output=True)
         assert kept["choices"][0]["text"] == "hello ST"
@@ -108,7 +94,7 @@ async def test_a_stop_string_across_tokens_and_steps_is_cut_at_the_character(sta
 
 async def test_a_character_is_never_split_between_events(start: Start) -> None:
     async with start("é😀", accepts=listed([0])) as router:
-        stream = await events(router, "/v1/completions", prompt="x", max_tokens=12)
+        stream = await router.events("/v1/completions", prompt="x", max_tokens=12)
         assert [event["choices"][0]["text"] for event in stream] == ["é", "😀", "é", "😀"]
 
 
@@ -122,7 +108,7 @@ async def test_choices_differ_by_index_and_share_the_seed(router: Any) -> None:
     assert answer["usage"]["completion_tokens"] == 48
     alone = await router.complete(**asked | {"prompt": "two"})
     assert alone["choices"][0]["text"] == texts[2]
-    stream = await events(router, "/v1/completions", **asked, n=2)
+    stream = await router.events("/v1/completions", **asked, n=2)
     for index in range(4):
         pieces = [e["choices"][0]["text"] for e in stream if e["choices"][0]["index"] == index]
         assert "".join(pieces) == texts[index]
@@ -215,7 +201,7 @@ async def test_a_chat_answer_goes_through_the_template(start: Start) -> None:
         prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         counted = await router.post("/tokenize", prompt=prompt)
         assert body["usage"]["prompt_tokens"] == counted.json()["count"]
-        stream = await events(router, "/v1/chat/completions", **asked)
+        stream = await router.events("/v1/chat/completions", **asked)
         assert stream[0]["choices"][0]["delta"]["role"] == "assistant"
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in stream) == "hello t"
         assert stream[-1]["choices"][0]["finish_reason"] == "length"

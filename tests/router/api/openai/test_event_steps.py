@@ -1,15 +1,12 @@
 """`stream_options.include_steps`: each event says which tokens it has, of which step, and which of them were drafts."""
 
-import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from itertools import groupby
 from typing import Any
 
 import pytest
 from doubles.router import listed
+from doubles.router.whole_router import Start
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 MESSAGES = [{"role": "user", "content": "Say"}]
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "Say"}),
@@ -19,9 +16,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 
 async def choices(router: Any, path: str, **body: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Every event that has a choice: the choice, and the event's `spaceserve` object."""
-    answer = await router.post(path, stream=True, stream_options={"include_steps": True}, **body)
-    assert answer.status_code == 200, answer.text
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    events = await router.events(path, stream_options={"include_steps": True}, **body)
     return [(event["choices"][0], event["spaceserve"]) for event in events if event["choices"]]
 
 
@@ -84,6 +79,5 @@ async def test_steps_are_told_for_each_choice_and_the_counts_for_all(start: Star
 
 
 async def test_nothing_is_said_of_steps_where_nobody_asked(router: Any) -> None:
-    answer = await router.post("/v1/completions", prompt="x", max_tokens=4, stream=True)
-    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    events = await router.events("/v1/completions", prompt="x", max_tokens=4)
     assert all("tokens" not in event.get("spaceserve", {}) for event in events)

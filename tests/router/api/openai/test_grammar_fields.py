@@ -7,14 +7,13 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router.whole_router import Start
 from space_common.grammar import GrammarProcess
 from space_proto import worker_pb2
-from space_router.api.grammar_fields import TgiGrammar, of_rules, tgi_grammar
+from space_router.api.grammar_fields import TgiGrammar, lark_grammar, tgi_grammar
 from space_router.api.openai import completions
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody
 from space_router.engine.request import worker_messages
@@ -22,8 +21,6 @@ from space_router.engine.request.request import Grammar, SamplingOptions
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import validate
 from space_router.text.grammar import GrammarCheck
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 USER = [{"role": "user", "content": "Say"}]
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}, "required": ["z"]}
@@ -139,7 +136,7 @@ def test_what_never_ends_is_read_once(start: str, unit: str) -> None:
     def seconds() -> float:
         begun = time.perf_counter()
         with contextlib.suppress(InvalidRequest):
-            of_rules(start + unit * (200_000 // len(unit)), "grammar")
+            lark_grammar(start + unit * (200_000 // len(unit)), "grammar")
         return time.perf_counter() - begun
 
     assert any(seconds() < 1.0 for _ in range(3)), "the machine itself may stop now and then"

@@ -1,18 +1,12 @@
 """Fields of the OpenAI requests that have no file of their own here."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always, listed
-from space_router.api.openai.chat_fields import CHAT_NEUTRAL
-from space_router.api.openai.fields import COMPLETION_NEUTRAL
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
-
-USER = [{"role": "user", "content": "Hi"}]
+from doubles.router.whole_router import USER, Start
+from space_router.api.openai.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 
 
 async def lines(router: Any, path: str, **body: Any) -> list[str]:
@@ -138,8 +132,7 @@ async def test_the_clients_own_notes_may_be_anything(router: Any) -> None:
 
 
 async def test_every_field_may_be_null(router: Any) -> None:
-    from space_router.api.openai.chat_fields import ChatBody
-    from space_router.api.openai.fields import CompletionBody
+    from space_router.api.openai.fields import ChatBody, CompletionBody
 
     for path, asked, body in (
         ("/v1/completions", {"prompt": "x"}, CompletionBody),

@@ -1,14 +1,10 @@
 """OpenAI's `prediction`: sent to the worker, again after a loss, and counted in `usage`, whole or streamed."""
 
-import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
+from doubles.router.whole_router import Start
 
 ANSWER = "abcdefghijklmnopqrstuvwxyz"
 """A token is a character here; the scripted worker counts those that stand at the same place in both."""
@@ -57,8 +53,7 @@ async def test_a_stream_counts_at_its_end_and_on_the_way(start: Start) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     async with start(ANSWER) as router:
         body = {"messages": USER, "max_tokens": 20, "prediction": predicted(ANSWER)}
-        answer = await router.post("/v1/chat/completions", stream=True, stream_options=options, **body)
-        events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+        events = await router.events("/v1/chat/completions", stream_options=options, **body)
         found = [counts(event["usage"]) for event in events]
         assert found == sorted(found)
         assert found[-1] == (20, 6)

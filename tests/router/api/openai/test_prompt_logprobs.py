@@ -1,26 +1,14 @@
 """Log-probabilities of prompts: the same whole and streamed, for every choice, whatever the prefix cache holds."""
 
-import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router.whole_router import Start
 from space_router.config import ServeConfig
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 LONG = "hello world, this prompt is long enough for several blocks and several steps of prefill. " * 2
 SMALL_STEPS = ServeConfig(max_prefill_rows=12)  # the prompt comes in many pieces
 CHAT = [{"role": "user", "content": LONG}]
-
-
-async def events(router: Any, path: str, **body: Any) -> list[Any]:
-    answer = await router.post(path, stream=True, **body)
-    assert answer.status_code == 200, answer.text
-    lines = answer.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 def joined(stream: list[Any], index: int) -> dict[str, Any]:
@@ -60,7 +48,7 @@ async def test_a_stream_has_what_the_whole_answer_has(
     async with start(config=config) as router:
         asked = {"prompt": LONG, "max_tokens": 6, "seed": 1, "ignore_eos": True, **fields}
         whole = await router.complete(**asked)
-        stream = await events(router, "/v1/completions", **asked)
+        stream = await router.events("/v1/completions", **asked)
         assert len(whole["choices"]) == len({event["choices"][0]["index"] for event in stream})
         for choice in whole["choices"]:
             assert joined(stream, choice["index"]) == choice
@@ -78,7 +66,7 @@ async def test_a_prompt_may_fill_the_window_where_no_answer_is_wanted(start: Sta
             assert whole["choices"] == wanted["choices"]
             same = {"prompt_tokens": 65, "completion_tokens": 0}
             assert whole["usage"] | same == whole["usage"]
-            stream = await events(filled, "/v1/completions", **asked)
+            stream = await filled.events("/v1/completions", **asked)
             for choice in whole["choices"]:
                 assert joined(stream, choice["index"]) == choice
         for fields in ({"max_tokens": 1}, {"max_tokens": 0, "prompt": prompt + "!"}):
@@ -88,7 +76,7 @@ async def test_a_prompt_may_fill_the_window_where_no_answer_is_wanted(start: Sta
 
 async def test_tokens_of_an_echoed_prompt_come_with_their_text_as_it_is_computed(start: Start) -> None:
     async with start("yes", config=SMALL_STEPS) as router:
-        stream = await events(router, "/v1/completions", prompt=LONG, max_tokens=2, echo=True, logprobs=0)
+        stream = await router.events("/v1/completions", prompt=LONG, max_tokens=2, echo=True, logprobs=0)
         assert len(stream) > 10
         length = 0
         for choice in (event["choices"][0] for event in stream):
@@ -102,7 +90,7 @@ async def test_chat_streams_them_too(start: Start) -> None:
     async with start("yes", config=SMALL_STEPS) as router:
         asked = {"messages": CHAT, "max_tokens": 3, "prompt_logprobs": 1, "n": 2, "seed": 1}
         whole = (await router.post("/v1/chat/completions", **asked)).json()
-        stream = await events(router, "/v1/chat/completions", **asked)
+        stream = await router.events("/v1/chat/completions", **asked)
         for choice in whole["choices"]:
             assert len(choice["prompt_logprobs"]) == whole["usage"]["prompt_tokens"]
             assert choice["prompt_logprobs"][0] is None

@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 from doubles.tokenizers import tiny_tokenizer
-from space_router.api.openai.response_answers import ResponseEvent, ResponseObject
+from space_router.api.openai.answers import ResponseEvent, ResponseObject
 from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
 from space_router.api.openai.responses import plan, tools_of
 from space_router.http_server.body import validate

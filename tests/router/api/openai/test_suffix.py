@@ -1,16 +1,14 @@
 """`suffix`: the model is asked for the middle where its tokenizer has words for that, and refused elsewhere."""
 
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import FixedReply, ScriptedWorker
+from doubles.router.whole_router import Start
 from doubles.tokenizers import VOCAB_SIZE, byte_level
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 NAMES = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>")
 PREFIX, SUFFIX, MIDDLE, END = range(VOCAB_SIZE, VOCAB_SIZE + 4)

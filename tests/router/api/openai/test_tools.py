@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from space_router.api.openai import tools
 from space_router.api.openai.chat import plan, tools_of
-from space_router.api.openai.chat_fields import CHAT_NEUTRAL, ChatBody
+from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
 from space_router.config import ServeConfig
 from space_router.http_server.body import validate
 from space_router.text.tool_calls import forms as tool_call_forms
@@ -40,11 +40,9 @@ async def chat(router: Any, **body: Any) -> dict[str, Any]:
 
 
 async def events(router: Any, **body: Any) -> list[dict[str, Any]]:
-    asked = {"messages": USER, "tools": [WEATHER, NOW], "stream": True, **body}
-    answer = await router.post("/v1/chat/completions", **asked)
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert lines[-1] == "[DONE]", answer.text
-    return [json.loads(line) for line in lines[:-1]]
+    asked = {"messages": USER, "tools": [WEATHER, NOW], **body}
+    found: list[dict[str, Any]] = await router.events("/v1/chat/completions", **asked)
+    return found
 
 
 def joined(found: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:

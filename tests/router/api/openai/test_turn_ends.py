@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from doubles.router import Script
 from doubles.router.script import listed
+from doubles.router.whole_router import USER
 from doubles.tokenizers import EOS_ID, VOCAB_SIZE, byte_level
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 
-USER = [{"role": "user", "content": "Hi"}]
 REPLY = "STOP hello<|im_end|>\nuser"
 """`hello` is one token, as `ST`, `OP`; the token that ends the turn is the sixth."""
 ROOM = {"window": 512, "num_blocks": 256}

@@ -1,16 +1,13 @@
 """The documentation can be read without a key, without a network and without trusting anything in it."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from html.parser import HTMLParser
 from typing import Any
 
-from space_router.api.ops.docs import _page
+from doubles.router.whole_router import Start
+from space_router.api.ops.pages import _html
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 class Reading(HTMLParser):
@@ -60,4 +57,4 @@ def test_words_of_the_document_are_text_and_no_markup() -> None:
         "paths": {odd: {"get": operation}},
         "components": {"schemas": {"a": schema}},
     }
-    assert not Reading("".join(_page(document))).loaded
+    assert not Reading("".join(_html(document))).loaded

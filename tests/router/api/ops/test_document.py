@@ -1,17 +1,15 @@
 """The OpenAPI document: every route says what it takes and all it can answer. That answers are so, conftest checks."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from doubles.router.whole_router import Start
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.http_server.paths import is_open
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 GENERATING = {
     "/v1/completions",

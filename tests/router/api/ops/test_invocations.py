@@ -1,15 +1,11 @@
 """SageMaker's one route answers three kinds of body as their own routes do."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from doubles.router.whole_router import USER, Start
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
-
-USER = [{"role": "user", "content": "Hi"}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/", {"inputs": "ab", "parameters": {"max_new_tokens": 4, "details": True}}),
     ("/v1/chat/completions", {"messages": USER, "max_tokens": 4, "temperature": 0}),

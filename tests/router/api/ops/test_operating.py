@@ -2,17 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import orjson
 import pytest
 from doubles.router import never
+from doubles.router.whole_router import Start
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.metrics import Metrics
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 async def test_models_are_listed_and_found(router: Any) -> None:

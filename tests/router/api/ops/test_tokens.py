@@ -2,14 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from doubles.tokenizers import byte_level
 from space_router.text.tokenizer import Tokenizer
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 USER = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello w"}]
 

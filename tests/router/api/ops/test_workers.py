@@ -1,19 +1,17 @@
 """What operators see of the workers, and who may have them restarted."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles.router import ScriptedWorker
+from doubles.router.whole_router import Start
 from space_router.api_keys import ApiKey, read_keys
 from space_router.config import ServeConfig
 from space_router.engine.workers.rolling_restart import RestartState
 from space_router.errors import ConfigError
 
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 KEYS = (ApiKey.of("ops-key", "ops", is_operator=True), ApiKey.of("plain-key", "plain"))
 OPERATOR, PLAIN = ({"authorization": f"Bearer {key}"} for key in ("ops-key", "plain-key"))
 

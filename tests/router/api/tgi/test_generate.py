@@ -1,15 +1,12 @@
 """TGI's routes in TGI's shapes."""
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always
+from doubles.router.whole_router import Start
 from space_router.engine.request.request import Grammar, ValidRequest
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 async def events(router: Any, inputs: str, **parameters: Any) -> list[Any]:

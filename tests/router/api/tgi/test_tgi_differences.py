@@ -4,32 +4,12 @@ Seeds that change with load are in tests/e2e/test_clients.py, on a real model.
 """
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from doubles.router import always, never
-from space_router.engine.engine import Engine
+from doubles.router.whole_router import USER, Start
 from space_router.engine.request.request import ValidRequest
-
-Start = Callable[..., AbstractAsyncContextManager[Any]]
-
-USER = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[ValidRequest]:
-    """Every request that reaches an engine."""
-    requests: list[ValidRequest] = []
-    submit = Engine.submit
-
-    def noted(self: Engine, request: ValidRequest, **others: Any) -> Any:
-        requests.append(request)
-        return submit(self, request, **others)
-
-    monkeypatch.setattr(Engine, "submit", noted)
-    return requests
 
 
 async def streamed(router: Any, path: str, **body: Any) -> list[Any]:

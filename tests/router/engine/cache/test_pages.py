@@ -6,8 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from space_router.engine.cache.block_key import BlockKeys
-from space_router.engine.cache.pages import PagePool
+from space_router.engine.pages import BlockKeys, PagePool
 
 
 def test_a_known_block_is_found_until_room_is_needed() -> None:

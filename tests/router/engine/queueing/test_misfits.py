@@ -9,7 +9,7 @@ from doubles.router import Script
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import RequestFailed
-from space_router.engine.queueing.oversized_requests import MAX_ABSENCE
+from space_router.engine.queueing.admission import MAX_ABSENCE
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.supervisor import ExitCause

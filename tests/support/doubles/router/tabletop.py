@@ -12,7 +12,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG, Engine
 from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.sequence import WorkerSequence
-from space_router.engine.scheduling.scheduler import Scheduler
+from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.supervisor import ExitCause
 from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.metrics import Metrics

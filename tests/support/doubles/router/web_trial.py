@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import uvicorn
 from space_router.config import ServeConfig
-from space_router.http_server.http_connection import bounded
+from space_router.http_server.http_connection import uvicorn_config
 from space_router.metrics import Metrics
 from starlette.types import Receive, Scope, Send
 
@@ -128,13 +128,7 @@ async def serving(limits: ServeConfig) -> AsyncIterator[WebTrial]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
         listening.bind(("127.0.0.1", 0))
         server = WebTrial(listening.getsockname(), metrics)
-        config = uvicorn.Config(
-            server.app,
-            http=bounded(limits, metrics),  # type: ignore[arg-type]  # called as a class is
-            log_config=None,
-            lifespan="off",
-            interface="asgi3",
-        )
+        config = uvicorn_config(server.app, limits, metrics)
         running = uvicorn.Server(config)
         task = asyncio.create_task(running.serve(sockets=[listening]))
         while not running.started:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI document as one self-contained HTML page."""
+"""HTML for browsers: `GET /docs`, the OpenAPI document on one page, and `GET /`, the web UI."""
 
 import json
 import re
@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
+
+from space_router.api.schema import TgiError, describe_responses
+from space_router.web_ui.files import PAGE_FILES, PageFile
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
@@ -27,18 +30,18 @@ b { display: inline-block; min-width: 4.5rem }
 Json = Mapping[str, Any]
 
 
-def routes(document: Callable[[], Json]) -> APIRouter:
+def docs_routes(document: Callable[[], Json]) -> APIRouter:
     """Return the `/docs` route. `document`: returns the OpenAPI document."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/docs")
     async def docs() -> Response:
-        return HTMLResponse("".join(_page(document())), headers=HEADERS)
+        return HTMLResponse("".join(_html(document())), headers=HEADERS)
 
     return router
 
 
-def _page(document: Json) -> Iterator[str]:
+def _html(document: Json) -> Iterator[str]:
     info = document["info"]
     title = escape(f"{info['title']} {info['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
@@ -58,8 +61,8 @@ def _page(document: Json) -> Iterator[str]:
 
 
 def _operation(path: str, method: str, operation: Json) -> Iterator[str]:
-    said = operation.get("description", operation.get("summary", ""))
-    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {escape(said)}</summary>"
+    description = operation.get("description", operation.get("summary", ""))
+    yield f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> {escape(description)}</summary>"
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body, <code>{escape(media)}</code>: {_names(content['schema'])}</p>"
     yield "<table>"
@@ -117,3 +120,30 @@ def _text(schema: Any) -> str:
 
 def _linked(schema: Json) -> str:
     return f"<pre>{escape(json.dumps(schema, indent=2, ensure_ascii=False))}</pre>"
+
+
+def web_ui_routes() -> APIRouter:
+    """Return one route for each file. Only `/`, which is also a TGI route, is in the OpenAPI document."""
+    router = APIRouter()
+    described = describe_responses({"type": "string"}, errors=TgiError, media="text/html")
+    described[304] = {"description": "The client has it: `If-None-Match` names it."}
+
+    def add(file: PageFile) -> None:
+        async def get(request: Request) -> Response:
+            return file.answer(request.headers.get("if-none-match"))
+
+        shown = file.path == "/"
+        router.add_api_route(
+            file.path,
+            get,
+            methods=["GET"],
+            name="the page",
+            description="A page to try the model in.",
+            response_class=Response,
+            responses=described,
+            include_in_schema=shown,
+        )
+
+    for file in PAGE_FILES.values():
+        add(file)
+    return router

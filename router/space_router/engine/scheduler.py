@@ -3,20 +3,160 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
 
 from space_proto import worker_pb2
 
-from space_router.engine.cache.pages import PagePool
+from space_router.engine.errors import ProtocolViolation
 from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.pages import PagePool
 from space_router.engine.request import worker_messages
-from space_router.engine.request.report_result import ReportResult, SequenceUpdate
-from space_router.engine.request.request import Delta
+from space_router.engine.request.request import Delta, Grammar
 from space_router.engine.request.request_state import Phase, RequestState
-from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, SequenceStep, WorkerSequence
-from space_router.engine.scheduling.known_grammars import KnownGrammars
-from space_router.engine.scheduling.pending_prefixes import PendingPrefixes
-from space_router.engine.scheduling.placement import Placement
-from space_router.engine.scheduling.report_check import check_distinct, check_released, check_report_no, check_sequence
+from space_router.engine.request.sequence import (
+    MAX_BLOCKS_AHEAD,
+    ReportResult,
+    SequenceStep,
+    SequenceUpdate,
+    WorkerSequence,
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The blocks of a possible admission."""
+
+    shared: list[int]  # cached blocks of its prefix
+    num_fresh: int  # further blocks that it needs
+
+
+MAX_KNOWN_GRAMMARS = 64
+"""Grammars remembered, most recently used first; the worker's own cache is bounded too."""
+
+
+class KnownGrammars:
+    """The grammars of sequences that have begun to compute."""
+
+    def __init__(self) -> None:
+        self._begun: OrderedDict[Grammar, None] = OrderedDict()
+
+    def __contains__(self, grammar: Grammar | None) -> bool:
+        return grammar is None or grammar in self._begun
+
+    def add(self, grammar: Grammar | None) -> None:
+        """Add the grammar of a sequence that has begun to compute."""
+        if grammar is not None:
+            self._begun[grammar] = None
+            self._begun.move_to_end(grammar)
+            if len(self._begun) > MAX_KNOWN_GRAMMARS:
+                self._begun.popitem(last=False)
+
+
+def check_report_no(report_no: int, last: int) -> None:
+    """Raise ProtocolViolation unless reports are numbered 1, 2, 3, ... without gaps."""
+    if report_no != last + 1:
+        raise ProtocolViolation(f"report {report_no} came after report {last}")
+
+
+def check_distinct(report: worker_pb2.StepReport) -> None:
+    """Raise ProtocolViolation if a report names a sequence or a release twice."""
+    for seq_ids in ([part.seq_id for part in report.sequences], report.released):
+        if len(set(seq_ids)) < len(seq_ids):
+            raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
+
+
+def check_released(seq_id: int, sequence: WorkerSequence | None) -> WorkerSequence:
+    """Return the sequence whose release is acknowledged. Raises ProtocolViolation if none was requested."""
+    if sequence is None or sequence.step is not SequenceStep.RELEASED:
+        raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
+    return sequence
+
+
+def check_sequence(
+    part: worker_pb2.SequenceReport, delta: Delta, sequence: WorkerSequence | None, facts: WorkerModelFacts
+) -> WorkerSequence:
+    """Return the sequence that a part of a report is about. Raises ProtocolViolation if the part is impossible for it.
+
+    `delta`: the part as read by `worker_messages.delta`.
+    """
+    if sequence is None:
+        raise ProtocolViolation(f"a report about sequence {part.seq_id}, which does not run")
+    live, num_tokens = sequence.live, len(delta.tokens)
+    num_ids, num_computed = len(live.ids) + num_tokens, part.num_computed
+    bound = min(num_ids - 1, sequence.num_slots)
+    wrong = None
+    if sequence.finished and (num_tokens or part.finish):
+        wrong = "goes on after its end"
+    elif num_ids > live.num_prompt + live.max_tokens:
+        wrong = f"emitted {num_ids - live.num_prompt} ids, {live.max_tokens} are allowed"
+    elif num_tokens and max(delta.tokens) >= facts.vocab_size:
+        wrong = f"emitted id {max(delta.tokens)}; there are {facts.vocab_size}"
+    elif num_computed > bound:
+        wrong = f"has computed {num_computed} ids; at most {bound} are possible"
+    elif num_computed < sequence.computed and (num_tokens or delta.decoded):
+        wrong = f"has computed {num_computed} ids after {sequence.computed}"
+    elif delta.accepted > delta.drafted or (delta.decoded and num_tokens > delta.accepted + 1):
+        wrong = f"emitted {num_tokens} ids where {delta.accepted} of {delta.drafted} drafts were accepted"
+    elif live.request.want_logprobs and len(delta.logprobs) != num_tokens:
+        wrong = f"has {len(delta.logprobs)} logprobs for {num_tokens} ids"
+    if wrong is not None:
+        raise ProtocolViolation(f"sequence {part.seq_id} {wrong}")
+    return sequence
+
+
+@dataclass(frozen=True)
+class PendingPrefix:
+    """A prefix that a running request is computing and another request could share."""
+
+    leader: RequestState
+    num_ids: int  # common leading ids, in full blocks
+
+
+class PendingPrefixes:
+    """The full blocks of admitted prompts until they are in the prefix cache."""
+
+    def __init__(self, pool: PagePool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._by_key: dict[bytes, WorkerSequence] = {}  # key of a block -> sequence whose prefill computes it
+
+    def find(self, live: RequestState) -> PendingPrefix | None:
+        """Return the pending prefix that `live` could share beyond the cached one, or None."""
+        if not self._by_key or not live.request.share_prefix or live.wants_prompt_logprobs:
+            return None
+        num_whole = (len(live.ids) - 1) // self._block_size
+        keys = live.keys(self._block_size, num_whole)
+        start = num_pending = len(self._pool.lookup_prefix(keys[:num_whole]))
+        leader = self._by_key.get(keys[start]) if start < num_whole else None
+        while leader and num_pending < num_whole and self._by_key.get(keys[num_pending]) is leader:
+            num_pending += 1
+        return PendingPrefix(leader.live, num_pending * self._block_size) if leader else None
+
+    def add(self, sequence: WorkerSequence) -> None:
+        """Add the full blocks of an admitted prompt."""
+        live = sequence.live
+        if not live.request.share_prefix or sequence.awaits_grammar:
+            return
+        sequence.num_pending = sequence.num_admitted // self._block_size
+        for key in live.keys(self._block_size, sequence.num_pending)[sequence.num_published : sequence.num_pending]:
+            self._by_key.setdefault(key, sequence)
+
+    def discard(self, sequence: WorkerSequence, num_blocks: int) -> None:
+        """Remove a sequence's first `num_blocks` blocks: they are cached now, or will not be computed."""
+        num_blocks = min(num_blocks, sequence.num_pending)
+        if num_blocks <= sequence.num_published:
+            return
+        keys = sequence.live.keys(self._block_size, num_blocks)
+        for key in keys[sequence.num_published : num_blocks]:
+            if self._by_key.get(key) is sequence:
+                del self._by_key[key]
+
+    def check(self) -> None:
+        """Raise ValueError if a released sequence has pending blocks. For tests."""
+        if any(sequence.step is SequenceStep.RELEASED for sequence in self._by_key.values()):
+            raise ValueError("a released sequence still has pending blocks")
+
 
 FORGETTING = 0.02  # weight of one decode step in the moving average of drafts
 PREFILL_STEPS_AHEAD = 2  # steps' worth of prompt that may wait in the worker, so that it never idles

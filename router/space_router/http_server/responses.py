@@ -1,15 +1,77 @@
-"""Work that is cancelled when the client disconnects."""
+"""JSON responses, errors in the format of the API that was called, and event streams."""
 
 import asyncio
 import logging
+import traceback
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, ParamSpec, TypeVar
 
+import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from space_router.errors import ClientGone
+from space_router.errors import ApiError, ClientGone, Internal
+
+log = logging.getLogger(__name__)
+
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize", "/chat_tokenize", "/invocations"})
+"""Paths whose errors have TGI's format."""
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    body = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": body | error.details}
+
+
+def tgi_error(error: ApiError) -> dict[str, Any]:
+    prefix = {
+        "validation": "Input validation error: ",
+        "overloaded": "Model is overloaded: ",
+        "generation": "Request failed during generation: ",
+        "incomplete_generation": "Incomplete generation: ",
+    }.get(error.tgi_kind, "")
+    return {"error": prefix + error.message, "error_type": error.tgi_kind}
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the error response in the format of the API that `path` belongs to."""
+    if path in TGI_PATHS:
+        return json_response(tgi_error(error), status=error.tgi_status or error.status, headers=error.headers)
+    return json_response(openai_error(error), status=error.status, headers=error.headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return an ApiError as it is; log any other exception and return an error with the id of the log entry.
+
+    The log has the type and the traceback but not the message, which may contain prompt text.
+    """
+    if isinstance(error, ApiError):
+        return error
+    error_id = uuid.uuid4().hex[:12]
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    log.error("internal error %s: %s\n%s", error_id, type(error).__qualname__, frames)
+    return Internal(error_id)
+
+
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+
+
+def event_json(value: Any) -> bytes:
+    """Return JSON on one line. Unicode line ends are escaped: clients such as Hugging Face's split lines at them."""
+    data = orjson.dumps(value)
+    if data.isascii():
+        return data
+    for end, escaped in _LINE_ENDS.items():
+        if end in data:  # can occur only inside a JSON string
+            data = data.replace(end, escaped)
+    return data
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +103,7 @@ LONG_BODY = 16 * 1024
 """Body size in bytes from which a prompt is tokenised in a thread: about 40 ms of work with a slow tokenizer."""
 
 
-async def beside(size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread_if_long(size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function on a body of `size` bytes; a long body in a thread, so that running streams are not delayed."""
     if size < LONG_BODY:
         return function(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""The blocks of a worker's KV cache and the keys of their content."""

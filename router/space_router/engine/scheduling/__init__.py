@@ -1,1 +1,0 @@
-"""Scheduling of one worker: its running sequences and their blocks."""

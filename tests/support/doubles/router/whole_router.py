@@ -1,0 +1,105 @@
+"""What tests of HTTP and of gRPC share: a router in one process, in front of a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import pytest
+from space_router.engine.engine import Engine
+from space_router.engine.request.request import ValidRequest
+from space_router.text.chat_template import BUILT_IN, ChatTemplate
+from space_router.text.model_text import ModelText
+from space_router.text.tokenizer import Tokenizer
+
+from doubles.router.language import FixedReply, HashLanguage
+from doubles.router.script import Script
+from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+USER = [{"role": "user", "content": "Hi"}]
+
+Start = Callable[..., AbstractAsyncContextManager[Any]]
+"""Of the fixture `start`: `async with start("the reply", config=..., chat=...) as router`."""
+
+
+def run_async_test(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own, with the routers it asks for started in the same loop.
+
+    By asyncio.run, for grpc's one poller per process may still tell the loop of an earlier test something, which
+    only asyncio itself takes lightly.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(whole())
+    return True
+
+
+def script(reply: str | None = None, **changes: Any) -> Script:
+    """A worker that always answers `reply`, or speaks a made-up language of printable bytes that ends with EOS."""
+    if reply is None:
+        language: Any = HashLanguage(range(FIRST_BYTE_ID + 32, FIRST_BYTE_ID + 127), eos_id=EOS_ID, eos_period=50)
+    else:
+        language = FixedReply(TOKENIZER.encode(reply))
+    known = Script(language=language, vocab_size=VOCAB_SIZE, mask_ids=(MASK_ID,), eos_ids=(EOS_ID,), num_blocks=256)
+    return replace(known, **changes)
+
+
+def model_text(chat: str | None, tokenizer: Tokenizer = TOKENIZER) -> ModelText:
+    """The text side of the model `tiny`. `chat`: a built-in template's name, or a template."""
+    template = None if chat is None else ChatTemplate(BUILT_IN.get(chat, chat), {})
+    return ModelText("tiny", tokenizer, template, MappingProxyType({}))
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    """The events of one of OpenAI's streams; [DONE] must be the last."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = answer.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+class Seen(list[ValidRequest]):
+    """Every request that has reached an engine."""
+
+    @classmethod
+    def by_engines(cls, monkeypatch: pytest.MonkeyPatch) -> Seen:
+        requests = cls()
+        submit = Engine.submit
+
+        def noted(self: Engine, request: ValidRequest, **others: Any) -> Any:
+            requests.append(request)
+            return submit(self, request, **others)
+
+        monkeypatch.setattr(Engine, "submit", noted)
+        return requests
+
+    def take(self, field: str = "") -> list[ValidRequest]:
+        """Those since the last time, without what is drawn anew for each unless `field` is about that."""
+        taken = [
+            replace(
+                request,
+                request_id=request.request_id if field == "request_id" else "",
+                sampling=request.sampling if field == "seed" else replace(request.sampling, seed=0),
+            )
+            for request in self
+        ]
+        self.clear()
+        return taken
