@@ -122,7 +122,7 @@ def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftL
     assert sorted(router.free) == list(range(BLOCKS))
     for seq_id in cancelled:
         ran = router.sequences[seq_id]
-        ran.ids = ran.ids[: ran.num_prompt + cancelled[seq_id]]  # how far it got beyond that is the worker's affair
+        ran.tokens = ran.tokens[: cancelled[seq_id]]  # how far it got beyond that is the worker's affair
     return router
 
 
