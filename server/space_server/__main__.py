@@ -85,11 +85,10 @@ from space_server.startup.model_need import ModelNeed, num_blocks_of
 from space_server.startup.model_source import ModelSource, say
 from space_server.startup.one_gpu import on_first_gpu
 from space_server.startup.starting_costs import CostFile, starting_costs
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
-from space_server.tensor_parallel.lead_model import TensorParallelLeader
-from space_server.tensor_parallel.rank_place import RankPlace
-from space_server.tensor_parallel.rank_start import following, leading
+from space_server.tensor_parallel.leader import TensorParallelLeader
+from space_server.tensor_parallel.rank_place import RankPlace, following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker
 
 if TYPE_CHECKING:

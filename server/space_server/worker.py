@@ -11,34 +11,27 @@ from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
 from space_server.batch.admission import AdmissionError, admit, check_pages
-from space_server.batch.running_batch import RunningBatch
-from space_server.batch.sequence import RunningSequence
-from space_server.batch.waiting import Waiting
-from space_server.device_runner.device_runner import DeviceRunner, StepRead
-from space_server.device_runner.device_scheduler import DeviceScheduler
+from space_server.batch.running_batch import RunningBatch, Waiting
+from space_server.device_runner.device_runner import DeviceRunner
 from space_server.drafts.acceptance import Acceptance, shapes_by_adapter
-from space_server.drafts.draft_source import DraftSource
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts.drafts import DraftSource, DraftSources
+from space_server.engine import EngineCore
 from space_server.grammar.grammars import Grammars
-from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
+from space_server.host_runner.host_runner import HostRunner
 from space_server.machine.device_health import is_lost
 from space_server.machine.memory import give_back_unused, is_out_of_memory
-from space_server.scheduling.prefill_budget import PrefillBudget
-from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
-from space_server.speculation.controller import Controller, SpeculationController
+from space_server.model_runner import SequenceOutput, StepOutput
+from space_server.scheduled_batch import PrefillBudget
+from space_server.speculation.controller import Controller
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
-from space_server.worker_messages.failure import TOO_LARGE, failure_message
+from space_server.worker_messages.failure import failure_message
 from space_server.worker_messages.hello import PROTOCOL_MAJOR, PROTOCOL_MINOR, hello_of
-from space_server.worker_messages.sequence_report import commit, say_paused
-from space_server.worker_messages.step_stats import count_read, count_step
+from space_server.worker_messages.step_report import commit, count_steps, report_paused
 
-MAX_PREFILL_ROWS = 512
-"""Prompt tokens per step (the prefill chunk) until a router's Start sets it."""
-
-SOURCE_DRAFTS = 8
-"""Default draft bound per step where other sources than masks propose drafts."""
+MAX_PREFILL_ROWS = 512  # prompt tokens per step (the prefill chunk) until a router's Start sets it
+SOURCE_DRAFTS = 8  # default draft bound per step where other sources than masks propose drafts
 
 _log = logging.getLogger(__name__)
 
@@ -93,11 +86,9 @@ class Worker:
             self.max_draft_length = min(self.max_draft_length, facts.most_masks)
         self._sources = sources or DraftSources()
         self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
-        self.runner = HostRunner(model, self.kv, draft_source=draft_source, synthetic=synthetic, clock=clock)
         self.synthetic = synthetic
         self.draining = False
         self.cost = cost or StepCost.typical(facts.device.type)
-        self._controller = controller or SpeculationController(self.cost)
         self._prefill_seconds = prefill_seconds
         self._shapes = shapes_by_adapter(facts)
         self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts inside a grammar are accepted more often
@@ -105,24 +96,36 @@ class Worker:
         self._clock = clock
         self._ended: float | None = None  # end of the last step, if work remained after it
         self._default_prefill_rows = max_prefill_rows
-        self._device: DeviceScheduler | None = None
+        device = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
-            runner = DeviceRunner(
+            device = DeviceRunner(
                 model,
                 self.kv,
                 max_sequences=max_sequences,
+                controller=controller,
+                cost=self.cost,
                 max_drafts=self.max_draft_length,
                 eager=eager,
                 synthetic=synthetic,
                 clock=clock,
             )
-            self._device = DeviceScheduler(runner, controller or SpeculationController(self.cost))
+        host = HostRunner(
+            model,
+            self.kv,
+            controller=controller,
+            cost=self.cost,
+            draft_source=draft_source,
+            synthetic=synthetic,
+            seconds_beside=lambda: None if device is None else device.did_other_work(),
+            clock=clock,
+        )
+        self.engine = EngineCore(host, device, self._sources)
         self.reset()
 
     def reset(self) -> None:
         """Drop every sequence. Called when a router disconnects or a new one connects."""
-        if self._device is not None:
-            self._device.reset()
+        for runner in self.engine.runners:
+            runner.reset()
         self._leaving: list[int] = []  # released, but still used by a step in flight
         self.waiting.clear()
         self.batch = RunningBatch()
@@ -234,30 +237,35 @@ class Worker:
 
     def _release(self, seq_id: int) -> None:
         """Drop this sequence, and acknowledge the release once no step uses its pages."""
-        if self._device is not None and self._device.runner.refers_to(seq_id):
-            self.batch.forget(seq_id)
-            self._leaving.append(seq_id)
-        else:
-            self.batch.release(seq_id)
+        self.batch.forget(seq_id)
+        self._leaving.append(seq_id)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Acknowledge the releases that no step in flight holds back any more."""
+        for seq_id in self._leaving[:]:
+            if not any(runner.refers_to(seq_id) for runner in self.engine.runners):
+                self._leaving.remove(seq_id)
+                self.batch.acknowledge(seq_id)
 
     # ------------------------------------------------------------------------------------------ steps
 
     @property
     def num_forwards(self) -> int:
         """Forward passes run in this process."""
-        return self.runner.num_forwards + (self._device.runner.num_launches if self._device is not None else 0)
+        return sum(runner.num_forwards for runner in self.engine.runners)
 
     @property
     def num_replays(self) -> int:
         """Forward passes that replayed a CUDA graph."""
-        return 0 if self._device is None else self._device.runner.num_replays
+        return sum(runner.num_replays for runner in self.engine.runners)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would run a step or report something."""
-        under_way = self._device is not None and self._device.is_under_way
         runs = any(not (sequence.paused or sequence.waits) for sequence in self.batch)
-        return under_way or runs or self.batch.has_news or self.waiting.is_over_for_some
+        is_under_way = any(runner.num_in_flight for runner in self.engine.runners)
+        return is_under_way or runs or self.batch.has_news or self.waiting.is_over_for_some
 
     @property
     def drained(self) -> bool:
@@ -269,123 +277,38 @@ class Worker:
 
         `report`: an empty message to fill. The caller numbers it.
         """
-        started = self._clock()
+        started, runners = self._clock(), self.engine.runners
+        waited = sum(runner.waited for runner in runners)
         pause = None if self._ended is None else started - self._ended
-        report, device = pb.StepReport() if report is None else report, self._device
-        waited = 0.0 if device is None else device.runner.waited
+        report = pb.StepReport() if report is None else report
         self.waiting.take(self.batch)
-        reads = []
-        while device is not None and device.is_under_way and device.reads_first and not report.stepped:
-            reads.append(device.read())
-            self._apply_outputs(report, reads[-1].outputs)
-        reads += self._launch(report)
-        on_device = [] if device is None else device.sequences
-        # On the device, or reported just now: a report names each sequence once.
-        busy = {one.seq_id for one in on_device} | {part.seq_id for part in report.sequences}
-        plan = plan_step(
-            [one for one in self.batch if not (one.waits or one.seq_id in busy)],
-            self._controller,
-            block_size=self.block_size,
-            budget=PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost),
-            beside=on_device,
-        )
-        pricing = self._controller if device is None or not device.has_drafters else device.controller
-        self._sources.price, self._sources.is_paused = pricing.row_price, pricing.is_paused
-        times, begun = StepTimes(), self._clock() if on_device else started
-        outputs = self._run(plan.plans, times) if plan.plans else []
-        beside = device.runner.did_other_work() if device is not None and outputs else None
-        self._apply_outputs(report, outputs)
-        if device is not None:
-            while device.is_under_way and not (reads and report.stepped):
-                reads.append(device.read())
-                self._apply_outputs(report, reads[-1].outputs)
-                if device.reads_first and not device.is_under_way:
-                    reads += self._launch(report)
-        self._report_paused(report, plan.out_of_slots)
+        budget = PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost)
+        steps: list[StepOutput] = []
+        for step in self.engine.step(self.batch, budget, pause):
+            steps.append(step)
+            for output in step.outputs:
+                if self.batch.get(output.plan.sequence.seq_id) is output.plan.sequence:  # not released meanwhile
+                    self._commit(output, report)
+            self._acknowledge()
+        for sequence in [one for runner in reversed(runners) for one in runner.out_of_slots]:
+            if not sequence.paused and self.batch.get(sequence.seq_id) is sequence:
+                report_paused(sequence, report)
         released, failed = self.batch.take_news()
         report.released.extend(released)
         report.sequences.extend(failed)
-        if outputs:
-            seconds = self._clock() - begun if beside is None else beside
-            count_step(report.stats, plan, times, seconds, self.cost)
-            self._controller.stepped(sum(len(output.tokens) for output in outputs), seconds, pause)
-        for read in reads:
-            count_read(report.stats, read, self.cost)
-        spent = times.forward + times.sample + times.draft
-        if device is not None:
-            spent += device.runner.waited - waited
-        ended = self._clock()
-        self._ended = ended if outputs and self.has_work else None
+        report.stepped = any(step.outputs for step in steps)
         if report.stepped:
-            report.stats.host_seconds = max(0.0, ended - started - spent)
+            count_steps(report.stats, steps, self.cost)
+        ended = self._clock()
+        self._ended = ended if steps and self.has_work else None
+        if report.stepped:
+            waited = sum(runner.waited for runner in runners) - waited
+            report.stats.host_seconds = max(0.0, ended - started - waited)
         return report if report.stepped or report.sequences or report.released else None
 
     def interrupted(self) -> None:
         """Exclude the time until the next step from the measured pauses between steps."""
         self._ended = None
-
-    def _launch(self, report: pb.StepReport) -> list[StepRead]:
-        """Launch the next device steps; the last one launched stays unread.
-
-        If a launch fails, the steps in flight are read and reported, and all sequences return to the host runner.
-        """
-        device = self._device
-        if device is None or (report.stepped and device.is_under_way):  # one report holds one step of a sequence
-            return []
-        device.admit(self.batch)
-        if (reads := device.launch()) is None:
-            return []
-        for read in reads:
-            self._apply_outputs(report, read.outputs)
-        device.give_back()
-        return reads
-
-    def _run(self, plans: list[ScheduledSequence], times: StepTimes, *, again: bool = False) -> list[SequenceOutput]:
-        """Run the step. If it fails, run each sequence alone, so that only the one that causes the failure ends.
-
-        A sequence that runs out of memory alone is tried once more (`again`) after unused memory was freed.
-        """
-        try:
-            return self.runner.run(plans, times)
-        except Exception as error:
-            if not (wants_memory := is_out_of_memory(error)) and is_lost(self.facts.device):
-                raise
-            if len(plans) == 1 and (again or not wants_memory):
-                _log.exception("sequence %d failed", plans[0].sequence.seq_id)
-                message = TOO_LARGE if wants_memory else failure_message("The step failed", error)
-                failed = [SequenceOutput(plans[0], error=message)]
-            else:
-                _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
-                failed = []
-        # The step's tensors are unreferenced only after the except block, so memory is freed here.
-        if wants_memory:
-            give_back_unused()
-        return failed or [output for plan in plans for output in self._run([plan], times, again=len(plans) == 1)]
-
-    def _apply_outputs(self, report: pb.StepReport, outputs: list[SequenceOutput]) -> None:
-        """Apply outputs to their sequences, and acknowledge releases that no step in flight holds back any more."""
-        report.stepped = report.stepped or bool(outputs)
-        device = self._device
-        for sequence, output in [(one.plan.sequence, one) for one in outputs]:
-            if self.batch.get(sequence.seq_id) is sequence:  # not released meanwhile
-                self._commit(output, report)
-            if device is not None:
-                device.was_stepped(sequence.seq_id)
-        if device is None:
-            return
-        still = [seq_id for seq_id in self._leaving if device.runner.refers_to(seq_id)]
-        for seq_id in [one for one in self._leaving if one not in still]:
-            self.batch.acknowledge(seq_id)
-        self._leaving = still
-
-    def _report_paused(self, report: pb.StepReport, waiting: list[RunningSequence]) -> None:
-        """Report sequences that cannot continue without another page; each is reported once."""
-        if self._device is not None:
-            running = [one for one in self._device.sequences if self.batch.get(one.seq_id) is one]
-            waiting = waiting + [one for one in running if one.num_free_slots(self.block_size) < 1]
-        for sequence in waiting:
-            if not sequence.paused:
-                say_paused(sequence, report)
 
     def _commit(self, output: SequenceOutput, report: pb.StepReport) -> None:
         """Advance or end the sequence, and add its output to the report."""

@@ -134,8 +134,8 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         happened = performance.outcomes + sum((worker.accepted for worker in workers), Counter())
         happened["cached"] += performance.num_cached
         happened["preempted"] += performance.num_preemptions
-        devices = [worker._worker._device for worker in workers]
-        happened["launched"] += sum(device.runner.num_launches for device in devices if device is not None)
+        devices = [worker._worker.engine.device for worker in workers]
+        happened["launched"] += sum(device.num_forwards for device in devices if device is not None)
         return happened
 
     return run

@@ -16,7 +16,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_scheduler import why_on_host
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import Worker
 

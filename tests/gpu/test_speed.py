@@ -20,7 +20,7 @@ from space_server.device_runner.device_scheduler import why_on_host
 from space_server.machine.memory import free_bytes
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from watched_model import without_draft_head
 
 from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use

@@ -23,9 +23,10 @@ from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grpc_server.router_session import RouterSession
-from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
+from space_server.host_runner.host_runner import HostRunner
 from space_server.machine.memory import keep_freed_memory
-from space_server.scheduling.scheduled_batch import ScheduledSequence
+from space_server.model_runner import SequenceOutput, StepTimes
+from space_server.scheduled_batch import ScheduledSequence
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
@@ -104,7 +105,9 @@ class _TimedWorker(Worker):
             controller=FixedLayout.full(cell.num_drafts),
             clock=time.thread_time,
         )
-        self.runner = self._timed = _TimedRunner(model, self.kv, clock=time.thread_time)
+        self.engine.host = self._timed = _TimedRunner(
+            model, self.kv, controller=FixedLayout.full(cell.num_drafts), cost=self.cost, clock=time.thread_time
+        )
         self.seen: list[HostSeconds | None] = []  # by report; None: not a decode step of the whole batch
         self._cell = cell
         self._last_ended: float | None = None

@@ -17,7 +17,7 @@ from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
 from space_server.worker import Worker
 from torch import Tensor

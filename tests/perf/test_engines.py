@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from space_eval.make_model import Size, random_llama
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_server.step_costs.step_cost import BENDS, CROWDS, DEPTHS, StepCost
+from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost
 
 from perf.command import main
 from perf.engines.compare import Cell, PointResult, measure, prompts_of, rank

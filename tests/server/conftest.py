@@ -69,8 +69,8 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[WorkerClient], list[s
     """Notes down what a worker asks of its device's stepper from here on: launch, read."""
 
     def noting(router: WorkerClient) -> list[str]:
-        assert router.worker._device is not None
-        runner, said = router.worker._device.runner, list[str]()
+        assert router.worker.engine.device is not None
+        runner, said = router.worker.engine.device, list[str]()
 
         def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
             def calls(*arguments: object) -> object:

@@ -6,7 +6,7 @@ from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
-from space_server.step_costs.step_cost import CostOrigin
+from space_server.step_cost import CostOrigin
 from space_server.worker import ProtocolError, Worker
 
 

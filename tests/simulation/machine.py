@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.step_costs.step_cost import Point, StepCost, StepShape
+from space_server.step_cost import Point, StepCost, StepShape
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences of the steps from which a simulated worker knows its machine."""

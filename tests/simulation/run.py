@@ -13,7 +13,7 @@ from space_router.config import ServeConfig
 from space_router.engine.errors import Refused
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.request.stream import Stream
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 
 from simulation.cluster import SimulatedCluster
 from simulation.machine import KnownCost, SimulatedMachine, estimate

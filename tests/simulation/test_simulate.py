@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict, replace
 
 import pytest
-from space_server.step_costs.step_cost import StepShape
+from space_server.step_cost import StepShape
 
 from simulation.machine import H200_8B, KnownCost, RidgeMachine, estimate
 from simulation.run import Experiment, Simulation

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 
 from simulation.machine import H200_8B, RidgeMachine, SimulatedMachine
 from simulation.run import Experiment, Simulation

@@ -15,10 +15,11 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
-from space_server.host_runner.host_runner import HostRunner, SequenceOutput, StepTimes
-from space_server.scheduling.scheduled_batch import ScheduledSequence, shape_of
+from space_server.host_runner.host_runner import HostRunner
+from space_server.model_runner import SequenceOutput, StepTimes
+from space_server.scheduled_batch import ScheduledSequence, shape_of
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, SpeculationController, StepLoad
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from space_server.worker import Worker
 
 from simulation.machine import SimulatedMachine
@@ -88,10 +89,17 @@ class CostedStepper(HostRunner):
     """Continues each sequence by its text, and advances the clock by the machine's seconds."""
 
     def __init__(
-        self, machine: SimulatedMachine, library: TextLibrary, clock: VirtualClock, noise: Callable[[], float]
+        self,
+        worker: Worker,
+        model: NoWeights,
+        machine: SimulatedMachine,
+        library: TextLibrary,
+        clock: VirtualClock,
+        noise: Callable[[], float],
     ) -> None:
         """`noise`: factor on the seconds of a step."""
-        self.num_forwards = 0
+        controller = worker.engine.host.controller
+        super().__init__(model, worker.kv, controller=controller, cost=worker.cost, clock=clock)
         self._machine, self._library, self._time, self._noise = machine, library, clock, noise
         self._next_drafts: dict[tuple[DraftLayout, int], tuple[int, int]] = {}  # -> first mask, drafts
 
@@ -172,8 +180,9 @@ class SimulatedWorker:
         self.clock = VirtualClock()
         fixed = setup.speculation if isinstance(setup.speculation, int) else 0
         self.controller = CountingController(FixedLayout.full(fixed) if fixed else SpeculationController(cost))
+        model = NoWeights(setup)
         self.worker = Worker(
-            NoWeights(setup),
+            model,
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
             max_sequences=setup.max_sequences,
@@ -185,4 +194,4 @@ class SimulatedWorker:
         )
         source = random.Random(f"noise {seed}")
         noise = (lambda: source.lognormvariate(0.0, jitter)) if jitter else (lambda: 1.0)
-        self.worker.runner = CostedStepper(machine, library, self.clock, noise)
+        self.worker.engine.host = CostedStepper(self.worker, model, machine, library, self.clock, noise)

@@ -17,7 +17,7 @@ from space_kernels.sampling.logits_processors import process
 from space_kernels.sampling.sampling_rows import SamplingRow
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.drafts.draft_source import DraftSource
+from space_server.drafts.drafts import DraftSource
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor

@@ -10,7 +10,7 @@ from space_proto import worker_pb2 as pb
 from space_router.text.model_text import ModelText
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout, SpeculationController
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
 BLOCK_SIZE = 16

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
-from collections.abc import Sequence as Run
+from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
 
 from space_kernels.sampling.logits_processors import TokenCounts
@@ -13,8 +12,7 @@ from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.limits import SequenceLimits
-from space_server.batch.sequence import RunningSequence
+from space_server.batch.sequence import RunningSequence, SequenceLimits
 from space_server.drafts.drafts import DraftSources
 
 
@@ -128,7 +126,7 @@ def _check_ids(ids: list[int], message: pb.Admit, facts: ModelFacts) -> None:
         raise AdmissionError(f"Id {min(masks)} is a mask token; prompts cannot contain it.")
 
 
-def _check_prediction(ids: Run[int], facts: ModelFacts) -> None:
+def _check_prediction(ids: Sequence[int], facts: ModelFacts) -> None:
     if ids and max(ids) >= facts.vocab_size:
         raise AdmissionError(f"Id {max(ids)} of the prediction is outside the vocabulary of {facts.vocab_size}.")
 

@@ -1,20 +1,84 @@
-"""One running sequence: its token ids, its pages, and how many of its ids are computed."""
+"""One running sequence: its token ids, its pages, and when it ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Run
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 from space_kernels.paging.row_pattern import Ints
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
 
-from space_server.batch.limits import SequenceLimits
-from space_server.batch.page_numbers import appended
 from space_server.drafts.acceptance import Acceptance
 from space_server.drafts.drafts import BY_MASKS, Drafter, DraftOrigin, Origin
 from space_server.grammar.grammar_state import GrammarState
+
+
+class SequenceEnd(Enum):
+    """Why a sequence ended."""
+
+    EOS = auto()
+    STOP_ID = auto()
+    LENGTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """Ends a sequence at the first EOS id or stop id, or at max_tokens or the context window."""
+
+    max_tokens: int  # generated tokens in all
+    window: int  # context window: prompt and output tokens
+    eos_ids: frozenset[int]
+    stop_ids: frozenset[int]
+
+    def num_left(self, num_known: int, num_prompt: int) -> int:
+        """Return how many tokens may still be emitted."""
+        return min(self.max_tokens - (num_known - num_prompt), self.window - num_known)
+
+    def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
+        """Return how many of these tokens are kept, and why the sequence ends there (None: it goes on).
+
+        An EOS or stop token is the last one kept. At the last allowed position it still counts as the reason of the
+        end.
+        """
+        for count, token in enumerate(emitted, start=1):
+            if token in self.eos_ids:
+                return count, SequenceEnd.EOS
+            if token in self.stop_ids:
+                return count, SequenceEnd.STOP_ID
+            if count >= num_left:
+                return count, SequenceEnd.LENGTH
+        return len(emitted), None
+
+
+# buffer  [0 ........ known)[known .... known + new)[.......... free
+#         earlier arrays     written now             of later ones
+def appended(known: Ints, pages: Sequence[int]) -> Ints:
+    """Return `known` followed by `pages`. Memory is shared while it has capacity; `known` must be the newest array."""
+    count = len(known) + len(pages)
+    buffer = known.base
+    if not isinstance(buffer, np.ndarray) or len(buffer) < count:
+        buffer = np.empty(2 * count, dtype=np.int64)
+        buffer[: len(known)] = known
+    buffer[len(known) : count] = pages
+    return buffer[:count]
+
+
+def begins_with(pages: Ints, known: Ints) -> bool:
+    """Whether `pages` starts with `known`."""
+    if pages is known:
+        return True
+    if len(pages) < len(known):
+        return False
+    if pages.base is not None and pages.base is known.base and _start(pages) == _start(known):
+        return True  # written entries never change
+    return bool((pages[: len(known)] == known).all())
+
+
+def _start(numbers: Ints) -> int:
+    return int(numbers.__array_interface__["data"][0])
 
 
 # computed                  pending                      drafts
@@ -32,14 +96,14 @@ class RunningSequence:
     sampling_params: SamplingParams
     limits: SequenceLimits
     max_drafts: int  # bound on drafts per step
-    num_logprobs: int | None  # alternatives to report per emitted id; None: no log-probabilities
-    num_prompt_logprobs: int | None  # the same for prompt ids
-    counts: TokenCounts | None  # of `ids`, where a penalty is set
-    adapter: int | None  # adapter whose masks draft; None: the checkpoint's own
-    num_masks: int  # masks per group that the adapter or checkpoint has
+    num_logprobs: int | None = None  # alternatives to report per emitted id; None: no log-probabilities
+    num_prompt_logprobs: int | None = None  # the same for prompt ids
+    counts: TokenCounts | None = None  # of `ids`, where a penalty is set
+    adapter: int | None = None  # adapter whose masks draft; None: the checkpoint's own
+    num_masks: int = 0  # masks per group that the adapter or checkpoint has
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
     draft_depth: int = 1  # mask number of the first draft; 0: from no mask
-    draft_chances: Run[float] = ()  # acceptance probability of each, given those before; only of drafts from no mask
+    draft_chances: Sequence[float] = ()  # acceptance of each, given those before; only of drafts from no mask
     acceptance: Acceptance | None = None  # of drafts from its masks; None: not measured
     origin: Origin = BY_MASKS  # source of the drafts
     drafter: Drafter | None = None  # proposes drafts from the text; None: only masks draft
@@ -79,7 +143,7 @@ class RunningSequence:
         """Return the number of KV-cache slots behind the computed ids."""
         return len(self.pages) * block_size - self.num_computed
 
-    def extend(self, pages: Run[int]) -> None:
+    def extend(self, pages: Sequence[int]) -> None:
         """Append newly granted pages."""
         self.pages += pages
         self.held_pages.update(pages)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Run
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from space_kernels.sampling.logits_processors import TokenCounts
@@ -15,13 +14,13 @@ from space_model.model_facts import ModelFacts
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence
-from space_server.device_runner.device_logprobs import MOST_TOP
+from space_server.device_runner.device_forward import MOST_TOP
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
 MOST_HISTORY_BYTES = 64 * 1024**2
 """Bound on the token history kept for bad words; with larger windows such requests run on the host."""
 
-MOST_DECREE_BYTES = 64 * 1024**2
+MOST_CONTINUATION_BYTES = 64 * 1024**2
 """Bound on known continuations for synthetic acceptance, 12 bytes an id; longer ones run on the host."""
 
 _log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class DeviceBatch:
         """`max_drafts`: most per sequence and step; None: as many as there are masks."""
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
-        self.room = SamplingCapacity()
+        self.capacity = SamplingCapacity()
         self.state = StepState.empty(
             max_sequences,
             max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
@@ -53,7 +52,7 @@ class DeviceBatch:
             block_size=block_size,
             window=facts.window,
             vocab_size=facts.vocab_size,
-            room=self.room,
+            room=self.capacity,
             bounds=True,
             history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
@@ -62,7 +61,7 @@ class DeviceBatch:
         self._sent_logprob_indices: list[int] = []  # those that were sent
         self._synthetic, self.synthetic_tensors = synthetic, None
         if synthetic is not None:
-            num_places = min(facts.window, MOST_DECREE_BYTES // (12 * max_sequences))
+            num_places = min(facts.window, MOST_CONTINUATION_BYTES // (12 * max_sequences))
             self.synthetic_tensors = SyntheticAcceptanceTensors.empty(
                 max_sequences, num_places, synthetic.chances, device=facts.device
             )
@@ -110,9 +109,9 @@ class DeviceBatch:
             and (sequence.num_logprobs or 0) <= MOST_TOP
             and (sequence.drafter is None or self._takes_proposals(sequence))
             and self._has_its_masks(sequence)
-            and ends <= self.room.num_ends
+            and ends <= self.capacity.num_ends
             and len(sequence.drafts) <= self.state.drafts.shape[1]
-            and self.room.holds(sequence.sampling_params)
+            and self.capacity.holds(sequence.sampling_params)
             and not (sequence.sampling_params.bad_words and not self.state.history.shape[1])
             and self._has_synthetic_acceptance(sequence)
         )
@@ -162,34 +161,22 @@ class DeviceBatch:
 
     def send_pages(self) -> None:
         """Copy pages granted since the last call to the state."""
-        state, cells, counts = self.state, [], []
+        rows: list[tuple[int, int, list[int]]] = []
         for sequence in self:
             known, count = self._sent_pages[sequence.seq_id], min(len(sequence.pages), self._max_pages)
             if count > known:
-                batch_index = self._index_of[sequence.seq_id]
-                cells += [(batch_index, place, sequence.pages[place]) for place in range(known, count)]
-                counts.append((batch_index, count))
+                rows.append((self._index_of[sequence.seq_id], known, sequence.pages[known:count]))
                 self._sent_pages[sequence.seq_id] = count
-        if cells:
-            batch_indices, places, blocks = _columns(cells, state.page_table.device)
-            state.page_table.index_put_((batch_indices, places), blocks.to(state.page_table.dtype))
-            batch_indices, numbers = _columns(counts, state.num_pages.device)
-            state.num_pages.index_put_((batch_indices,), numbers)
+        _send_rows(rows, self.state.page_table, self.state.num_pages)
 
     def send_drafts(self, seq_ids: Iterable[int]) -> None:
         """Copy the host's drafts of these sequences, which no step in flight includes, to the state."""
-        state, cells, counts = self.state, [], []
+        rows: list[tuple[int, int, list[int]]] = []
         for seq_id in seq_ids:
             batch_index = self._index_of.get(seq_id)
-            sequence = None if batch_index is None else self.by_index[batch_index]
-            if batch_index is not None and sequence is not None:
-                cells += [(batch_index, place, id_) for place, id_ in enumerate(sequence.drafts)]
-                counts.append((batch_index, len(sequence.drafts)))
-        if counts:
-            batch_indices, places, ids = _columns(cells, state.drafts.device)
-            state.drafts.index_put_((batch_indices, places), ids)
-            batch_indices, numbers = _columns(counts, state.num_drafts.device)
-            state.num_drafts.index_put_((batch_indices,), numbers)
+            if batch_index is not None and (sequence := self.by_index[batch_index]) is not None:
+                rows.append((batch_index, 0, sequence.drafts))
+        _send_rows(rows, self.state.drafts, self.state.num_drafts)
 
     def send_logprob_indices(self) -> tuple[list[int], int]:
         """Send and return the batch indices that want log-probabilities; also return the most alternatives wanted."""
@@ -251,7 +238,18 @@ def round_up_stages(stages: Stages) -> Stages:
     )
 
 
-def _columns(rows: Run[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
+def _send_rows(rows: Sequence[tuple[int, int, Sequence[int]]], table: Tensor, counts: Tensor) -> None:
+    """Write each (batch index, first place, values) into its row of the table, and the values' end to `counts`."""
+    cells = [(index, place, value) for index, first, values in rows for place, value in enumerate(values, first)]
+    if cells:
+        indices, places, written = _columns(cells, table.device)
+        table.index_put_((indices, places), written.to(table.dtype))
+    if rows:
+        indices, ends = _columns([(index, first + len(values)) for index, first, values in rows], counts.device)
+        counts.index_put_((indices,), ends)
+
+
+def _columns(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
     columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
     if device.type == "cuda":
         columns = columns.pin_memory()

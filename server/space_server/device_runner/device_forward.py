@@ -5,21 +5,27 @@
 
 The step's kind fixes every shape, so a kind can be captured as a CUDA graph and replayed without Python. Batch
 indices without a sequence are computed as dead rows.
+
+result of a step    [batch size · width]    [sequences with logprobs · rows · (1 + 2T)]
+                     of every sequence       of each row: the sampled id's, the T most probable ids, and theirs
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from space_kernels.paging.step_tables import PatternTables, StepTables
+from space_kernels.sampling.choice import IdLogprobs
+from space_kernels.sampling.device_sampling import log_probabilities
 from space_kernels.sampling.sampling_tensors import Stages
 from space_kernels.step.draft_candidates import candidates, sampling_columns
 from space_kernels.step.draft_head import propose
 from space_kernels.step.ops import StepOps
-from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState, chain_choices, mask_choices
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, Prefixes, StepState, chain_choices, mask_choices
 from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
@@ -30,8 +36,64 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor
 
-from space_server.device_runner.device_logprobs import report
 from space_server.step_model import StepModel
+
+MOST_TOP = 20  # most alternatives per id in a device step; sequences that want more are stepped on the host
+_TOPS = (0, 5, MOST_TOP)
+_ASKING = 4
+_ROWS_AT_ONCE = 64  # rows whose whole vocabulary is sorted at once
+
+
+def num_cells(num_with_logprobs: int, num_rows: int, num_top: int) -> int:
+    """Return the number of int32 values in a report."""
+    return num_with_logprobs * num_rows * (1 + 2 * num_top)
+
+
+def round_up_top(num_top: int) -> int:
+    """Round the number of alternatives up to one of three sizes: few sizes, few graphs."""
+    return min(top for top in _TOPS if top >= num_top)
+
+
+def round_up_count(count: int, batch_size: int) -> int:
+    """Round the number of sequences that want log-probabilities up to a power of 4, at most `batch_size`."""
+    size = min(count, 1)
+    while size < count:
+        size *= _ASKING
+    return min(size, batch_size)
+
+
+def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
+    """Return log-probabilities of sampled ids as a flat int32 tensor that holds floats as their bits.
+
+    raw [A, J, V] logits, ids [A, J] (any value where nothing was sampled) -> [num_cells(A, J, T)]
+    """
+    V = raw.shape[2]
+    rows, chosen = raw.flatten(0, 1), ids.flatten().clamp(0, V - 1)
+    parts = []
+    for some, of_some in zip(torch.split(rows, _ROWS_AT_ONCE), torch.split(chosen, _ROWS_AT_ONCE), strict=True):
+        logprobs, top_ids, top = log_probabilities(some, of_some, num_top)
+        bits = logprobs[:, None].view(torch.int32)
+        parts.append(torch.cat([bits, top_ids.to(torch.int32), top.contiguous().view(torch.int32)], dim=1))
+    return torch.cat(parts).flatten()
+
+
+class LogprobReport:
+    """A report, decoded on the host."""
+
+    def __init__(self, cells: Tensor, num_with_logprobs: int, num_rows: int) -> None:
+        """cells [num_cells(num_asking, num_rows, T)] int32"""
+        shape = num_with_logprobs, num_rows, -1
+        self._ids, self._floats = cells.view(shape).tolist(), cells.view(torch.float32).view(shape).tolist()
+
+    def of(self, number: int, ids: Sequence[int], num_top: int) -> list[IdLogprobs]:
+        """Return those of the ids that the `number`-th sequence with log-probabilities emitted."""
+        width = len(self._ids[number][0]) // 2  # T
+        count = min(num_top, width)
+        found = []
+        for id_, row, floats in zip(ids, self._ids[number], self._floats[number], strict=False):
+            top = tuple(floats[1 + width : 1 + width + count])
+            found.append(IdLogprobs(id_, floats[0], tuple(row[1 : 1 + count]), top))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +184,11 @@ def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
     return tuple(adapter.num_masks for adapter in facts.adapters)
 
 
+def _prefixes(state: StepState, before: Prefixes) -> dict[str, Any]:
+    """Return the hypothetical tokens before each row, as sampling takes them."""
+    return {"tails": before.tails, "num_tail": before.num_tail, "counts": state.counts, "bans": before.bans}
+
+
 class DeviceForward:
     """Runs steps on one state, in place."""
 
@@ -168,17 +235,8 @@ class DeviceForward:
         logprob_indices = self._logprob_indices[: kind.num_with_logprobs]
         raw = logits.index_select(0, logprob_indices) if kind.num_with_logprobs else None
         before = chain_choices(state, index, stages)
-        choice = ops.choose(
-            logits,
-            state.batch_params,
-            stages,
-            before.positions,
-            self._banned,
-            tails=before.tails,
-            num_tail=before.num_tail,
-            counts=state.counts,
-            bans=before.bans,
-        )
+        prefixes = _prefixes(state, before)
+        choice = ops.choose(logits, state.batch_params, stages, before.positions, self._banned, **prefixes)
         verification = ops.verify_step(state, index, laid_out, choice)
         drafts, num_drafts = self._drafts(state, index, kind, verification, hidden)
         result = ops.advance(state, laid_out, verification, drafts, num_drafts, self._banned).flatten()
@@ -216,32 +274,13 @@ class DeviceForward:
         masks = hidden[group.rows]  # [S, K', hidden]
         logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
         before = mask_choices(state, verification, most, stages)
+        prefixes = _prefixes(state, before)
         head = model.draft_head_of(kind.adapter)
         if head is None:
-            choice = ops.choose(
-                logits,
-                batch_params,
-                stages,
-                before.positions,
-                self._banned,
-                tails=before.tails,
-                num_tail=before.num_tail,
-                counts=state.counts,
-                bans=before.bans,
-            )
-            return choice.ids
+            return ops.choose(logits, batch_params, stages, before.positions, self._banned, **prefixes).ids
 
         def edit(raw: Tensor) -> Tensor:
-            return ops.edit(
-                raw,
-                batch_params,
-                stages,
-                self._banned,
-                tails=before.tails,
-                num_tail=before.num_tail,
-                counts=state.counts,
-                bans=before.bans,
-            )
+            return ops.edit(raw, batch_params, stages, self._banned, **prefixes)
 
         ids, offsets = candidates(logits, stages, edit)
         last = (verification.lengths - 1).clamp(min=0)[:, None]

@@ -8,14 +8,20 @@
 
 Changes made by the host between two launches take effect at the second. A sequence that ended in a step not yet read
 takes part in the next one as a dead row, which writes nothing.
+
+While some sequence has a drafter that reads its text, each step is launched only after the last one was read, when its
+drafts are known. That leaves a gap between steps, which costs less than stepping those sequences from the host: that
+would be a second pass over the weights.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from space_kernels.sampling.sampling_tensors import Stages
@@ -26,20 +32,66 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor
 
-from space_server.batch.limits import SequenceEnd
-from space_server.batch.sequence import RunningSequence
+from space_server.batch.sequence import RunningSequence, SequenceEnd
 from space_server.device_runner.device_batch import DeviceBatch
-from space_server.device_runner.device_forward import DeviceForward, Forward, HostForward, StepKind, TensorForward
+from space_server.device_runner.device_forward import (
+    MOST_TOP,
+    DeviceForward,
+    Forward,
+    HostForward,
+    LogprobReport,
+    StepKind,
+    TensorForward,
+    num_cells,
+    round_up_count,
+    round_up_top,
+)
 from space_server.device_runner.device_graphs import StepGraphs
-from space_server.device_runner.device_logprobs import MOST_TOP, LogprobReport, num_cells, round_up_count, round_up_top
-from space_server.device_runner.timeline import CudaTimeline, HostTimeline, Timeline, TimelineMark
+from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.drafts.drafts import mask_chances
-from space_server.host_runner.host_runner import SequenceOutput, no_choice
-from space_server.scheduling.scheduled_batch import ScheduledSequence
+from space_server.host_runner.host_runner import no_choice
+from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.model_runner import ModelRunner, SequenceOutput, StepOutput, StepTimes
+from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
+from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.proposing import Proposing
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
-from space_server.step_costs.step_cost import StepShape
+from space_server.step_cost import StepCost, StepShape
 from space_server.step_model import StepModel
+
+
+class Timeline:
+    """Marks in a device's work queue, and seconds between them; of a CPU, whose work is done when a call returns."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def mark(self) -> Any:
+        """Record the moment at which all work queued so far is done."""
+        return self._clock()
+
+    def wait(self, mark: Any) -> None:
+        """Block until that moment."""
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two moments that have passed."""
+        return float(end - begin)
+
+
+class CudaTimeline(Timeline):
+    """Marks in the current stream of a CUDA device, whose clock counts."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000.0
+
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Padded batch sizes: the smallest that holds all sequences; beyond the last, multiples of it."""
@@ -54,6 +106,11 @@ _ENDS = {
 
 _LEAST_PAGES = 16
 
+AHEAD = 2  # most steps in flight: one that runs, and one queued behind it
+MOST_FAILURES = 3  # consecutive launch failures after which all sequences are stepped on the host for good
+
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -64,25 +121,14 @@ class Launched:
     seq_ids: frozenset[int]
     logprob_indices: list[int]  # batch indices whose log-probabilities are in the result
     result: Tensor  # [cells] int32 on the host, once `done`
-    begun: TimelineMark
-    done: TimelineMark
-    last: TimelineMark | None  # end of the step before, if this one was queued behind it
+    begun: Any
+    done: Any
+    last: Any | None  # end of the step before, if this one was queued behind it
     is_usual: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepRead:
-    """The outputs and timing of one step."""
-
-    outputs: list[SequenceOutput]
-    shape: StepShape  # of the sequences that took part
-    computing: float  # device seconds
-    seconds: float  # `computing` plus the gap before it, capped at `computing`
-    is_usual: bool  # nothing was compiled or captured in it
-
-
-class DeviceRunner:
-    """Steps the sequences of a DeviceBatch."""
+class DeviceRunner(ModelRunner):
+    """A ModelRunner whose sequences keep their state on the device."""
 
     def __init__(
         self,
@@ -90,6 +136,8 @@ class DeviceRunner:
         kv: PagedKV,
         *,
         max_sequences: int,
+        controller: Controller | None = None,
+        cost: StepCost | None = None,
         eager: bool = False,
         ops: StepOps | None = None,
         forward: Callable[[StepModel, PagedKV], Forward] | None = None,
@@ -97,7 +145,8 @@ class DeviceRunner:
         synthetic: SyntheticAcceptance | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`eager`: run without CUDA graphs. `ops` and `forward`: None selects those of the device.
+        """`controller`, `cost`: None: a SpeculationController, and typical costs. `eager`: run without CUDA graphs.
+        `ops` and `forward`: None selects those of the device.
 
         `max_drafts`: most drafts per sequence and step; None: the number of masks. `synthetic`: replaces drafts to
         reach a given acceptance.
@@ -111,11 +160,14 @@ class DeviceRunner:
             max_drafts=max_drafts,
             synthetic=synthetic,
         )
+        self._cost = cost or StepCost.typical(facts.device.type)
+        self.controller = controller or SpeculationController(self._cost)
+        self.scheduler = DeviceScheduler(self.batch, self.controller)
+        self._num_failures = 0  # consecutive failed launches
         self._proposing = Proposing(facts)
         self._drafted_for: set[int] = set()  # sequences with drafts from the host since the last launch
         self._synthetic = synthetic
-        self.num_launches = 0
-        self.waited = 0.0  # seconds the host waited for the device (on a CPU: computed)
+
         state = self.batch.state
         forward = forward or (TensorForward if on_gpu else HostForward)
         ops = ops or step_ops_for(facts.device)
@@ -132,28 +184,108 @@ class DeviceRunner:
             self._take = self._graphs
         # two buffers: at most two steps are in flight
         self._on_host = [torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
-        self._timeline: Timeline = CudaTimeline() if on_gpu else HostTimeline(clock)
+        self._timeline: Timeline = CudaTimeline() if on_gpu else Timeline(clock)
         self._clock, self._on_gpu = clock, on_gpu
         self._launched: deque[Launched] = deque()
-        self._last: TimelineMark | None = None  # end of the last step, if no other work was queued since
+        self._last: Any | None = None  # end of the last step, if no other work was queued since
         self._max_pages = state.page_table.shape[1]
 
     @property
-    def num_under_way(self) -> int:
-        """Steps launched and not read."""
+    def sequences(self) -> list[RunningSequence]:
+        return [*self.batch]
+
+    @property
+    def out_of_slots(self) -> list[RunningSequence]:  # type: ignore[override]
+        return [one for one in self.batch if one.num_free_slots(self.batch.state.block_size) < 1]
+
+    @property
+    def reads_first(self) -> bool:
+        return self.scheduler.reads_first
+
+    @property
+    def num_in_flight(self) -> int:  # type: ignore[override]
         return len(self._launched)
 
     @property
     def num_replays(self) -> int:
-        """Launches that replayed a graph."""
         return 0 if self._graphs is None else self._graphs.num_replays
+
+    @property
+    def works(self) -> bool:
+        """False after too many failed launches."""
+        return self._num_failures < MOST_FAILURES
+
+    def schedule(
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
+        elsewhere: Sequence[RunningSequence] = (),
+    ) -> DraftLayout | None:
+        if reported and self.num_in_flight:  # one report holds one step of a sequence
+            return None
+        self.scheduler.admit(batch, works=self.works)
+        return self._next_layout()
+
+    def _next_layout(self) -> DraftLayout | None:
+        """Return the layout of one more step; None where enough are in flight, or no sequence can run."""
+        reads_first = self.reads_first
+        if self.num_in_flight >= (1 if reads_first else AHEAD) or not self.scheduler.has_runnable(self.num_with):
+            return None
+        return self.scheduler.layout(reads_first=reads_first)
+
+    def execute_model(self, scheduled: DraftLayout) -> None:
+        """Launch the step, and one more behind it if its drafts need not be known."""
+        layout: DraftLayout | None = scheduled
+        try:
+            while layout is not None:
+                self.launch(layout)
+                layout = self._next_layout()
+            return
+        except Exception as error:
+            self._count_failure(error)
+            wants_memory = is_out_of_memory(error)
+        if wants_memory:
+            give_back_unused()
+
+    def _count_failure(self, error: Exception) -> None:
+        self.has_failed = True
+        self._num_failures += 1
+        _log.warning("a device step of %d sequences failed (%s); they are stepped on the host", len(self.batch), error)
+        if not self.works:
+            _log.error(
+                "%d device steps in a row have failed; all sequences are stepped on the host from now on",
+                self._num_failures,
+            )
+
+    def get_output(self) -> StepOutput:
+        output = self.read()
+        if not self.has_failed:
+            self._num_failures = 0
+        return output
+
+    def update_from_output(self, output: StepOutput, pause: float | None = None) -> None:
+        if not output.is_usual or output.seconds is None:
+            return
+        if output.shape.num_sequences:
+            self._cost.learn(output.shape, output.seconds)
+        self.controller.stepped(sum(len(one.tokens) for one in output.outputs), output.seconds)
+
+    def give_back(self) -> None:
+        self.has_failed = False
+        self.scheduler.give_back()
+
+    def reset(self) -> None:
+        while self.num_in_flight:
+            self.read()
+        self.scheduler.reset()
 
     def num_with(self, sequence: RunningSequence) -> int:
         """Return how many steps in flight include this sequence."""
         return sum(sequence.seq_id in launched.seq_ids for launched in self._launched)
 
     def refers_to(self, seq_id: int) -> bool:
-        """Whether a step in flight may read or write this sequence's pages."""
         return any(seq_id in launched.seq_ids for launched in self._launched)
 
     def launch(self, layout: DraftLayout) -> None:
@@ -176,7 +308,7 @@ class DeviceRunner:
         )
         begun = self._timeline.mark()
         result = self._take(kind)
-        on_host = self._on_host[self.num_launches % 2][: len(result)]
+        on_host = self._on_host[self.num_forwards % 2][: len(result)]
         on_host.copy_(result, non_blocking=True)
         last, self._last = self._last if self._launched else None, self._timeline.mark()
         if not self._on_gpu:
@@ -187,9 +319,9 @@ class DeviceRunner:
         self._launched.append(
             Launched(kind, by_index, seq_ids, logprob_indices, on_host, begun, self._last, last, is_usual)
         )
-        self.num_launches += 1
+        self.num_forwards += 1
 
-    def read(self) -> StepRead:
+    def read(self) -> StepOutput:
         """Wait for the oldest step in flight. Sequences removed since its launch are left out of the outputs."""
         launched = self._launched.popleft()
         timeline, wait_began = self._timeline, self._clock()
@@ -222,7 +354,7 @@ class DeviceRunner:
         computing = timeline.seconds(launched.begun, launched.done)
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
-        return StepRead(outputs, shape, computing, seconds, launched.is_usual)
+        return StepOutput(outputs, shape, StepTimes(forward=computing), seconds, launched.is_usual)
 
     def _ask_drafter(self, output: SequenceOutput) -> None:
         """Let the drafter read the output. Use its proposal if it is expected to beat the masks' drafts or continues
@@ -231,7 +363,7 @@ class DeviceRunner:
         sequence, tokens = output.plan.sequence, output.tokens
         assert sequence.drafter is not None
         output.num_predicted = sequence.drafter.extend(sequence.ids, tokens)
-        wanted = min(sequence.max_drafts, sequence.num_left - len(tokens) - 1)
+        wanted = output.max_drafts
         if output.end is not None or wanted < 1 or self.refers_to(sequence.seq_id):
             return
         proposal = self._proposing.proposal(sequence, tokens, wanted)
@@ -239,10 +371,11 @@ class DeviceRunner:
             return
         masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
         if proposal.beats(masks):
-            output.draft_depth, masks = 0, ()
-        elif not proposal.goes_on_behind(output.drafts):
+            output.take_proposal(proposal)
+        elif proposal.goes_on_behind(output.drafts):
+            output.take_proposal(proposal, behind=masks)
+        else:
             return
-        output.drafts, output.origin = proposal.ids, proposal.origin(len(proposal.ids), masks)
         self._drafted_for.add(sequence.seq_id)
 
     def _split_result(self, launched: Launched) -> tuple[list[list[int]], LogprobReport | None]:

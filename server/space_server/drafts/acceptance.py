@@ -18,22 +18,14 @@ if TYPE_CHECKING:
 TYPICAL = (0.70, 0.65, 0.62, 0.60, 0.58, 0.57, 0.56, 0.55)
 """p_1, p_2, … of an unknown checkpoint; deeper drafts use the last."""
 
-PRIOR_WEIGHT = 40.0
-"""Verified drafts that the prior counts for."""
-
-SHAPE_MEMORY = 0.998
-"""Decay per verified draft: the shape follows about the last 500."""
-
-STEP = 0.06
-"""Change of a sequence's log-odds per verified draft and unit of surprise."""
-
+PRIOR_WEIGHT = 40.0  # verified drafts that the prior counts for
+SHAPE_MEMORY = 0.998  # decay per verified draft: the shape follows about the last 500
+STEP = 0.06  # change of a sequence's log-odds per verified draft and unit of surprise
 FORGET = 0.004
 """Share of a sequence's shift forgotten at each of its steps, so that a sequence without drafts is tried again."""
 
 LEVELS_PER_UNIT = 2
-MOST_LEVEL = 8
-"""Shifts are rounded to halves of a unit of log-odds, up to 4 either way."""
-
+MOST_LEVEL = 8  # shifts are rounded to halves of a unit of log-odds, up to 4 either way
 SNAPSHOT_EVERY, EARLY = 200, (16, 48, 100)
 """Verified drafts between two snapshots of the shape, and the counts of the first ones, while the prior fades."""
 
@@ -75,10 +67,6 @@ class AcceptanceShape:
         p = self._accepted[at] / self._verified[at]
         return _LEAST if p < _LEAST else min(p, _MOST)
 
-    def chance(self, depth: int, level: int = 0) -> float:
-        """Return p_depth of a sequence of this level."""
-        return 1.0 / (1.0 + math.exp(-self.log_odds(depth) - level / LEVELS_PER_UNIT))
-
     def learn(self, depth: int, accepted: bool) -> float:
         """Record one verified draft; return p_depth as it was before, kept away from 0 and 1."""
         at = min(depth, len(self._verified)) - 1
@@ -94,12 +82,6 @@ class AcceptanceShape:
     def _take_snapshot(self) -> None:
         self._snapshot = tuple(round(4 * self.log_odds(j)) / 4 for j in range(1, self.num_drafts + 1))
 
-    def as_json(self) -> list[float]:
-        """Return p_1, p_2, …"""
-        return [
-            round(accepted / verified, 4) for accepted, verified in zip(self._accepted, self._verified, strict=True)
-        ]
-
 
 class Acceptance:
     """Acceptance probabilities of one sequence's drafts from one source."""
@@ -114,10 +96,6 @@ class Acceptance:
     def level(self) -> int:
         """The rounded shift: sequences of one level are treated alike."""
         return max(-MOST_LEVEL, min(MOST_LEVEL, round(LEVELS_PER_UNIT * self.shift)))
-
-    def chance(self, depth: int) -> float:
-        """Return the probability that a draft of this depth is accepted, given those before it are."""
-        return 1.0 / (1.0 + math.exp(-self.shape.log_odds(depth) - self.shift))
 
     def step(self, first_depth: int, num_verified: int, num_accepted: int) -> None:
         """Record one step's drafts of depth first_depth, first_depth+1, …, of which `num_accepted` were accepted."""

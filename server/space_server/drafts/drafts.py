@@ -1,16 +1,14 @@
-"""Selects a sequence's drafts among its masks', its own past, its grammar's and the client's prediction. Torch-free.
-
-All are verified by the same rule: the selection changes the number of steps, never the text.
-"""
+"""Selects a sequence's drafts among its masks', its own past, its grammar's and the client's prediction. Torch-free."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence as Run
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Protocol
 
 from space_server.drafts.acceptance import (
     FORGET,
@@ -21,8 +19,18 @@ from space_server.drafts.acceptance import (
     Acceptance,
     AcceptanceShape,
 )
-from space_server.drafts.lookup import Lookup
-from space_server.drafts.prediction import Prediction
+from space_server.drafts.lookup import Lookup, Prediction
+
+
+class DraftSource(Protocol):
+    """Proposes tokens that may come next."""
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int] | None:
+        """Return up to `max_drafts` ids that may follow `ids` (everything known of the sequence).
+
+        None leaves the drafts to the model's masks; an empty sequence means no drafts.
+        """
+        ...
 
 
 class DraftOrigin(Enum):
@@ -46,9 +54,7 @@ class Origin:
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
 
-LENGTHS = (0, 1, 2, 3, 4, 8, 16)
-"""Lower bounds of the classes of match length."""
-
+LENGTHS = (0, 1, 2, 3, 4, 8, 16)  # lower bounds of the classes of match length
 PRIORS = {
     DraftOrigin.LOOKUP: (
         (0.30, 0.50),
@@ -79,9 +85,7 @@ text is certain, its tokenization is not; ids without an alternative count as a 
 
 NUM_DEPTHS = 8
 
-MOST_SHIFT = MOST_LEVEL / LEVELS_PER_UNIT
-"""Bound on the shift of log-odds, either way."""
-
+MOST_SHIFT = MOST_LEVEL / LEVELS_PER_UNIT  # bound on the shift of log-odds, either way
 JUDGED_EVERY = 8
 """One in so many proposals too weak for the present row price is evaluated anyway, because prices change."""
 
@@ -145,7 +149,7 @@ class DraftSources:
         """Whether texts need not be read, because drafts are not worth it now."""
         return self.is_paused or self._is_too_dear
 
-    def drafter(self, num_prompt: int, prediction: Run[int], *, in_grammar: bool = False) -> Drafter | None:
+    def drafter(self, num_prompt: int, prediction: Sequence[int], *, in_grammar: bool = False) -> Drafter | None:
         """Return the drafter of a new sequence, or None where only masks can draft."""
         return Drafter(self, num_prompt, prediction) if self.lookup or prediction or in_grammar else None
 
@@ -165,7 +169,7 @@ class SourceAcceptance:
         """Return the probabilities of the first, second, … draft after a match of this length, given those before."""
         return _chances(self._shape(match_length).snapshot, round(LEVELS_PER_UNIT * self._shift))
 
-    def observe(self, proposal: Proposal, tokens: Run[int]) -> None:
+    def observe(self, proposal: Proposal, tokens: Sequence[int]) -> None:
         """Compare a proposal with the text, which continued with `tokens`. The shift decays and is bounded, so that a
         source that was wrong for long recovers as fast as one that was wrong now and then.
         """
@@ -201,7 +205,7 @@ class Proposal:
         """Whether more drafts are expected to be accepted than from masks with these probabilities."""
         return self.expected > _expected(mask_chances, len(mask_chances))
 
-    def goes_on_behind(self, drafts: Run[int]) -> bool:
+    def goes_on_behind(self, drafts: Sequence[int]) -> bool:
         """Whether it starts with these drafts and continues them."""
         return 0 < _agreeing(drafts, self.ids) == len(drafts) < len(self.ids)
 
@@ -218,7 +222,7 @@ class Proposal:
 class Drafter:
     """Reads one sequence's text and proposes what may follow it."""
 
-    def __init__(self, sources: DraftSources, num_prompt: int, prediction: Run[int]) -> None:
+    def __init__(self, sources: DraftSources, num_prompt: int, prediction: Sequence[int]) -> None:
         self._sources, self._num_prompt, self._predicted = sources, num_prompt, tuple(prediction)
         self._looking_up, self._predicting, self._forcing = (
             SourceAcceptance(source, sources.shapes[source])
@@ -234,7 +238,7 @@ class Drafter:
         """Whether it may propose something now: a client predicts the text, or reading is worth it."""
         return bool(self._predicted) or not self._sources.asleep
 
-    def extend(self, ids: Run[int], tokens: Run[int]) -> Run[int]:
+    def extend(self, ids: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
         """Read `tokens`, which follow `ids`; return how many ids of the prediction appeared with each token.
 
         `ids` are read in full at first, and where a step is repeated; after a pause only the new ones are.
@@ -286,7 +290,7 @@ def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple
     return tuple(by_depth[min(depth, len(by_depth)) - 1] for depth in range(first, first + count))
 
 
-def _agreeing(drafts: Run[int], tokens: Run[int]) -> int:
+def _agreeing(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """Return the number of leading ids that are the same."""
     count = 0
     for draft, id_ in zip(drafts, tokens, strict=False):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Run
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,7 @@ from space_server.grammar.vocabulary import TokenVocabulary, bits_of, ids_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-_FEW_WORDS = 8
-"""Bit-set words with ids above which the text is not checked for being forced."""
+_FEW_WORDS = 8  # bit-set words with ids above which the text is not checked for being forced
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class GrammarState:
         eos_ids: Collection[int],
         stop_ids: Collection[int] = (),
         ignores_eos: bool = False,
-        output: Run[int] = (),
+        output: Sequence[int] = (),
     ) -> None:
         """`fresh`: this state's own matcher, at the beginning. EOS ids, and stop ids without text, are possible where
         the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already.
@@ -74,7 +72,7 @@ class GrammarState:
         if self._is_lost:
             raise ValueError(f"The {len(output)} ids generated before are no beginning of one of its texts.")
 
-    def possible(self, tail: Run[int] = ()) -> Possible:
+    def possible(self, tail: Sequence[int] = ()) -> Possible:
         """Return the ids that may follow the output and `tail`."""
         key = tuple(tail)
         known = self._known.get(key)
@@ -85,7 +83,7 @@ class GrammarState:
             known = self._known[key] = self._look() if reached else _UNASKED
         return known
 
-    def num_possible(self, tail: Run[int], drafts: Run[int]) -> int:
+    def num_possible(self, tail: Sequence[int], drafts: Sequence[int]) -> int:
         """Return how many leading drafts may follow the output and `tail`, up to an end."""
         behind = list(tail)
         for count, id_ in enumerate(drafts):
@@ -96,7 +94,7 @@ class GrammarState:
             behind.append(id_)
         return len(drafts)
 
-    def forced(self, tail: Run[int], most: int) -> Forced:
+    def forced(self, tail: Sequence[int], most: int) -> Forced:
         """Return up to `most` ids that must follow the output and `tail`. If the forced text has several tokenizations,
         the longest ids are used.
         """
@@ -122,7 +120,7 @@ class GrammarState:
         is_forced = all(texts[id_] and texts[ids[0]].startswith(texts[id_]) for id_ in ids)  # an end has no text
         return ids if is_forced else []
 
-    def advance(self, tokens: Run[int]) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         """Append emitted tokens."""
         ended = len(tokens) > 0 and tokens[-1] in self._end_ids
         text = list(tokens[:-1] if ended else tokens)
@@ -135,7 +133,7 @@ class GrammarState:
         key, count = tuple(text), len(text)
         self._known = {tail[count:]: known for tail, known in self._known.items() if tail[:count] == key}
 
-    def _go_behind(self, tail: Run[int]) -> bool:
+    def _go_behind(self, tail: Sequence[int]) -> bool:
         """Move the matcher behind `tail`. False if an id is impossible; the matcher then stands before it."""
         common = 0
         for ours, theirs in zip(self._tail, tail, strict=False):

@@ -5,23 +5,78 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Run
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from space_common.grammar import GrammarError, compile_grammar
+from space_common.grammar import GrammarError, GrammarProcess, compile_grammar
 from space_proto import worker_pb2 as pb
 
 from space_server.grammar.grammar_state import GrammarState
-from space_server.grammar.grammar_trial import GrammarTrial
 from space_server.grammar.vocabulary import NoVocabulary, TokenVocabulary
 from space_server.machine.threads import DeepStackExecutor
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+START_SECONDS = 20.0
+"""Longest that the process may take to load the vocabulary: a few tenths of a second, more on a busy machine."""
+
+
+class GrammarTrial:
+    """Compiles each grammar in another process first, which can be killed if it takes too much time or memory.
+
+    It starts with the first grammar. A grammar that it cannot compile in time is never compiled in this process.
+    """
+
+    def __init__(self, vocabulary: TokenVocabulary, seconds: float) -> None:
+        """`seconds`: time limit per grammar."""
+        self._vocabulary, self._seconds = vocabulary, seconds
+        self._process: GrammarProcess | None = None
+        self._turn = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def check(self, kind: str, source: str, deadline: float) -> None:
+        """Return if the grammar compiles, else raise GrammarError. `deadline` (monotonic): gives up waiting for earlier
+        grammars.
+        """
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise GrammarError("others took the time that it had to be compiled in")
+        try:
+            reasons = self._started().ask(kind, source, self._seconds)
+            if reasons is None:
+                raise GrammarError(
+                    f"it cannot be compiled within {self._seconds:g} s and the memory for it. Make it smaller"
+                )
+        except BaseException:  # the process is in an unknown state and cannot be reused
+            self._end()
+            raise
+        finally:
+            self._turn.release()
+        if reasons:
+            raise GrammarError(reasons[0])
+
+    def _started(self) -> GrammarProcess:
+        if self._process is None:
+            self._process = GrammarProcess()
+            tokens, special = self._vocabulary.tokens
+            if not self._process.with_tokens(tokens, special, START_SECONDS):
+                raise GrammarError(f"the process that tries it was not ready within {START_SECONDS:g} s. Try again")
+        return self._process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
 
 MOST_SECONDS = 20.0
 """Longest that a sequence waits for its grammar. The trial process gets half of it per grammar."""
@@ -29,9 +84,7 @@ MOST_SECONDS = 20.0
 MOST_AT_ONCE = 2
 """Grammars compiled at once (the library releases the GIL), and states of known grammars created at once."""
 
-MOST_KEPT = 64
-"""Compiled grammars cached, least recently used first out."""
-
+MOST_KEPT = 64  # compiled grammars cached, least recently used first out
 WALK_LENGTH, WALK_SECONDS = 100, 0.5
 """Positions of a text whose masks are computed in advance, and the time limit for it."""
 
@@ -146,7 +199,7 @@ class Grammars:
         eos_ids: Collection[int],
         stop_ids: Collection[int],
         ignores_eos: bool,
-        output: Run[int],
+        output: Sequence[int],
         done: Callable[[], None],
     ) -> Preparation:
         """Compile the grammar if it is not cached; `done` is called from another thread when that is over.

@@ -6,10 +6,9 @@ K and V that it has written lie behind the computed ids, where the next step ove
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Run
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 
 import torch
@@ -22,96 +21,141 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor
 
-from space_server.batch.limits import SequenceEnd
-from space_server.batch.sampling_group import SamplingGroup, SamplingGroups
 from space_server.batch.sequence import RunningSequence
-from space_server.drafts.draft_source import DraftSource
-from space_server.drafts.drafts import BY_MASKS, Origin, Proposal, mask_chances
-from space_server.host_runner.drafting import MaskRows, MaskRun, bounded, draft
-from space_server.host_runner.stopwatch import Stopwatch
-from space_server.scheduling.scheduled_batch import ScheduledSequence
+from space_server.drafts.drafts import DraftSource, Proposal, mask_chances
+from space_server.host_runner.drafting import (
+    MaskDrafter,
+    MaskRows,
+    MaskRun,
+    SamplingGroup,
+    SamplingGroups,
+    Stopwatch,
+    bounded,
+)
+from space_server.machine.device_health import is_lost
+from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.model_runner import ModelRunner, SequenceOutput, StepOutput, StepTimes
+from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step
+from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.proposing import Proposing
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
+from space_server.step_cost import StepCost
 from space_server.step_model import StepModel
+from space_server.worker_messages.failure import TOO_LARGE, failure_message
 
-_LOGPROB_ROWS = 64
-"""Prompt rows whose logits over the vocabulary are held at once."""
+_log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class SequenceOutput:
-    """What a step gave one sequence."""
-
-    plan: ScheduledSequence
-    tokens: list[int] = field(default_factory=list)  # emitted, cut at the end of the sequence
-    num_accepted: int = 0  # drafts among them that were accepted
-    end: SequenceEnd | None = None
-    drafts: list[int] = field(default_factory=list)  # for the next step
-    draft_depth: int = 1  # mask number of the first of them; 0: from no mask
-    origin: Origin = BY_MASKS  # their source
-    num_predicted: Run[int] = ()  # ids of the client's prediction that appeared with each token
-    logprobs: Run[IdLogprobs] = ()
-    prompt_logprobs: Run[IdLogprobs] = ()
-    error: str | None = None  # the sequence cannot go on
-
-    def commit(self) -> None:
-        """Apply the output to the sequence."""
-        sequence = self.plan.sequence
-        if self.error is not None:
-            return
-        if self.plan.closes:
-            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin)
-        else:
-            sequence.advance(self.plan.num_pending)
+_LOGPROB_ROWS = 64  # prompt rows whose logits over the vocabulary are held at once
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds of one step.
-
-    The first three are model computation: the network, its heads, and tensor work over the vocabulary. The rest of a
-    step is host time, part of which is measured below.
-    """
-
-    forward: float = 0.0  # network, and the head over the chain rows
-    sample: float = 0.0  # logits processors, sampling, log-probabilities
-    draft: float = 0.0  # the head over the accepted groups, candidates, draft head
-
-    pack: float = 0.0  # host: pack the rows
-    attend: float = 0.0  # host: plan attention
-    verify_sequences: float = 0.0  # host: sampling parameters of the rows, verification, ends
-    propose: float = 0.0  # host: select drafts and their rows
-
-
-class HostRunner:
-    """Runs steps of one model on its KV cache."""
+class HostRunner(ModelRunner):
+    """A ModelRunner whose steps the host prepares, verifies and drafts: for every sequence, on any device."""
 
     def __init__(
         self,
         model: StepModel,
         kv: PagedKV,
         *,
+        controller: Controller | None = None,
+        cost: StepCost | None = None,
         draft_source: DraftSource | None = None,
         synthetic: SyntheticAcceptance | None = None,
+        seconds_beside: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`controller`, `cost`: None: a SpeculationController, and typical costs. `seconds_beside`: called after a
+        step; the seconds it took of a device that other work keeps busy, else None.
+        """
+        facts = model.facts
         self.model, self.kv = model, kv
-        self.num_forwards = 0  # forward passes run; one per step
+        self._cost = cost or StepCost.typical(facts.device.type)
+        self.controller = controller or SpeculationController(self._cost)
+        self._began = 0.0  # the last step
+        self._output: StepOutput | None = None  # of the last step, until it is taken
         self._draft_source = draft_source
         self._synthetic = synthetic
-        self._clock = clock
-        self._sampling, self._drafting = Stopwatch(clock), Stopwatch(clock)
-        self._choosing, self._drafting_together = SamplingGroups(), SamplingGroups()
+        self._seconds_beside, self._clock = seconds_beside, clock
+        self._sampling, self._sampling_groups = Stopwatch(clock), SamplingGroups()
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the layers, known after the first step
-        facts = model.facts
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
+        self._mask_drafter = MaskDrafter(model, self._banned, clock)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
+    @property
+    def num_in_flight(self) -> int:  # type: ignore[override]
+        return int(self._output is not None)
+
+    def reset(self) -> None:
+        self._output, self.out_of_slots = None, []
+
+    def schedule(
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
+        elsewhere: Sequence[RunningSequence] = (),
+    ) -> ScheduledBatch | None:
+        self._began = self._clock()
+        busy = reported | {sequence.seq_id for sequence in elsewhere} if elsewhere else reported
+        scheduled = plan_step(
+            [one for one in batch if not (one.waits or one.seq_id in busy)],
+            self.controller,
+            block_size=self.kv.block_size,
+            budget=budget,
+            beside=elsewhere,
+        )
+        self.out_of_slots = scheduled.out_of_slots
+        return scheduled if scheduled.plans else None
+
+    def execute_model(self, scheduled: ScheduledBatch) -> None:
+        """Run the step; sequences that fail do so alone. Raises if the device is lost."""
+        times = StepTimes()
+        outputs = self._run_or_fail(scheduled.plans, times)
+        self.waited += times.forward + times.sample + times.draft
+        self._output = StepOutput(outputs, scheduled.shape, times, self._seconds_beside())
+
+    def get_output(self) -> StepOutput:
+        output, self._output = self._output, None
+        assert output is not None
+        return output
+
+    def update_from_output(self, output: StepOutput, pause: float | None = None) -> None:
+        seconds = self._clock() - self._began if output.seconds is None else output.seconds
+        self._cost.learn(output.shape, seconds)
+        self.controller.stepped(sum(len(one.tokens) for one in output.outputs), seconds, pause)
+
+    def _run_or_fail(
+        self, plans: list[ScheduledSequence], times: StepTimes, *, again: bool = False
+    ) -> list[SequenceOutput]:
+        """Run the step. If it fails, run each sequence alone, so that only the one that causes the failure ends.
+
+        A sequence that runs out of memory alone is tried once more (`again`) after unused memory was freed.
+        """
+        try:
+            return self.run(plans, times)
+        except Exception as error:
+            if not (wants_memory := is_out_of_memory(error)) and is_lost(self.model.facts.device):
+                raise
+            if len(plans) == 1 and (again or not wants_memory):
+                _log.exception("sequence %d failed", plans[0].sequence.seq_id)
+                message = TOO_LARGE if wants_memory else failure_message("The step failed", error)
+                failed = [SequenceOutput(plans[0], error=message)]
+            else:
+                _log.warning("a step of %d sequences failed (%s); they are stepped one by one", len(plans), error)
+                failed = []
+        # The step's tensors are unreferenced only after the except block, so memory is freed here.
+        if wants_memory:
+            give_back_unused()
+        return failed or [
+            output for plan in plans for output in self._run_or_fail([plan], times, again=len(plans) == 1)
+        ]
+
     @torch.inference_mode()
-    def run(self, plans: Run[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
+    def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         """Run the scheduled sequences in one forward pass. Adds the seconds of each phase to `times`."""
         clock, facts = self._clock, self.model.facts
-        sampling, drafting = self._sampling.seconds, self._drafting.seconds
+        sampling, drafting = self._sampling.seconds, self._mask_drafter.seconds
         started = clock()
         batch = ForwardBatch.build(
             [plan.segment for plan in plans],
@@ -141,7 +185,7 @@ class HostRunner:
         verified = clock()
         self._draft(batch, hidden, of_masks, outputs)
         drafted = clock()
-        sampling, drafting = self._sampling.seconds - sampling, self._drafting.seconds - drafting
+        sampling, drafting = self._sampling.seconds - sampling, self._mask_drafter.seconds - drafting
         times.forward += forwarded - planned
         times.sample += sampling
         times.draft += drafting
@@ -167,13 +211,13 @@ class HostRunner:
         logits = self.model.logits(rows)
         return logits[:num_chosen], logits[num_chosen:]
 
-    def _verify(self, outputs: Run[SequenceOutput], logits: Tensor) -> None:
+    def _verify(self, outputs: Sequence[SequenceOutput], logits: Tensor) -> None:
         """Sample every chain row, accept the drafts that agree, cut at the first end.
 
         logits [N, V] raw, of each sequence's root and live drafts in turn.
         """
         plans = [output.plan for output in outputs]
-        sampling_group = self._choosing.of([plan.sequence for plan in plans])
+        sampling_group = self._sampling_groups.of([plan.sequence for plan in plans])
         rows = _sampling_rows(plans, sampling_group)
         raw: dict[int, Tensor] = {}
         if sampling_group.wants_logprobs:
@@ -223,7 +267,9 @@ class HostRunner:
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Run[SequenceOutput]) -> None:
+    def _draft(
+        self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Sequence[SequenceOutput]
+    ) -> None:
         """Set the drafts of every sequence that continues: from the draft source, a drafter or its masks.
 
         logits [M, V]: of all mask rows, if known already.
@@ -239,7 +285,7 @@ class HostRunner:
             drafter = sequence.drafter
             if drafter is not None:
                 output.num_predicted = drafter.extend(sequence.ids, output.tokens)
-            wanted = min(sequence.max_drafts, sequence.num_left - len(output.tokens) - 1)
+            wanted = output.max_drafts
             if output.end is not None or wanted < 1:
                 continue
             if self._draft_source is not None:
@@ -253,15 +299,14 @@ class HostRunner:
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
             proposal = self._proposing.proposal(sequence, output.tokens, wanted) if drafter is not None else None
             if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
-                output.drafts, output.draft_depth = proposal.ids, 0
-                output.origin = proposal.origin(len(output.drafts))
+                output.take_proposal(proposal)
             elif group is not None:
                 first = batch.mask_rows[number][group.group].start + depth - 1
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
-        drafted = draft(self.model, rows, runs, self._banned, self._drafting, self._drafting_together)
+        drafted = self._mask_drafter.draft(rows, runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
         for (output, proposal), drafts in zip(by_masks, drafted, strict=True):
             sequence, tokens = output.plan.sequence, output.tokens
@@ -272,8 +317,7 @@ class HostRunner:
                 output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
             elif proposal is not None and proposal.goes_on_behind(output.drafts):
                 masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
-                output.drafts = proposal.ids
-                output.origin = proposal.origin(len(output.drafts), masks)
+                output.take_proposal(proposal, behind=masks)
 
 
 def no_choice(sequence: RunningSequence) -> str:
@@ -290,7 +334,7 @@ def no_choice(sequence: RunningSequence) -> str:
     return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 
-def _rows_to_sample(batch: ForwardBatch, plans: Run[ScheduledSequence], num_closing: int) -> Tensor | slice:
+def _rows_to_sample(batch: ForwardBatch, plans: Sequence[ScheduledSequence], num_closing: int) -> Tensor | slice:
     """Return the rows at which a token is sampled: roots and live drafts of the sequences that reach their root.
 
     They are the leading rows if no sequence has other pending ids.
@@ -303,7 +347,7 @@ def _rows_to_sample(batch: ForwardBatch, plans: Run[ScheduledSequence], num_clos
     return torch.tensor(rows, dtype=torch.int64, device=batch.ids.device)
 
 
-def _sampling_rows(plans: Run[ScheduledSequence], sampling_group: SamplingGroup) -> SamplingRows:
+def _sampling_rows(plans: Sequence[ScheduledSequence], sampling_group: SamplingGroup) -> SamplingRows:
     """Return the sampling rows of each root and draft, each after its own hypothetical prefix."""
 
     def row(run: int, number: int) -> SamplingRow:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol, Self
 from space_model.geometry.draft_layout import DraftLayout
 
 from space_server.drafts.acceptance import LEVELS_PER_UNIT, Acceptance
-from space_server.step_costs.step_cost import OUTLIER, StepCost, StepShape
+from space_server.step_cost import OUTLIER, StepCost, StepShape
 
 
 @dataclass(slots=True)  # not frozen, which would double the cost of making one per sequence and step
@@ -442,8 +442,7 @@ RULES = (
 )
 """All rules tried. Prices suit mixed batches; row bounds find layouts below a machine's roofline ridge."""
 
-FIRST_RULES = RULES[::4]
-"""A sample of all sizes: no other rule is far better than all of these."""
+FIRST_RULES = RULES[::4]  # A sample of all sizes: no other rule is far better than all of these
 
 
 @lru_cache(maxsize=8192)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Run
+from collections.abc import Sequence
 from dataclasses import replace
 
 from space_model.model_facts import ModelFacts
@@ -19,7 +19,7 @@ class Proposing:
         self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
         self._in_grammars = in_grammars
 
-    def proposal(self, sequence: RunningSequence, tokens: Run[int], wanted: int) -> Proposal | None:
+    def proposal(self, sequence: RunningSequence, tokens: Sequence[int], wanted: int) -> Proposal | None:
         """Return at most `wanted` ids to follow the sequence's and `tokens`, which its drafter has read; None if there
         are none.
         """
@@ -36,7 +36,7 @@ class Proposing:
             return None
         return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
 
-    def valid(self, sequence: RunningSequence, tokens: Run[int], drafts: list[int]) -> list[int]:
+    def valid(self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int]) -> list[int]:
         """Return the drafts after `tokens` up to the first that could never be sampled."""
         grammar = sequence.grammar
         if not self.are_ids(drafts):

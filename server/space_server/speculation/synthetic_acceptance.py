@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Run
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -24,8 +23,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # avoids importing torch in the load generator
     from space_server.batch.sequence import RunningSequence
 
-MAX_TOKENS = 1 << 20
-"""Tokens remembered, 12 bytes each: 12 MiB."""
+MAX_TOKENS = 1 << 20  # tokens remembered, 12 bytes each: 12 MiB
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -55,7 +53,7 @@ class SyntheticAcceptance:
 
     def __init__(
         self,
-        chances: Run[float],
+        chances: Sequence[float],
         *,
         vocab_size: int,
         mask_ids: Iterable[int] = (),
@@ -78,7 +76,7 @@ class SyntheticAcceptance:
         self._num_tokens = 0
         self._of_sequence: WeakKeyDictionary[RunningSequence, Continuation | None] = WeakKeyDictionary()
 
-    def ended(self, sequence: RunningSequence, tokens: Run[int]) -> None:
+    def ended(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
         """Remember the output of a sequence that ends with `tokens`, which are not in its ids yet."""
         name = self._request_digest(sequence)
         output = [*sequence.ids[sequence.num_prompt :], *tokens]
@@ -93,7 +91,7 @@ class SyntheticAcceptance:
         while self._num_tokens > self._max_tokens:
             self._forget(next(iter(self._known)))
 
-    def drafts(self, sequence: RunningSequence, tokens: Run[int], first_mask: int, drafts: list[int]) -> list[int]:
+    def drafts(self, sequence: RunningSequence, tokens: Sequence[int], first_mask: int, drafts: list[int]) -> list[int]:
         """Replace the drafts after `tokens`, emitted in this step, of masks `first_mask`, `first_mask`+1, …
 
         Drafts beyond the known continuation stay as they are: in a request's first run, or one longer than any before.
@@ -117,7 +115,7 @@ class SyntheticAcceptance:
         ]
         return made + drafts[number:]
 
-    def drafted(self, sequence: RunningSequence, tokens: Run[int], num_drafts: int) -> int:
+    def drafted(self, sequence: RunningSequence, tokens: Sequence[int], num_drafts: int) -> int:
         """Count and return how many of the drafts after `tokens` are replaced, here or on the device."""
         if not num_drafts:
             return 0
@@ -138,7 +136,7 @@ class SyntheticAcceptance:
         known = self._of_sequence[sequence] = self._known.get(self._request_digest(sequence))
         return known
 
-    def _continuation(self, name: bytes, num_prompt: int, output: Run[int]) -> Continuation:
+    def _continuation(self, name: bytes, num_prompt: int, output: Sequence[int]) -> Continuation:
         request = np.uint64((int.from_bytes(name[:8], "little") + self._seed) % (1 << 64))
         positions = np.arange(num_prompt, num_prompt + len(output), dtype=np.uint64)
         streams = _mixed(request + (positions + np.uint64(1)) * _GOLDEN)

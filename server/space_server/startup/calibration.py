@@ -21,7 +21,7 @@ from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 
 from space_server.speculation.controller import FixedLayout
-from space_server.step_costs.step_cost import Point, StepCost, StepShape
+from space_server.step_cost import Point, StepCost, StepShape
 from space_server.step_model import StepModel
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR

@@ -32,7 +32,7 @@ from space_model.model_facts import ModelFacts
 
 from space_server.machine.machine_load import LoadWatch, MachineLoad
 from space_server.startup.calibration import AGREE, FEWEST, NUM_PASSES, PLAIN_STEP, Calibration, Timing, case_names
-from space_server.step_costs.step_cost import CostOrigin, Point, StepCost, StepShape, read_points
+from space_server.step_cost import CostOrigin, Point, StepCost, StepShape, read_points
 
 FORMAT = 4
 """Raised whenever the file's format or the meaning of its costs changes."""

@@ -22,7 +22,7 @@ from space_kernels.paging.row_pattern import Ints
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
 
-from space_server.batch.page_numbers import begins_with
+from space_server.batch.sequence import begins_with
 
 
 class PlanMessageKind(IntEnum):

@@ -1,26 +1,32 @@
-"""This process's rank, the ranks' rendezvous, and the processes that rank 0 starts."""
+"""This process's rank, the ranks' rendezvous, and the start of rank 0 with its followers, or of a follower."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 import torch
 from space_common.process import module_command, safe_environment
+from space_common.worker_settings import WorkerSettings
 from space_model.model_error import InvalidSetting
+from space_model.networks.tensor_parallel import Ranks
+from space_model.space_model import SpaceModel
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from space_server.tensor_parallel.ranks import LOADING_SECONDS
+from space_server.machine.memory import free_bytes
+from space_server.tensor_parallel.leader import TensorParallelLeader, run_follower
+from space_server.tensor_parallel.ranks import LOADING_SECONDS, RankGroup, end_process
 
-_LEAVE_SECONDS = 3.0
-"""Seconds for followers to leave by themselves; a supervisor gives the whole worker 5."""
+_LEAVE_SECONDS = 3.0  # seconds for followers to leave by themselves; a supervisor gives the whole worker 5
 
 
 @dataclass(frozen=True)
@@ -147,3 +153,59 @@ def followers(
 
 def _ending(status: int) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+LoadModel = Callable[[Ranks, str], SpaceModel]
+"""Loads a rank's part of the model on this device."""
+
+
+@contextmanager
+def leading(
+    config: WorkerSettings,
+    arguments: Sequence[str],
+    place: RankPlace,
+    load: LoadModel,
+    lost: Callable[[str], NoReturn] = end_process,
+) -> Iterator[TensorParallelLeader]:
+    """Run rank 0 of a complete group. The followers are released at the end of the block.
+
+    `lost`: called when the ranks cannot continue together.
+    """
+    group = RankGroup(0, place.size, watchdog=config.rank_timeout, lost=lost)
+    device = place.device(config.device)
+    with ExitStack() as stack:
+        store = place.store()
+        others = Followers([], group.lost)
+        if place.starts_others:
+            others = stack.enter_context(followers(arguments, place, store.port, group.lost))
+        model = load(group, device)
+        group.join(store, model.facts.device, others.check)
+        lead = TensorParallelLeader(model, group, free=partial(_free_bytes, model, place), alive=others.check)
+        try:
+            yield lead
+        except BaseException:
+            group.abandon()
+            lead.abandon()
+            raise
+        others.leaving = True
+        lead.end()
+        group.leave()
+
+
+def following(config: WorkerSettings, place: RankPlace, load: LoadModel) -> None:
+    """Run another rank until rank 0 sends END."""
+    group = RankGroup(place.rank, place.size, watchdog=config.rank_timeout)
+    device = place.device(config.device)
+    store = place.store()
+    model = load(group, device)
+    group.join(store, model.facts.device)
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 handles them: it finishes its sequences and sends END
+        signal.signal(number, signal.SIG_IGN)
+    run_follower(model, group, partial(_free_bytes, model, place))
+    group.leave()
+
+
+def _free_bytes(model: SpaceModel, place: RankPlace) -> int:
+    """Bytes free for this rank; ranks on one machine's CPU share its memory."""
+    device: torch.device = model.facts.device
+    return free_bytes(device) // (place.size if device.type == "cpu" else 1)

@@ -17,12 +17,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-GROUP_LOST = 7
-"""Exit status of a rank whose group has failed: another rank died, fell silent, or lost a message."""
-
-LOADING_SECONDS = 1800.0
-"""Longest that ranks wait for each other to load weights."""
-
+GROUP_LOST = 7  # exit status of a rank whose group has failed: another rank died, fell silent, or lost a message
+LOADING_SECONDS = 1800.0  # longest that ranks wait for each other to load weights
 _FIRST_BYTES = 16384
 """Bytes of a message sent in the first broadcast, whatever its length; the rest follows in a second."""
 

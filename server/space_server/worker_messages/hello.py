@@ -6,7 +6,7 @@ from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
-from space_server.step_costs.step_cost import CostOrigin
+from space_server.step_cost import CostOrigin
 
 PROTOCOL_MAJOR = 1
 PROTOCOL_MINOR = 7

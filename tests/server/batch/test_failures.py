@@ -13,6 +13,7 @@ from space_model.networks.paged_kv import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.batch import admission
+from space_server.host_runner import host_runner
 from space_server.machine.device_health import is_lost
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
@@ -129,7 +130,7 @@ def test_a_worker_that_has_lost_its_device_does_not_fail_one_sequence_after_the_
     router = router_of(ScriptedModel(poison=7))
     router.admit([5] * 6)
     router.admit([7] * 3)
-    monkeypatch.setattr(worker, "is_lost", lambda device: True)
+    monkeypatch.setattr(host_runner, "is_lost", lambda device: True)
     with pytest.raises(RuntimeError, match="id 7 is poison"):
         router.run()
     assert not any(ran.error for ran in router.sequences.values())
@@ -167,7 +168,7 @@ class SmallDevice(ScriptedModel):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SmallDevice:
     model = SmallDevice(most=40)
-    monkeypatch.setattr(worker, "give_back_unused", model.give_back)
+    monkeypatch.setattr(host_runner, "give_back_unused", model.give_back)
     return model
 
 

@@ -1,7 +1,7 @@
 """A run of emitted ids is cut at the first end inside it."""
 
 import pytest
-from space_server.batch.limits import SequenceEnd, SequenceLimits
+from space_server.batch.sequence import SequenceEnd, SequenceLimits
 
 LIMITS = SequenceLimits(max_tokens=5, window=20, eos_ids=frozenset({9}), stop_ids=frozenset({7, 9}))
 

@@ -6,7 +6,7 @@ from doubles.worker import ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server import worker
-from space_server.batch.page_numbers import appended, begins_with
+from space_server.batch.sequence import appended, begins_with
 from space_server.worker import Worker
 
 

@@ -49,9 +49,9 @@ class Watched:
         worker = Worker(model, num_blocks=128, block_size=4, controller=controller, device_steps=device)
         self.router, self.kinds = WorkerClient(worker), list[StepKind]()
         self.drafts: dict[int, list[list[int]]] = {}
-        if worker._device is not None:
-            self._take = worker._device.runner._take
-            worker._device.runner._take = self._noting
+        if worker.engine.device is not None:
+            self._take = worker.engine.device._take
+            worker.engine.device._take = self._noting
 
     def _noting(self, kind: StepKind) -> torch.Tensor:
         self.kinds.append(kind)

@@ -263,8 +263,8 @@ def test_replayed_steps_give_the_texts_of_host_steps_and_never_wait(tiny_path: P
         router = WorkerClient(worker)
         for number in range(5):
             router.admit([70 + number, 71, 72, 90][: 1 + number], max_tokens=60, sampling=sampling, num_pages=1)
-        if worker._device is not None:
-            runner = worker._device.runner
+        if worker.engine.device is not None:
+            runner = worker.engine.device
             graphs = runner._take
             assert isinstance(graphs, StepGraphs)
             taken.append(graphs)

@@ -11,8 +11,14 @@ from space_common.worker_client import WorkerClient
 from space_kernels.sampling.choice import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.device_runner.device_forward import StepKind
-from space_server.device_runner.device_logprobs import LogprobReport, num_cells, report, round_up_count, round_up_top
+from space_server.device_runner.device_forward import (
+    LogprobReport,
+    StepKind,
+    num_cells,
+    report,
+    round_up_count,
+    round_up_top,
+)
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
@@ -37,15 +43,15 @@ def router_of(model: Any, *, device: bool, k: int = 3, **settings: Any) -> Worke
 
 def kinds_of(router: WorkerClient) -> list[StepKind]:
     """Of the steps that will be taken on the device."""
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
-    kinds, take = [], device.runner._take
+    kinds, take = [], device._take
 
     def noting(kind: StepKind) -> torch.Tensor:
         kinds.append(kind)
         return take(kind)
 
-    device.runner._take = noting
+    device._take = noting
     return kinds
 
 

@@ -14,9 +14,8 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.batch.limits import SequenceLimits
-from space_server.batch.sequence import RunningSequence
-from space_server.device_runner.device_layout import layout_of_drafts
+from space_server.batch.sequence import RunningSequence, SequenceLimits
+from space_server.device_runner.device_scheduler import layout_of_drafts
 from space_server.drafts.acceptance import Acceptance, AcceptanceShape
 from space_server.drafts.drafts import DraftSources
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
@@ -79,7 +78,7 @@ def test_every_step_says_what_it_says_on_the_host(masks: bool) -> None:
             router.admit(prompt, max_tokens=30 + 3 * number, prediction=likely, max_draft_length=most)
         router.run()
         found.append(steps_of(router))
-        assert not device or router.worker._device.runner.num_launches > 8
+        assert not device or router.worker.engine.device.num_forwards > 8
     assert found[0] == found[1]
     said = [step for of_one in found[1] for step in of_one]
     assert {pb.DRAFT_SOURCE_LOOKUP, pb.DRAFT_SOURCE_PREDICTION} <= {step[3] for step in said}
@@ -123,9 +122,9 @@ def test_a_report_is_given_while_the_next_step_is_under_way() -> None:
         report = router.step()
         assert report is not None
         assert report.stepped
-        device = router.worker._device
+        device = router.worker.engine.device
         assert device is not None
-        assert device.runner.num_under_way == 1
+        assert device.num_in_flight == 1
 
 
 def test_texts_that_are_not_read_hold_nobody_up(calls_of: Callable[[WorkerClient], list[str]]) -> None:
@@ -179,7 +178,7 @@ def test_random_traffic_gets_the_texts_of_host_steps(seed: int) -> None:
                 elif sequence.paused:
                     router.extend(sequence.seq_id)
         assert sorted(router.free) == list(range(400))
-        assert not device or router.worker._device.runner.num_launches > 20
+        assert not device or router.worker.engine.device.num_forwards > 20
         found.append([(ran.tokens, ran.finish) for ran in router.sequences.values()])
     assert found[0] == found[1]
 
@@ -224,10 +223,6 @@ def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2
         sampling_params=SamplingParams(temperature=0.0),
         limits=SequenceLimits(90, 200, frozenset(), frozenset()),
         max_drafts=8,
-        num_logprobs=None,
-        num_prompt_logprobs=None,
-        counts=None,
-        adapter=None,
         num_masks=num_masks,
         drafts=[6] * num_drafts,
         draft_chances=chances,
@@ -274,13 +269,13 @@ def test_the_average_of_those_who_draft_decides() -> None:
 def test_a_sequence_that_is_released_under_way_is_said_of_no_more() -> None:
     """Its last step is read before it leaves its line, and may be the one that ends it."""
     router = router_of(ScriptedModel(text=verse), device=True, controller=FixedLayout(lambda room: DraftLayout.plain()))
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
     stays, goes = (router.admit([verse(p) for p in range(20)], max_tokens=most) for most in (12, 4))
-    while len(router.sequences[goes].tokens) < 3 or not device.is_under_way:
+    while len(router.sequences[goes].tokens) < 3 or not device.num_in_flight:
         router.step()
     assert device.reads_first
-    assert device.runner.refers_to(goes)
+    assert device.refers_to(goes)
     router.release(goes)
     report = router.step()
     assert report is not None

@@ -21,13 +21,12 @@ from space_kernels.step.uniform_index import StepIndex
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
-from space_server.batch.limits import SequenceEnd, SequenceLimits
-from space_server.batch.sequence import RunningSequence
-from space_server.host_runner.host_runner import HostRunner, StepTimes
-from space_server.scheduling.prefill_budget import PrefillBudget
-from space_server.scheduling.scheduled_batch import ScheduledSequence, plan_step
+from space_server.batch.sequence import RunningSequence, SequenceEnd, SequenceLimits
+from space_server.host_runner.host_runner import HostRunner
+from space_server.model_runner import StepTimes
+from space_server.scheduled_batch import PrefillBudget, ScheduledSequence, plan_step
 from space_server.speculation.controller import FixedLayout
-from space_server.step_costs.step_cost import StepCost
+from space_server.step_cost import StepCost
 from torch import Tensor
 
 VOCAB, WINDOW, BLOCK, LINES, PAGES = 24, 90, 4, 4, 400
@@ -135,10 +134,7 @@ class Pair:
             sampling_params=chosen,
             limits=limits,
             max_drafts=draw.randrange(0, self.k + 2),
-            num_logprobs=None,
-            num_prompt_logprobs=None,
             counts=TokenCounts(ids, num_prompt, VOCAB) if chosen.penalises else None,
-            adapter=None,
             num_masks=self.model.facts.num_masks,
         )
         self.on_host[line] = sequence

@@ -74,7 +74,7 @@ def test_every_step_drafts_and_accepts_what_it_does_on_the_host(tiny: SpaceModel
             router.run()
         found.append(steps(router, numbers))
         counted.append(synthetic.num_replaced)
-        assert not device or router.worker._device.runner.num_launches > 30
+        assert not device or router.worker.engine.device.num_forwards > 30
     assert found[1] == found[0]
     assert counted[1] == counted[0] > 50
     accepted = {accepted for of_one in found[1] for drafted, accepted, _ in of_one if drafted}
@@ -128,18 +128,18 @@ def test_a_line_is_told_of_its_own_sequence_alone_also_where_lines_move(tiny: Sp
 
 
 def test_a_request_whose_text_is_longer_than_a_line_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_batch, "MOST_DECREE_BYTES", 12 * 16 * 64)
+    monkeypatch.setattr(device_batch, "MOST_CONTINUATION_BYTES", 12 * 16 * 64)
     router, _ = router_of(ScriptedModel(), FixedLayout.full(3), device=True, chances=(1.0,) * 5)
     for length, is_on_host in ((16, False), (17, True)):
         router.admit([length, 11], max_tokens=length, max_draft_length=0)
         router.run()
-        before = router.worker._device.runner.num_launches
+        before = router.worker.engine.device.num_forwards
         sequence = router.generate([length, 11], max_tokens=length)
-        assert (router.worker._device.runner.num_launches == before) is is_on_host
+        assert (router.worker.engine.device.num_forwards == before) is is_on_host
         assert max(sequence.accepted) == 3
 
 
 def test_a_worker_with_decreed_acceptance_steps_on_the_device(tiny_path: Path) -> None:
     words = ["--listen", "h:1", "--model", str(tiny_path), "--num-blocks", "4", "--num-threads", "1"]
     worker = build_worker(parse([*words, "--synthetic-acceptance", ".57", "--steps", "eager"]))
-    assert worker._device is not None
+    assert worker.engine.device is not None

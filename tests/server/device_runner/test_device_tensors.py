@@ -24,7 +24,6 @@ from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind, TensorForward
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.worker import Worker
@@ -195,12 +194,12 @@ class Watched:
     """A launch in which nothing may be asked."""
 
     def __init__(self, router: WorkerClient) -> None:
-        device = router.worker._device
+        device = router.worker.engine.device
         assert device is not None
         self.mode = NothingAsked()
-        self._take = device.runner._take
+        self._take = device._take
         self.kinds: set[StepKind] = set()
-        device.runner._take = self
+        device._take = self
 
     def __call__(self, kind: StepKind) -> Tensor:
         self.kinds.add(kind)
@@ -219,8 +218,9 @@ def texts(
     router = WorkerClient(worker)
     router.free.remove(BLOCKS - 1)  # where dead rows write
     if device:
-        runner = DeviceRunner(model, worker.kv, max_sequences=5, forward=TensorForward, synthetic=synthetic)
-        worker._device = DeviceScheduler(runner, controller)
+        worker.engine.device = DeviceRunner(
+            model, worker.kv, max_sequences=5, controller=controller, forward=TensorForward, synthetic=synthetic
+        )
         watched = Watched(router)
     adapter = model.facts.adapters[0].name if model.facts.adapters else ""
     for number, sampling in enumerate(SAMPLINGS):
@@ -297,13 +297,14 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
         controller = FixedLayout.full(2)
         worker = Worker(model, num_blocks=16, block_size=16, controller=controller, max_sequences=2)
         if device:
-            runner = DeviceRunner(model, worker.kv, max_sequences=2, forward=TensorForward)
-            worker._device = DeviceScheduler(runner, controller)
+            worker.engine.device = DeviceRunner(
+                model, worker.kv, max_sequences=2, controller=controller, forward=TensorForward
+            )
         router = WorkerClient(worker)
         for number in range(2):
             router.admit([70 + number, 71, 72], max_tokens=5)
         router.run()
         found.append([ran.tokens for ran in router.sequences.values()])
-        assert worker._device is None or worker._device.runner.num_launches > 3
+        assert worker.engine.device is None or worker.engine.device.num_forwards > 3
     assert found[0] == found[1]
     assert not any("failed" in message for message in caplog.messages)

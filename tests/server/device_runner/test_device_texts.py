@@ -137,7 +137,7 @@ LAYOUTS: dict[str, Callable[[DraftLimits], DraftLayout]] = {
 def test_random_requests_get_the_texts_that_the_host_steps_give(seed: int, layout: str) -> None:
     on_host = traffic(Leaning(), device=False, seed=seed, rule=LAYOUTS[layout])
     on_device = traffic(Leaning(), device=True, seed=seed, rule=LAYOUTS[layout])
-    assert on_device.worker._device.runner.num_launches > 30
+    assert on_device.worker.engine.device.num_forwards > 30
     for seq_id, ran in on_host.sequences.items():
         assert on_device.sequences[seq_id].tokens == ran.tokens, seq_id
         if ran.finish != pb.FINISH_NONE:
@@ -201,7 +201,7 @@ def decode(
         if after is not None:
             after(router)
     router.run()
-    assert not device or router.worker._device.runner.num_launches > 5
+    assert not device or router.worker.engine.device.num_forwards > 5
     return list(router.sequences.values())
 
 

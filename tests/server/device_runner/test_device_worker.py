@@ -115,7 +115,7 @@ def test_a_step_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureFixt
         assert router.sequences[seq_id].tokens == [model.text(position) for position in range(start, start + 20)]
     assert any("stepped on the host" in message for message in caplog.messages)
     caplog.clear()
-    assert router.worker._device.runner.num_launches >= 5
+    assert router.worker.engine.device.num_forwards >= 5
 
 
 def test_launches_that_keep_failing_are_given_up(
@@ -123,7 +123,7 @@ def test_launches_that_keep_failing_are_given_up(
 ) -> None:
     router = router_of(ScriptedModel(), controller=FixedLayout.full(1))
     seq_id = router.admit([5] * 6, max_tokens=30)
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
     tried = []
 
@@ -131,7 +131,7 @@ def test_launches_that_keep_failing_are_given_up(
         tried.append(layout)
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(device.runner, "launch", fails)
+    monkeypatch.setattr(device, "launch", fails)
     router.run()
     assert len(router.sequences[seq_id].tokens) == 30
     assert len(tried) == 3
@@ -143,9 +143,9 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
 ) -> None:
     model = ScriptedModel()
     router = router_of(model)
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
-    put = device.runner.batch.state.batch_params.put
+    put = device.batch.state.batch_params.put
 
     def fails(line: int, sampling_params: SamplingParams) -> None:
         if sampling_params.temperature == 0.5:
@@ -153,7 +153,7 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
         put(line, sampling_params)
 
     monkeypatch.setattr(
-        type(device.runner.batch.state.batch_params),
+        type(device.batch.state.batch_params),
         "put",
         lambda batch_params, line, sampling_params: fails(line, sampling_params),
     )
@@ -165,7 +165,7 @@ def test_a_sequence_for_which_no_line_can_be_prepared_is_stepped_on_the_host(
     assert [message for message in caplog.messages if "could not move to the device" in message] == [
         f"sequence {bad} could not move to the device (no room); it is stepped on the host"
     ]
-    assert router.worker._device.runner.num_launches > 0
+    assert router.worker.engine.device.num_forwards > 0
     caplog.clear()
 
 
@@ -184,12 +184,12 @@ def test_counts_that_cannot_be_had_when_lines_are_given_back_fail_at_most_their_
     good = router.admit([5] * 6, sampling=penalises, max_tokens=40)
     for _ in range(3):
         router.step()
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
     assert len(device.sequences) == 2
     monkeypatch.setattr(device_batch, "TokenCounts", NoRoom)
     monkeypatch.setattr(processors, "TokenCounts", NoRoom)
-    monkeypatch.setattr(device.runner, "launch", lambda layout: [][0])
+    monkeypatch.setattr(device, "launch", lambda layout: [][0])
     router.run()
     assert "no room" in caplog.text
     assert router.sequences[good].tokens == [model.text(position) for position in range(6, 46)]
@@ -256,11 +256,11 @@ def test_a_step_that_was_compiled_or_captured_says_nothing_of_what_steps_cost() 
     """Seconds of that made drafts of that kind look dear for hundreds of steps."""
     cost = Recorder()
     router = router_of(ScriptedModel(), cost=cost)
-    assert router.worker._device is not None
+    assert router.worker.engine.device is not None
     graphs = SimpleNamespace(was_usual=False)
-    router.worker._device.runner._graphs = graphs  # type: ignore[assignment]
+    router.worker.engine.device._graphs = graphs  # type: ignore[assignment]
     router.admit([5] * 6, max_tokens=80)
-    while router.worker._device.runner.num_launches < 6:
+    while router.worker.engine.device.num_forwards < 6:
         router.step()
     assert len(cost.points) == 1  # the prompt's step, on the host
     graphs.was_usual = True
@@ -273,9 +273,9 @@ def test_gaps_are_closed_so_that_few_sequences_make_a_small_step() -> None:
     lengths = [4, 4, 4, 4, 4, 4, 4, 30]
     sequences = [router.admit([5] * (3 + n), max_tokens=count) for n, count in enumerate(lengths)]
     widths: list[int] = []
-    device = router.worker._device
+    device = router.worker.engine.device
     assert device is not None
-    router.run(after_step=lambda: widths.append(device.runner.batch.batch_size))
-    assert router.sequences[sequences[-1]].tokens == [router.worker.runner.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
+    router.run(after_step=lambda: widths.append(device.batch.batch_size))
+    assert router.sequences[sequences[-1]].tokens == [router.worker.engine.host.model.text(p) for p in range(10, 40)]  # type: ignore[attr-defined]
     assert widths[2] == 8
     assert min(width for width in widths if width) == 1

@@ -15,7 +15,7 @@ from space_server.drafts.drafts import (
     SourceAcceptance,
     mask_chances,
 )
-from space_server.drafts.suffix_index import SuffixIndex
+from space_server.drafts.lookup import SuffixIndex
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import SOURCE_DRAFTS, Worker
 

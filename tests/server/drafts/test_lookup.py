@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from space_server.drafts.lookup import SHORTEST_MATCH, Lookup
-from space_server.drafts.suffix_index import LONGEST, RUNS, SuffixIndex
+from space_server.drafts.lookup import LONGEST, RUNS, SHORTEST_MATCH, Lookup, SuffixIndex
 
 
 def longest_by_search(ids: list[int]) -> int:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from space_server.drafts.prediction import Prediction
+from space_server.drafts.lookup import Prediction
 
 TEXT = list(range(100, 160))
 

@@ -17,8 +17,7 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
 from space_server.drafts.drafts import DraftSources
-from space_server.grammar.grammar_trial import GrammarTrial
-from space_server.grammar.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, Preparation
+from space_server.grammar.grammars import MOST_AT_ONCE, MOST_SECONDS, Grammars, GrammarTrial, Preparation
 from space_server.grammar.vocabulary import TokenVocabulary
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker

@@ -4,12 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.batch.limits import SequenceLimits
-from space_server.batch.sequence import RunningSequence
-from space_server.scheduling.prefill_budget import LEAST_ROWS, PrefillBudget
-from space_server.scheduling.scheduled_batch import plan_step
+from space_server.batch.sequence import RunningSequence, SequenceLimits
+from space_server.scheduled_batch import LEAST_ROWS, PrefillBudget, plan_step
 from space_server.speculation.controller import FixedLayout
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 
 BLOCK = 16
 PLAIN = FixedLayout(lambda room: DraftLayout.plain())
@@ -26,11 +24,6 @@ def sequence(seq_id: int, num_ids: int, num_computed: int = 0, num_pages: int | 
         sampling_params=SamplingParams(key=0),
         limits=SequenceLimits(100, 10_000, frozenset(), frozenset()),
         max_drafts=0,
-        num_logprobs=None,
-        num_prompt_logprobs=None,
-        counts=None,
-        adapter=None,
-        num_masks=0,
     )
 
 

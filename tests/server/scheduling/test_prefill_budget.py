@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from space_server.scheduling.prefill_budget import LEAST_ROWS, PrefillBudget
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.scheduled_batch import LEAST_ROWS, PrefillBudget
+from space_server.step_cost import StepCost, StepShape
 
 
 class Machine(StepCost):

@@ -25,7 +25,7 @@ from space_server.speculation.controller import (
     StepLoad,
     layout_yields,
 )
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 
 ROOM_ENOUGH = 100
 CHANCES = (0.7, 0.6, 0.5, 0.5, 0.5)

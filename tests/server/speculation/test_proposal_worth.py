@@ -22,7 +22,7 @@ from space_server.speculation.controller import (
     SpeculationController,
     StepLoad,
 )
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
 BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3)

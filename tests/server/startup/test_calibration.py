@@ -25,7 +25,7 @@ from space_server.startup.calibration import (
     time_plain_step,
     time_steps,
 )
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_the_largest_step_on_the_device_has_every_line_and_whole_groups(masks: i
     runner.take_largest()
     assert [(kind.batch_size, kind.layout) for kind in taken] == [(6, layout)] * 3  # launched, watched, captured
     assert taken[0].num_pages * 16 >= model.facts.window
-    assert runner.num_under_way == 0
+    assert runner.num_in_flight == 0
 
 
 def test_pages_are_not_given_what_steps_on_the_device_take() -> None:

@@ -18,7 +18,7 @@ from space_server.machine.machine_load import LoadWatch, MachineLoad
 from space_server.startup import calibration
 from space_server.startup.calibration import FEWEST, PLAIN_STEP, Calibration, Timing
 from space_server.startup.starting_costs import BadCostFile, CostFile, StartingCosts, starting_costs, tolerance
-from space_server.step_costs.step_cost import CostOrigin, Point, StepShape
+from space_server.step_cost import CostOrigin, Point, StepShape
 
 SHAPES = [StepShape(n, n * (1 + drafts), n * drafts, n * (drafts > 0)) for n in (1, 2, 4, 8) for drafts in (0, 1, 2, 3)]
 NOON = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)

@@ -20,8 +20,7 @@ from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
-from space_server.tensor_parallel.follower import follow
-from space_server.tensor_parallel.lead_model import TensorParallelLeader
+from space_server.tensor_parallel.leader import TensorParallelLeader, run_follower
 from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWriter
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 from space_server.worker import Worker
@@ -82,7 +81,7 @@ def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: Spac
     router.run()
     lead.end()
     told = Kept(tiny)
-    follow(told, one)
+    run_follower(told, one)
     assert not one.messages
     (kv,) = told.kvs
     assert float(kv.keys[0].abs().max()) > 0
@@ -97,7 +96,7 @@ def test_a_message_that_is_missing_ends_the_group_with_its_number(tiny: SpaceMod
     writer.simple(PlanMessageKind.BEAT)
     one.messages.append(writer.simple(PlanMessageKind.END))
     with pytest.raises(GroupLost, match="Message 3 came where message 2 was due"):
-        follow(tiny, one)
+        run_follower(tiny, one)
 
 
 def test_rows_without_pages_and_rows_of_another_number_end_the_group(tiny: SpaceModel) -> None:
@@ -105,11 +104,11 @@ def test_rows_without_pages_and_rows_of_another_number_end_the_group(tiny: Space
     _, one = pair()
     one.messages.append(PlanWriter().rows(rows, 4))
     with pytest.raises(GroupLost, match="rows before pages"):
-        follow(tiny, one)
+        run_follower(tiny, one)
     writer = PlanWriter()
     one.messages.extend([writer.simple(PlanMessageKind.PAGES, 4, 16), writer.rows(rows, 8)])
     with pytest.raises(GroupLost, match="Rank 0 lays out 8 rows, rank 1 4"):
-        follow(tiny, one)
+        run_follower(tiny, one)
 
 
 def test_a_step_that_fails_between_ranks_ends_the_group_and_one_that_never_began_does_not(tiny: SpaceModel) -> None:

@@ -33,9 +33,8 @@ from space_server.__main__ import main
 from space_server.config import parse
 from space_server.speculation.controller import FixedLayout
 from space_server.step_model import StepModel
-from space_server.tensor_parallel.lead_model import TensorParallelLeader
-from space_server.tensor_parallel.rank_place import RankPlace
-from space_server.tensor_parallel.rank_start import leading
+from space_server.tensor_parallel.leader import TensorParallelLeader
+from space_server.tensor_parallel.rank_place import RankPlace, leading
 from space_server.tensor_parallel.ranks import GROUP_LOST, GroupLost
 from space_server.worker import Worker
 

@@ -15,7 +15,7 @@ from space_server.speculation.controller import PLAIN as NO_DRAFTS
 from space_server.speculation.controller import LayoutYield, layout_yields
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.startup.calibration import calibrate
-from space_server.step_costs.step_cost import StepCost, StepShape
+from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
 PLAIN, OWN = "plain", "SPACE, own drafts"

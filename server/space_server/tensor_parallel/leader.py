@@ -1,4 +1,4 @@
-"""Rank 0's model: each of its steps runs on every rank."""
+"""The model of several ranks: rank 0 sends each step to the followers, which run its rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_facts import ModelFacts
@@ -14,11 +15,10 @@ from space_model.networks.paged_kv import PagedKV
 from space_model.space_model import SpaceModel
 from torch import Tensor
 
-from space_server.tensor_parallel.plan_message import PlanMessageKind, PlanWriter
+from space_server.tensor_parallel.plan_message import MessageLost, PlanMessageKind, PlanReader, PlanWriter
 from space_server.tensor_parallel.ranks import GroupLost, RankGroup
 
-BEATS_PER_WATCHDOG = 4
-"""Heartbeats per watchdog time, after which a silent rank counts as lost."""
+BEATS_PER_WATCHDOG = 4  # heartbeats per watchdog time, after which a silent rank counts as lost
 
 
 class TensorParallelLeader:
@@ -74,7 +74,7 @@ class TensorParallelLeader:
             raise ValueError("These pages are not the last that were allocated on all ranks.")
         if not batch.segments:
             raise ValueError("These rows were laid out on a device; several ranks take rows that the host lays out.")
-        with self._saying(lambda: self._writer.rows(batch.segments, len(batch.ids))):
+        with self._sending(lambda: self._writer.rows(batch.segments, len(batch.ids))):
             return self._model.forward(batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,16 +105,16 @@ class TensorParallelLeader:
 
     @contextmanager
     def _ordered(self, kind: PlanMessageKind, *figures: int) -> Iterator[None]:
-        with self._saying(lambda: self._writer.simple(kind, *figures)):
+        with self._sending(lambda: self._writer.simple(kind, *figures)):
             yield
 
     @contextmanager
-    def _saying(self, message: Callable[[], bytes]) -> Iterator[None]:
+    def _sending(self, encode: Callable[[], bytes]) -> Iterator[None]:
         """Send a message and run this rank's part, without another message in between."""
         with self._turn:
-            said = message()  # if it raises, nothing was sent yet
+            message = encode()  # if it raises, nothing was sent yet
             try:
-                self._group.send(said)
+                self._group.send(message)
                 yield
                 self._last = time.monotonic()
             except GroupLost:
@@ -139,3 +139,42 @@ class TensorParallelLeader:
                 return  # sent already
             finally:
                 self._turn.release()
+
+
+@torch.inference_mode()
+def run_follower(model: SpaceModel, group: RankGroup, free: Callable[[], int] = lambda: 0) -> None:
+    """Execute rank 0's messages until END. `free`: returns the bytes that this rank can still allocate."""
+    facts, reader = model.facts, PlanReader()
+    kv: PagedKV | None = None
+    while True:
+        try:
+            message = reader.read(group.receive())
+        except MessageLost as error:
+            group.lost(str(error))
+        match message.kind:
+            case PlanMessageKind.PAGES:
+                num_blocks, block_size = message.figures
+                kv = None  # free the old pages first
+                kv = model.allocate_kv(num_blocks, block_size)
+            case PlanMessageKind.ROWS:
+                if kv is None:
+                    group.lost("Rank 0 sent rows before pages.")
+                batch = ForwardBatch.build(
+                    message.segments,
+                    block_size=kv.block_size,
+                    mask_ids=facts.mask_ids,
+                    adapter_masks=[adapter.num_masks for adapter in facts.adapters],
+                    device=facts.device,
+                )
+                if len(batch.ids) != message.figures[0]:
+                    group.lost(f"Rank 0 lays out {message.figures[0]} rows, rank {group.rank} {len(batch.ids)}.")
+                model.forward(batch, kv)
+            case PlanMessageKind.HEAD:
+                buffer = torch.empty(message.figures[0], facts.hidden_size, dtype=facts.dtype, device=facts.device)
+                model.logits(group.share(buffer))
+            case PlanMessageKind.MEMORY:
+                group.least(free())
+            case PlanMessageKind.BEAT:
+                group.answer()
+            case PlanMessageKind.END:
+                return

@@ -18,34 +18,22 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from space_server.step_costs.prefill_pace import PrefillPace
-
-BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Row counts at which the cost of a row may change."""
-
-CROWDS = (0, 2, 8, 32)
-"""Batch sizes at which the cost of a sequence may change."""
-
+BENDS = (0, 4, 8, 16, 32, 64, 128, 256, 512)  # row counts at which the cost of a row may change
+CROWDS = (0, 2, 8, 32)  # batch sizes at which the cost of a sequence may change
 DEPTHS = (1024, 4096, 16384)
 """Computed prompt ids from which each further one may cost more: the keys no longer fit a cache."""
 
 DRIFT_RATE, PLACE_RATE = 0.02, 0.06
 """How fast the drift and a place follow measurements, per step; a new place follows at once."""
 
-KNOWN = 8
-"""Steps after which a place is no longer new; places measured at start are not new."""
-
+KNOWN = 8  # steps after which a place is no longer new; places measured at start are not new
 SURPRISE = 1.1
 """Ratio of change of a place's cost that counts as a surprise, after which choices are re-evaluated. A single step of a
 known place never does: on a noisy machine every tenth step is off by a quarter.
 """
 
-SMOOTHNESS = 0.1
-"""Penalty on bends in the fit, relative to the points: without measurements the cost stays linear."""
-
-LEAK = 0.002
-"""Share of a place's correction forgotten at each of its steps, so that common errors move to the drift."""
-
+SMOOTHNESS = 0.1  # penalty on bends in the fit, relative to the points: without measurements the cost stays linear
+LEAK = 0.002  # share of a place's correction forgotten at each of its steps, so that common errors move to the drift
 NEAR, CAUTION = 3, 0.02
 """Distance, in eighths of a doubling, up to which a larger place is trusted like a known one; each further eighth adds
 CAUTION to its expected cost. So unseen shapes are tried only for a large expected gain.
@@ -56,9 +44,7 @@ TURN, TURN_RATE, TURN_STEPS = math.log(1.5), 0.1, 32
 correct the drift alone. A known place does not change so much by itself.
 """
 
-FOLLOW_RATE = 0.25
-"""How fast the drift follows in these steps."""
-
+FOLLOW_RATE = 0.25  # how fast the drift follows in these steps
 STILL_KNOWN = 2
 """Steps that a place counts as known from after a change of speed: relative costs may have changed as well."""
 
@@ -68,6 +54,15 @@ first step of a place, whose expectation is a guess; such a step does not count 
 """
 
 _KEYS = 1024.0
+
+MEAN_RATE, DEVIATION_RATE = 0.25, 0.25  # rates of the two moving averages, per step
+DEVIATIONS = 2.0  # added to the mean for the bound
+UNTRIED = math.log(1.25)  # initial deviation: the first chunk is some two thirds of what should fit
+MOST_ERROR = math.log(4.0)  # of one step, either way: larger ones are interruptions of the machine
+PREFIX_NEAR, PER_DOUBLING = 256, 0.35
+"""Ids added to both lengths, and the extra log cost per doubling of the prefix beyond the longest measured one: its
+keys may not fit a cache. Only a prompt whose prefix is cached can start so far out.
+"""
 
 
 class StepShape(NamedTuple):
@@ -115,6 +110,35 @@ UNMEASURED = CostOrigin("learned", "no step was measured when the worker started
 
 Point = tuple[StepShape, float]
 Place = tuple[int, int, bool, int]
+
+
+class PrefillPace:
+    """Tracks by how much prefill steps miss their expected duration, on average and at worst.
+
+    A prompt's chunks have shapes never seen before, each with more keys than the last, so errors repeat from one chunk
+    to the next, and an estimate that is right on average does not help the sequences that wait. So both the mean error
+    and its mean deviation are tracked in logarithms of measured over expected seconds, as TCP does for round-trip times
+    (Jacobson, Congestion Avoidance and Control, SIGCOMM 1988); the bound is the mean plus `DEVIATIONS` deviations. On a
+    quiet machine the deviation shrinks and chunks grow up to the budget; on a noisy one it stays large, and chunks
+    small.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._deviation = UNTRIED
+        self._farthest = 0.0  # longest prefix measured, averaged over a step's prompt rows
+
+    def fear(self, num_before: float) -> float:
+        """Return the log margin, beyond the mean, of a step whose rows have `num_before` computed ids before them."""
+        untried = math.log2((num_before + PREFIX_NEAR) / (self._farthest + PREFIX_NEAR))
+        return DEVIATIONS * self._deviation + PER_DOUBLING * max(0.0, untried)
+
+    def learn(self, error: float, num_before: float) -> None:
+        """Record a step that missed its expectation by `error`, not counting the mean."""
+        beyond = max(-MOST_ERROR, min(MOST_ERROR, error)) - self.mean
+        self.mean += MEAN_RATE * beyond
+        self._deviation += DEVIATION_RATE * (abs(beyond) - self._deviation)
+        self._farthest = max(self._farthest, num_before)
 
 
 class StepCost:
@@ -291,13 +315,8 @@ class _BentLine:
 
 
 def read_points(values: Iterable[Sequence[Any]]) -> list[Point]:
-    """Parse points written by `write_points`."""
+    """Parse points: for each the shape's fields, then the seconds."""
     return [(StepShape(*map(int, numbers)), float(seconds)) for *numbers, seconds in values]
-
-
-def write_points(points: Iterable[Point]) -> list[list[float]]:
-    """Return points as plain numbers: the shape's fields, then the seconds."""
-    return [[*shape, seconds] for shape, seconds in points]
 
 
 def _parts(shape: StepShape) -> list[float]:

@@ -1,0 +1,148 @@
+"""The interface that steps sequences, and what a step returns. `HostRunner` and `DeviceRunner` implement it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from space_kernels.sampling.choice import IdLogprobs
+
+from space_server.batch.sequence import RunningSequence, SequenceEnd
+from space_server.drafts.drafts import BY_MASKS, Origin, Proposal
+from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
+from space_server.speculation.controller import Controller
+from space_server.step_cost import StepShape
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What a step gave one sequence."""
+
+    plan: ScheduledSequence
+    tokens: list[int] = field(default_factory=list)  # emitted, cut at the end of the sequence
+    num_accepted: int = 0  # drafts among them that were accepted
+    end: SequenceEnd | None = None
+    drafts: list[int] = field(default_factory=list)  # for the next step
+    draft_depth: int = 1  # mask number of the first of them; 0: from no mask
+    origin: Origin = BY_MASKS  # their source
+    num_predicted: Sequence[int] = ()  # ids of the client's prediction that appeared with each token
+    logprobs: Sequence[IdLogprobs] = ()
+    prompt_logprobs: Sequence[IdLogprobs] = ()
+    error: str | None = None  # the sequence cannot go on
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that the next step could verify; below 1 if the sequence ends."""
+        sequence = self.plan.sequence
+        return min(sequence.max_drafts, sequence.num_left - len(self.tokens) - 1)
+
+    def take_proposal(self, proposal: Proposal, behind: tuple[float, ...] = ()) -> None:
+        """Draft the proposal instead. `behind`: acceptance of its leading drafts, if masks made the same."""
+        self.drafts = proposal.ids
+        self.origin = proposal.origin(len(proposal.ids), behind)
+        if not behind:
+            self.draft_depth = 0
+
+    def commit(self) -> None:
+        """Apply the output to the sequence."""
+        sequence = self.plan.sequence
+        if self.error is not None:
+            return
+        if self.plan.closes:
+            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin)
+        else:
+            sequence.advance(self.plan.num_pending)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of one step.
+
+    The first three are model computation: the network, its heads, and tensor work over the vocabulary. The rest of a
+    step is host time, part of which is measured below.
+    """
+
+    forward: float = 0.0  # network, and the head over the chain rows; on a device the whole step
+    sample: float = 0.0  # logits processors, sampling, log-probabilities
+    draft: float = 0.0  # the head over the accepted groups, candidates, draft head
+
+    pack: float = 0.0  # host: pack the rows
+    attend: float = 0.0  # host: plan attention
+    verify_sequences: float = 0.0  # host: sampling parameters of the rows, verification, ends
+    propose: float = 0.0  # host: select drafts and their rows
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one forward pass gave its sequences."""
+
+    outputs: list[SequenceOutput]
+    shape: StepShape  # what it computed
+    times: StepTimes
+    seconds: float | None = None  # its duration for the cost model; None: measured until `update_from_output`
+    is_usual: bool = True  # nothing was compiled or captured in it
+
+
+class ModelRunner(ABC):
+    """Steps sequences: `schedule` -> `execute_model` -> `get_output` -> `update_from_output`."""
+
+    controller: Controller
+    num_forwards = 0  # forward passes run
+    waited = 0.0  # seconds that the host has spent in the model, or waiting for it
+    num_in_flight = 0  # steps executed whose output was not taken
+    out_of_slots: Sequence[RunningSequence] = ()  # sequences that cannot continue without another page
+    has_failed = False  # the last launch: once the steps in flight are read, `give_back` is due
+
+    @property
+    def num_replays(self) -> int:
+        """Forward passes that replayed a CUDA graph."""
+        return 0
+
+    @property
+    def sequences(self) -> Sequence[RunningSequence]:
+        """Sequences that it keeps, which no other runner may step."""
+        return ()
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether a step in flight is read before the next is launched."""
+        return False
+
+    @abstractmethod
+    def schedule(
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
+        elsewhere: Sequence[RunningSequence] = (),
+    ) -> Any | None:
+        """Select the sequences and layouts of the next step; None: nothing is to be executed.
+
+        `reported`: numbers of sequences stepped already for this report. `elsewhere`: sequences of other runners.
+        """
+
+    @abstractmethod
+    def execute_model(self, scheduled: Any) -> None:
+        """Run the step that was scheduled; a device does so without waiting."""
+
+    @abstractmethod
+    def get_output(self) -> StepOutput:
+        """Return the output of the oldest step in flight, once it is done."""
+
+    @abstractmethod
+    def update_from_output(self, output: StepOutput, pause: float | None = None) -> None:
+        """Learn from a step whose output was applied. `pause`: seconds between the worker's last two steps."""
+
+    def give_back(self) -> None:  # noqa: B027
+        """Leave the sequences that it keeps to another runner for at least one step. Nothing is in flight."""
+
+    def refers_to(self, seq_id: int) -> bool:
+        """Whether a step in flight may read or write this sequence's pages."""
+        return False
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Wait for the steps in flight, and drop every sequence."""

@@ -1,1 +1,0 @@
-"""Selects the rows that each sequence gets in the next step."""

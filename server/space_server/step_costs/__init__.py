@@ -1,1 +1,0 @@
-"""Predicts the duration of a step from its shape."""
