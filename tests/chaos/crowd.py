@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from perf.harness import Report, table
 from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.report.facts import facts
 
-from chaos.harness import Report
+from chaos.harness import add_flags
 from chaos.requests import raw_request
 
 MAX_SLOWDOWN = 1.1  # of latency beside slow readers or overload, against that without
@@ -29,17 +30,6 @@ MAX_REJECTION_SECONDS = 0.05  # in which 99 of 100 rejected requests must have t
 FULL_LOAD = 2.0  # times the capacity: batch and queue are full, and little is rejected
 MIN_SERVED = 0.9  # requests a second under overload, against those at full load
 SETTLE_SECONDS = 120.0
-
-
-FLAGS = (
-    ("--slow", 64, "readers that do not read"),
-    ("--fast", 30, "fast requests in a turn"),
-    ("--turns", 4, "with and without slow readers"),
-    ("--times", 10.0, "of the capacity that is offered"),
-    ("--seconds", 30.0, "of each load"),
-    ("--seats", 8, "requests that run, and that wait, at overload"),
-    ("--tokens", 200, "of an answer at overload"),
-)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -57,10 +47,10 @@ def run(options: argparse.Namespace) -> Report:
     return Report(
         title="Crowd",
         facts=known,
-        passed=all(one.holds for one in figures),
-        summary=f"{options.slow} readers that do not read; then {options.times:g} times the capacity.",
-        tables=[(("what", "measured", "bound", "holds"), [one.row() for one in figures])],
-        details={"figures": {one.what: one.value for one in figures}},
+        failures=[f"{one.what}: {one.value:.4g}" for one in figures if not one.holds],
+        notes=f"{options.slow} readers that do not read; then {options.times:g} times the capacity.",
+        tables=[table(("what", "measured", "bound", "holds"), [one.row() for one in figures])],
+        record={"figures": {one.what: one.value for one in figures}},
     )
 
 
@@ -251,3 +241,16 @@ async def overload(
 def _of_100(values: Sequence[float], number: int) -> float:
     """The value that so many of 100 do not exceed."""
     return quantiles(values, n=100, method="inclusive")[number - 1] if len(values) > 1 else values[0]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(
+        parser,
+        ("--slow", 64, "readers that do not read"),
+        ("--fast", 30, "fast requests in a turn"),
+        ("--turns", 4, "with and without slow readers"),
+        ("--times", 10.0, "of the capacity that is offered"),
+        ("--seconds", 30.0, "of each load"),
+        ("--seats", 8, "requests that run, and that wait, at overload"),
+        ("--tokens", 200, "of an answer at overload"),
+    )

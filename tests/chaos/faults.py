@@ -14,24 +14,17 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from perf.harness import Report, log, table
 from processes import ProcessFigures
 from space_eval.bench.client import get_json
 from space_eval.bench.server_process import ServerProcess
 from space_eval.report.facts import facts
 
-from chaos.harness import RECOVERY_SECONDS, Report, StreamCounts, StreamLoad, num_leaked_pages, say, stream_table
+from chaos.harness import RECOVERY_SECONDS, StreamCounts, StreamLoad, add_flags, num_leaked_pages, stream_table
 from chaos.injection import LOSSES, Fault, WorkerSlot, inject, planned
 from chaos.requests import bodies
 
 RANKS = ("least", "median", "p90", "p99", "most")
-
-FLAGS = (
-    ("--faults", 200, "kills and hangs; an eighth as many others come with them"),
-    ("--streams", 32, "streams at any time"),
-    ("--workers", 1, "workers, each with faults of its own"),
-    ("--tokens", 384, "longest answer"),
-    ("--pause", 1.0, "longest undisturbed time between two faults, in seconds"),
-)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -90,7 +83,7 @@ class FaultInjector:
                 if fault is Fault.CRASH:
                     await self._load.wait_for_tokens(len(self._load.bodies))
             last, lost, different = self.recovered[-1], len(counts.lost), counts.num_different
-            say(
+            log(
                 f"{len(self.recovered)}: {last.fault.value}, tokens again after {last.seconds:.2f} s; "
                 f"{lost} streams lost, {different} tokens different"
             )
@@ -134,13 +127,12 @@ def report(
     return Report(
         title="Faults under load",
         facts=known,
-        passed=counts.passed and not num_leaked,
-        summary=f"{len(losses)} kills and hangs, {len(recovered)} faults in all, in {counts.seconds:.0f} s; "
+        failures=[*counts.failures, *([f"{num_leaked} pages leaked."] if num_leaked else [])],
+        notes=f"{len(losses)} kills and hangs, {len(recovered)} faults in all, in {counts.seconds:.0f} s; "
         f"{num_leaked} pages leaked; the router held {memory[0]} before, {memory[1]} after. "
         "Seconds from the fault until the worker is back and a stream has tokens:",
-        tables=[stream_table({"faults": counts}), (("fault", "number", *RANKS), recovery)],
-        notes=counts.lost,
-        details={
+        tables=[stream_table({"faults": counts}), table(("fault", "number", *RANKS), recovery)],
+        record={
             "num_kills_and_hangs": len(losses),
             "num_faults": len(recovered),
             "num_streams": counts.num_streams,
@@ -162,3 +154,14 @@ def spread(times: Sequence[float]) -> dict[str, float]:
     p90, p99 = (ordered[round(share * last)] for share in (0.9, 0.99))
     ranks = (ordered[0], statistics.median(ordered), p90, p99, ordered[last])
     return {"number": len(times), **dict(zip(RANKS, ranks, strict=True))}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(
+        parser,
+        ("--faults", 200, "kills and hangs; an eighth as many others come with them"),
+        ("--streams", 32, "streams at any time"),
+        ("--workers", 1, "workers, each with faults of its own"),
+        ("--tokens", 384, "longest answer"),
+        ("--pause", 1.0, "longest undisturbed time between two faults, in seconds"),
+    )

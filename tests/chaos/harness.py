@@ -1,14 +1,15 @@
-"""What all experiments share: streams whose every token is known, waiting for recovery, and the report."""
+"""What all experiments share: streams whose every token is known, waiting for recovery, and flags."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from perf.harness import log, table
 from space_eval.bench.client import Endpoint, LoadError, get_json
 from space_eval.bench.polling import idle
 from space_eval.bench.server_process import ServerProcess
@@ -19,48 +20,16 @@ RECOVERY_SECONDS = 300.0
 """Longest wait for anything after a fault: the machine may be busy with other work."""
 
 
-Table = tuple[Sequence[str], Sequence[Sequence[object]]]
-"""Head and rows; the first column is text, the others are numbers."""
-
-
-class FlagError(ValueError):
-    """Flags that make no sense together."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What an experiment found."""
-
-    title: str
-    facts: Mapping[str, Any]  # machine, commit, model
-    passed: bool
-    summary: str  # one sentence
-    tables: Sequence[Table]
-    notes: Sequence[str] = ()  # the server's words where something went wrong
-    details: Mapping[str, Any] = field(default_factory=dict)  # for programs
-
-    def record(self) -> dict[str, Any]:
-        """For programs."""
-        return {
-            "passed": self.passed,
-            "facts": self.facts,
-            "summary": self.summary,
-            "notes": self.notes,
-            **self.details,
-        }
-
-    def page(self) -> str:
-        """For people, as Markdown."""
-        known = self.facts
-        machine = (
-            f"{known['id']} {known['dtype']} on {known['device_type']}; {known['machine']}; commit {known['commit']}"
-        )
-        lines = [f"# {self.title}", "", machine, "", self.summary]
-        for head, rows in self.tables:
-            rule = ["---", *["---:"] * (len(head) - 1)]
-            lines += ["", *(f"| {' | '.join(map(str, cells))} |" for cells in (head, rule, *rows))]
-        lines += ["", "passed" if self.passed else "FAILED", *(f"- {note}" for note in self.notes[:20])]
-        return "\n".join(lines)
+def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, int | float | bool, str]) -> None:
+    """An experiment's own flags (name, default, help), and those of all experiments."""
+    parser.add_argument("--model", default="demo", help="what is served: demo, a folder, a hub id [demo]")
+    parser.add_argument("--seed", type=int, default=1, help="of all random choices [1]")
+    for flag, default, text in flags:
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, metavar="N", help=f"{text} [{default}]")
+    parser.add_argument("serve_flags", nargs="*", metavar="FLAG", help="behind `--`: flags of `spaceserve serve`")
 
 
 @dataclass
@@ -75,8 +44,9 @@ class StreamCounts:
     seconds: float = 0.0  # of the whole load
 
     @property
-    def passed(self) -> bool:
-        return not self.lost and not self.num_different
+    def failures(self) -> list[str]:
+        """What may not be."""
+        return [*self.lost[:20], *([f"{self.num_different} tokens are different."] if self.num_different else [])]
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,7 +69,7 @@ class StreamLoad:
     async def record_expected(self) -> None:
         """Send each request alone."""
         for number, body in enumerate(self.bodies, start=1):
-            say(f"alone: {number} of {len(self.bodies)}")
+            log(f"alone: {number} of {len(self.bodies)}")
             self.expected.append(await ask(self.endpoint, body))
         await self.wait_idle()
 
@@ -193,7 +163,7 @@ async def num_leaked_pages(endpoint: Endpoint) -> int:
     return leaked
 
 
-def stream_table(parts: Mapping[str, StreamCounts]) -> Table:
+def stream_table(parts: Mapping[str, StreamCounts]) -> str:
     """What streams have seen, a row for each part of a run."""
     head = ("part", "streams", "lost", "tokens different", "tokens", "tokens/s", "longest pause of a stream")
     rows = [
@@ -201,9 +171,4 @@ def stream_table(parts: Mapping[str, StreamCounts]) -> Table:
          f"{max(one.pauses, default=0.0):.1f} s")
         for name, one in parts.items()
     ]  # fmt: skip
-    return head, rows
-
-
-def say(line: str) -> None:
-    """Progress, beside the report on stdout."""
-    print(f"chaos: {line}", file=sys.stderr, flush=True)
+    return table(head, rows)

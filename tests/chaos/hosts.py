@@ -16,28 +16,18 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+from perf.harness import Report, log
 from space_eval.bench.client import LoadError, get_json
 from space_eval.bench.server_process import ServerProcess
 from space_eval.report.facts import facts
 
-from chaos.harness import Report, StreamCounts, StreamLoad, say, stream_table
+from chaos.harness import StreamCounts, StreamLoad, add_flags, stream_table
 from chaos.machines import Host, can_have_namespaces, scripted, served
 from chaos.requests import bodies
 
 WORKER_TIMEOUT = 3.0  # seconds of silence after which the router considers a host lost
 
 Phases = dict[str, StreamCounts]
-
-
-FLAGS = (
-    ("--scripted", False, "workers without a model, 20 ms a step, 8 sequences"),
-    ("--hosts", 3, "hosts, a worker on each"),
-    ("--streams", 24, "streams at any time"),
-    ("--tokens", 192, "longest answer"),
-    ("--faults", 6, "kills, and as many cuts of the network"),
-    ("--restarts", 2, "rolling restarts under load"),
-    ("--loopback", False, "no namespaces: other addresses of this machine"),
-)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -91,7 +81,7 @@ class Disturbances:
             await self._all_up()
             await self._load.wait_idle()
             phases[name] = counts
-            say(f"{name}: {len(counts.lost)} of {counts.num_streams} streams lost, {counts.num_different} other tokens")
+            log(f"{name}: {len(counts.lost)} of {counts.num_streams} streams lost, {counts.num_different} other tokens")
         return phases
 
     async def _kill(self) -> None:
@@ -150,14 +140,26 @@ def report(known: dict[str, Any], phases: Phases, num_starts: Sequence[int], nam
     return Report(
         title="Workers on hosts of their own",
         facts=known,
-        passed=all(counts.passed for counts in phases.values()),
-        summary=f"{len(num_starts)} hosts simulated by {where}; {workers}, started "
+        failures=[f"{name}: {words}" for name, counts in phases.items() for words in counts.failures],
+        notes=f"{len(num_starts)} hosts simulated by {where}; {workers}, started "
         f"{' + '.join(map(str, num_starts))} times.",
         tables=[stream_table(phases)],
-        notes=[words for counts in phases.values() for words in counts.lost],
-        details={
+        record={
             "namespaces": namespaces,
             "num_starts": num_starts,
             "phases": [{"name": name, **asdict(counts)} for name, counts in phases.items()],
         },
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(
+        parser,
+        ("--scripted", False, "workers without a model, 20 ms a step, 8 sequences"),
+        ("--hosts", 3, "hosts, a worker on each"),
+        ("--streams", 24, "streams at any time"),
+        ("--tokens", 192, "longest answer"),
+        ("--faults", 6, "kills, and as many cuts of the network"),
+        ("--restarts", 2, "rolling restarts under load"),
+        ("--loopback", False, "no namespaces: other addresses of this machine"),
     )

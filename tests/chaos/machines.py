@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from space_common.process import module_command
+from space_eval.bench.server_process import ServerError
 
 PORT = 9100
 START_SECONDS = 600.0
 RESTART_SECONDS = 0.2  # between the end of a worker and its next start
 
 
-class HostError(RuntimeError):
+class HostError(ServerError):
     """A host cannot be simulated here, or its worker does not start."""
 
 

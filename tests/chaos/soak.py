@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
 from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.polling import idle
@@ -21,7 +22,7 @@ from space_eval.bench.server_process import ServerProcess
 from space_eval.prompts import built_in, long_text
 from space_eval.report.facts import facts
 
-from chaos.harness import FlagError, Report, num_leaked_pages, say
+from chaos.harness import add_flags, num_leaked_pages
 from chaos.requests import StreamAnswer, ask
 from chaos.visits import Visits
 
@@ -40,17 +41,11 @@ SERIES = (
 Observation = dict[str, float]
 """At one moment: `seconds` since the begin, and each of SERIES."""
 
-FLAGS = (
-    ("--minutes", 60.0, "of load"),
-    ("--streams", 12, "clients at once"),
-    ("--every", 5.0, "seconds between two observations"),
-)
-
 
 def run(options: argparse.Namespace) -> Report:
-    """Raises ServerError, LoadError, and FlagError for a run that is too short."""
+    """Raises ServerError, LoadError, and PerfError for a run that is too short."""
     if options.minutes * 60 < 8 * options.every:
-        raise FlagError(f"--minutes {options.minutes:g} holds fewer than 8 observations; let it run longer.")
+        raise PerfError(f"--minutes {options.minutes:g} holds fewer than 8 observations; let it run longer.")
     with ServerProcess(["--model", options.model, *options.serve_flags]) as server:
         return asyncio.run(_soak(server, options))
 
@@ -76,7 +71,7 @@ async def _soak(server: ServerProcess, options: argparse.Namespace) -> Report:
         while clock() < end:
             await asyncio.sleep(max(0.0, begun + len(seen) * options.every - clock()))
             seen.append({"seconds": clock() - begun, **await _observe(server, endpoint, probe)})
-            say("; ".join(f"{name}: {value:.0f}" for name, value in seen[-1].items()))
+            log("; ".join(f"{name}: {value:.0f}" for name, value in seen[-1].items()))
     await idle(endpoint, is_ours=True)
     failures = {
         "changes of the probe's text": probe.num_changed,
@@ -156,26 +151,30 @@ def report(
     """`failures`: counts that must be 0."""
     found = slopes(seen)
     done = ", ".join(f"{number} {kind}" for kind, number in sorted(visits.num_done.items()))
+    rows = [(name, *(f"{value:.2f}" for value in astuple(one))) for name, one in found.items()]
     return Report(
         title="Soak",
         facts=known,
-        passed=not (visits.wrong or any(failures.values())),
-        summary=f"{seen[-1]['seconds'] / 60:.1f} minutes, {visits.num_done.total()} visits done ({done}), "
+        failures=[*visits.wrong[:20], *(f"{number} {what}." for what, number in failures.items() if number)],
+        notes=f"{seen[-1]['seconds'] / 60:.1f} minutes, {visits.num_done.total()} visits done ({done}), "
         f"{visits.num_refused.total()} refused with 429, {len(visits.wrong)} that went wrong; "
         f"{', '.join(f'{number} {what}' for what, number in failures.items())}. Slopes after the first "
         f"{WARM_UP:.0%} of the time:",
-        tables=[
-            (
-                ("", "begin", "end", "per hour", "±"),
-                [(name, *(f"{value:.2f}" for value in astuple(one))) for name, one in found.items()],
-            )
-        ],
-        notes=visits.wrong,
-        details={
+        tables=[table(("", "begin", "end", "per hour", "±"), rows)],
+        record={
             "num_done": visits.num_done,
             "num_refused": visits.num_refused,
             "failures": failures,
             "slopes": {name: asdict(one) for name, one in found.items()},
             "observations": seen,
         },
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(
+        parser,
+        ("--minutes", 60.0, "of load"),
+        ("--streams", 12, "clients at once"),
+        ("--every", 5.0, "seconds between two observations"),
     )

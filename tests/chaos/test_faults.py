@@ -47,11 +47,11 @@ def test_a_run_passes_only_where_nothing_was_lost(field: str) -> None:
         counts.num_different = 1
     recovered = [Recovered(Fault.KILL, 2.0), Recovered(Fault.HANG, 4.0), Recovered(Fault.GARBAGE, 0.1)]
     made = report(FACTS, counts, recovered, int(field == "leaked"), (ProcessFigures(), ProcessFigures()))
-    assert made.passed is made.record()["passed"] is (field == "")
-    assert (made.details["num_kills_and_hangs"], made.details["num_faults"]) == (2, 3)
-    assert made.details["recovery_seconds"]["all kills and hangs"]["median"] == 3.0
-    assert "| killed | 1 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in made.page()
-    assert ("- broken" in made.page()) is (field == "lost")
+    assert (not made.failures) is (field == "")
+    assert (made.record["num_kills_and_hangs"], made.record["num_faults"]) == (2, 3)
+    assert made.record["recovery_seconds"]["all kills and hangs"]["median"] == 3.0
+    assert "| killed | 1 | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in made.markdown()
+    assert ("WRONG: broken" in made.markdown()) is (field == "lost")
 
 
 def test_a_process_has_memory_files_and_threads_and_one_that_is_gone_has_none(tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ def test_a_run_passes_only_where_nothing_was_lost_and_nothing_differs() -> None:
     counts = StreamCounts(num_streams=2, num_tokens=100, seconds=4.0)
     assert counts.tokens_per_second == 25.0
     made = hosts.report(FACTS, {"one worker": counts}, [1, 2, 1], namespaces=False, workers="demo")
-    assert made.passed
-    assert "| one worker | 2 | 0 | 0 | 100 | 25 | 0.0 s |" in made.page()
-    assert "loopback addresses" in made.page()
+    assert not made.failures
+    assert "| one worker | 2 | 0 | 0 | 100 | 25 | 0.0 s |" in made.markdown()
+    assert "loopback addresses" in made.markdown()
     counts.lost.append("the server said no")
     made = hosts.report(FACTS, {"one worker": counts}, [1, 2, 1], namespaces=False, workers="demo")
-    assert not made.passed
-    assert made.page().endswith("- the server said no")
+    assert made.failures
+    assert made.markdown().endswith("WRONG: one worker: the server said no\n")
     differs = StreamCounts(num_different=1)
-    assert not hosts.report(FACTS, {"one worker": differs}, [1], namespaces=False, workers="demo").passed
+    assert hosts.report(FACTS, {"one worker": differs}, [1], namespaces=False, workers="demo").failures
 
 
 def test_a_worker_that_does_not_start_is_named_with_its_words() -> None:

@@ -41,10 +41,10 @@ def test_a_report_has_a_row_for_everything_watched_and_fails_where_something_wen
     if broken == "wrong":
         visits.wrong.append("stream: no")
     made = report(FACTS, seen, visits, {"pages leaked": int(broken == "pages leaked")})
-    assert made.passed is (broken == "")
-    assert all(f"| {name} | " in made.page() for name in SERIES)
-    assert "5 visits done (5 stream)" in made.page()
-    assert ("- stream: no" in made.page()) is (broken == "wrong")
+    assert (not made.failures) is (broken == "")
+    assert all(f"| {name} | " in made.markdown() for name in SERIES)
+    assert "5 visits done (5 stream)" in made.markdown()
+    assert ("WRONG: stream: no" in made.markdown()) is (broken == "wrong")
 
 
 def test_a_soak_too_short_for_a_slope_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,21 +5,7 @@ import importlib.metadata
 import json
 
 import openai
-from checks import (
-    ANSWER,
-    KEY,
-    MODEL,
-    NARROW_URL,
-    PROMPT,
-    QUESTION,
-    TOOL,
-    URL,
-    check,
-    is_answer,
-    leave,
-    raises,
-    version,
-)
+from checks import ANSWER, KEY, MODEL, NARROW_URL, PROMPT, QUESTION, TOOL, URL, check, is_answer, leave, raises, version
 from langchain_openai import ChatOpenAI, OpenAI
 
 version(importlib.metadata.version("langchain-openai"))

@@ -8,21 +8,7 @@ from typing import Any
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch its price list otherwise
 
 import litellm
-from checks import (
-    FORMAT,
-    KEY,
-    MODEL,
-    NARROW_URL,
-    PROMPT,
-    QUESTION,
-    TOOL,
-    URL,
-    check,
-    is_answer,
-    leave,
-    raises,
-    version,
-)
+from checks import FORMAT, KEY, MODEL, NARROW_URL, PROMPT, QUESTION, TOOL, URL, check, is_answer, leave, raises, version
 
 version(importlib.metadata.version("litellm"))
 litellm.telemetry = False

@@ -116,8 +116,7 @@ def collector(model: str) -> Collector:
 
 
 @pytest.mark.parametrize(
-    ("face", "outermost"),
-    [("http", "POST /v1/completions"), ("grpc", "spaceserve.v1.Generate/Generate")],
+    ("face", "outermost"), [("http", "POST /v1/completions"), ("grpc", "spaceserve.v1.Generate/Generate")]
 )
 def test_both_processes_spans_are_the_client_s_trace_and_nest(collector: Collector, face: str, outermost: str) -> None:
     spans = collector.of(TRACES[face])

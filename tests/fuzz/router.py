@@ -6,16 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
-from doubles.router import HashLanguage, Script, ScriptedWorker
-from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, MASK_ID, VOCAB_SIZE, tiny_tokenizer
+from doubles.router import ScriptedWorker
+from doubles.router.whole_router import model_text, script
 from space_router.api.service import Service
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
-from space_router.text.chat_template import BUILT_IN, ChatTemplate
-from space_router.text.model_text import ModelText
 
 from fuzz.harness import Finding
 
@@ -44,14 +41,10 @@ class Router:
 @asynccontextmanager
 async def serving() -> AsyncIterator[Router]:
     """A router that is ready."""
-    script = Script(
-        language=HashLanguage(range(FIRST_BYTE_ID + 32, FIRST_BYTE_ID + 127), eos_id=EOS_ID, eos_period=50),
-        vocab_size=VOCAB_SIZE, mask_ids=(MASK_ID,), eos_ids=(EOS_ID,), num_blocks=32, window=48,
-    )  # fmt: skip
     metrics = Metrics()
-    async with ScriptedWorker(script) as worker:
+    async with ScriptedWorker(script(num_blocks=32, window=48)) as worker:
         config = replace(ServeConfig(), worker_address=(worker.address,), max_queue=8)
         async with Engine(config, metrics) as engine:
             await engine.wait_ready()
-            text = ModelText("tiny", tiny_tokenizer(), ChatTemplate(BUILT_IN["chatml"], {}), MappingProxyType({}))
+            text = model_text("chatml")
             yield Router(Service(config, text, engine, metrics, started=True), engine, worker)

@@ -28,8 +28,7 @@ from xml.etree import ElementTree
 import torch
 from space_common.process import module_command, safe_environment
 
-from gpu.record import Record, written
-from gpu.report import Report
+from gpu.report import Record, Report, written
 from gpu.stages import FAST_STAGES, ROOT, STAGES, Stage, num_processes
 
 HERE = Path(__file__).parent
@@ -104,13 +103,14 @@ def run_stage(name: str, stage: Stage, report: Report, seconds: float) -> Record
         if stage.suite is None:
             node = f"{HERE / stage.file}::test_{name.replace('-', '_')}"
             words = [node, "-s", "-m", "gpu", "--out", report.folder, "--seconds", f"{limit:.1f}"]
-            words += [*(["--dry"] if report.dry else []), *_commit(report)]
+            words += ["--commit", report.facts["commit"]]  # else its record is another machine's
+            words += ["--dry"] if report.dry else []
         else:
             words = [*stage.suite(report.dry), "--junitxml", results]
             added = {"OMP_NUM_THREADS": "2"}  # of the references, in as many processes as half of the cores
             if not report.dry and importlib.util.find_spec("xdist") is not None:
                 words += ["-n", num_processes()]
-        status = _run(["-q", "-p", "no:cacheprovider", "-p", "gpu.watch", *words], limit, dry=report.dry, added=added)
+        status = _run(["-q", "-p", "no:cacheprovider", "-p", "gpu.stages", *words], limit, dry=report.dry, added=added)
         record = Record.read(file) or blank
         if stage.suite is not None and status is not None:
             _add_results(record, results, status)
@@ -121,11 +121,6 @@ def run_stage(name: str, stage: Stage, report: Report, seconds: float) -> Record
         record.outcome, record.why = "failed", f"its process ended with status {status}"
     record.save(file)
     return record
-
-
-def _commit(report: Report) -> list[str]:
-    """The child must name the same commit, or its record is another machine's."""
-    return ["--commit", report.facts["commit"]]
 
 
 def _run(words: Sequence[object], limit: float, *, dry: bool, added: Mapping[str, str]) -> int | None:
@@ -156,8 +151,8 @@ def _add_results(record: Record, results: Path, status: int) -> None:
     cases = list(ElementTree.parse(results).iter("testcase")) if results.is_file() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    record.add(f"{record.stage}: tests that passed", len(cases) - len(failed) - skipped)
-    record.add(f"{record.stage}: tests that failed", len(failed))
+    record.figures[f"{record.stage}: tests that passed"] = (len(cases) - len(failed) - skipped, "")
+    record.figures[f"{record.stage}: tests that failed"] = (len(failed), "")
     record.notes += [f"{case.get('classname')}::{case.get('name')}" for case in failed[:_SHOWN]]
     is_bad = bool(failed) or status not in (0, 5)
     record.outcome = "failed" if is_bad else "passed"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.record import Notes, Record
-from gpu.report import Report
+from gpu.report import Notes, Record, Report
 from gpu.stages import STAGES
 
 OUT = Path("runs/gpu-check")

@@ -1,22 +1,29 @@
-"""The report of a GPU check: one table of all stages, with each figure beside its target, and the details of each."""
+"""Results of the GPU check: what a stage writes down as it goes, and one report of all stages beside their targets."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
+import os
 import platform
 import subprocess
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from space_eval.report.facts import commit, machine
+from space_eval.report.tables import markdown_table, without_nan, write_report
 
-from gpu.record import Figure, Record, written
 from gpu.stages import STAGES
+
+GRACE = 15.0
+"""Seconds before its limit at which a stage begins nothing new."""
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python", "grpcio")
 
@@ -28,6 +35,104 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 NOISE = 0.01
 """Share by which two equal arms may seem to differ."""
+
+
+@dataclass
+class Record:
+    """A stage, as far as it got. It is saved after every entry: a stage that is stopped keeps what it had."""
+
+    stage: str
+    dry: bool
+    machine: str = ""
+    date: str = ""
+    outcome: str = "running"  # then passed, failed, timed out or not run
+    why: str = ""  # of an outcome that is not "passed"
+    seconds: float = 0.0
+    figures: dict[str, tuple[float, str]] = field(default_factory=dict)  # by name: value and unit
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)  # by title: head and rows
+    notes: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)  # what was not measured -> why
+
+    def save(self, file: Path) -> None:
+        """Replace the file in one step."""
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(without_nan(asdict(self)), indent=1) + "\n", encoding="utf-8")
+        partial.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Record | None:
+        """What `save` wrote; None where the file is missing or unusable."""
+        try:
+            record = cls(**json.loads(file.read_text(encoding="utf-8")))
+            record.figures = {
+                name: (math.nan if value is None else value, unit) for name, (value, unit) in record.figures.items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+        return record
+
+
+class Notes:
+    """Writes down the results of one stage, in its file and on stderr. The `notes` fixture of a stage's test."""
+
+    def __init__(self, record: Record, file: Path, seconds: float) -> None:
+        """`seconds`: limit of the stage; in the last of them `is_late` tells it to begin nothing new."""
+        self.record, self._file = record, file
+        self.dry = record.dry  # tiny sizes on the CPU: the figures mean nothing
+        self.device = torch.device("cpu" if self.dry else "cuda")
+        self._until = time.monotonic() + seconds - min(GRACE, seconds / 4)
+        record.save(file)
+
+    def is_late(self, name: str) -> bool:
+        """Whether no time is left to measure `name`, which is then written down as missing."""
+        if time.monotonic() <= self._until:
+            return False
+        self.missing(name, "no time was left")
+        return True
+
+    def figure(self, name: str, value: float, unit: str = "") -> float:
+        """Write down a number; the number."""
+        self.record.figures[name] = (float(value), unit)
+        self._keep(f"{name}: {written(value, unit)}")
+        return value
+
+    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Write down a table, in place of one with the same title."""
+        self.record.tables[title] = [[str(cell) for cell in row] for row in (head, *rows)]
+        self.record.save(self._file)
+
+    def note(self, text: str) -> None:
+        """Write down a sentence."""
+        self.record.notes.append(text)
+        self._keep(text)
+
+    def missing(self, name: str, why: str) -> None:
+        """Write down what was not measured."""
+        self.record.missing[name] = why
+        self._keep(f"{name}: not run: {why}")
+
+    def close(self, outcome: str, why: str, seconds: float) -> None:
+        """The stage has ended."""
+        self.record.outcome, self.record.why, self.record.seconds = outcome, why, seconds
+        self._keep(f"{outcome} {why}")
+
+    def say(self, text: str) -> None:
+        """Show progress, on stderr alone."""
+        print(f"[{self.record.stage}] {text}", file=sys.stderr, flush=True)
+
+    def _keep(self, text: str) -> None:
+        self.record.save(self._file)
+        self.say(text)
+
+
+def written(value: float, unit: str = "") -> str:
+    """Three digits, or all of a large number's; shares in per cent."""
+    if not math.isfinite(value):
+        return "–"
+    if unit == "%":
+        return f"{100 * value:.1f} %"
+    digits = 0 if abs(value) >= 1000 or value == int(value) else max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f} {unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -45,14 +150,14 @@ class Target:
 
     def verdict(self, record: Record, device: str) -> str:
         """`met`, `missed`, or why neither can be said."""
-        figure = record.value(self.name)
+        value, _ = record.figures.get(self.name, (math.nan, ""))
         if record.dry and record.outcome == "passed":
             return "dry run: means nothing"
-        if figure is None or figure.value != figure.value:
+        if math.isnan(value):
             return f"not run: {record.missing.get(self.name) or record.why or 'the stage did not get so far'}"
         if self.only and self.only not in device:
             return f"no bound for {device}"
-        return "met" if (figure.value >= self.bound) == self.at_least or figure.value == self.bound else "missed"
+        return "met" if (value >= self.bound) == self.at_least or value == self.bound else "missed"
 
 
 def attention_name(context: int, batch: int, rows: int) -> str:
@@ -120,16 +225,13 @@ class Report:
     def write(self) -> None:
         """Write both files."""
         records = self.records()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "report.md").write_text(self.markdown(records), encoding="utf-8")
-        stages = {name: record.as_json() for name, record in records.items()}
-        head = ("stage", "figure", "measured", "target", "verdict")
-        rows = [dict(zip(head, row, strict=True)) for row in self.rows(records)]
+        rows = [dict(zip(_HEAD, row, strict=True)) for row in self.rows(records)]
+        stages = {name: asdict(record) for name, record in records.items()}
         content = {"dry": self.dry, "facts": self.facts, "figures": rows, "stages": stages}
-        (self.folder / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_report(self.folder, "report", self.markdown(records), content)
 
     def rows(self, records: Mapping[str, Record]) -> list[list[str]]:
-        """[stage, figure, measured, target, verdict]: for each stage its outcome, its targets, its other figures."""
+        """Cells of `_HEAD`: for each stage its outcome, its targets, its other figures."""
         rows = []
         for name, stage in STAGES.items():
             record = records.get(name)
@@ -138,36 +240,36 @@ class Report:
                 continue
             verdict = f"{record.outcome}: {record.why}" if record.why else record.outcome
             rows.append([name, stage.title, written(record.seconds, "s"), "", verdict])
+            values = {name: written(*figure) for name, figure in record.figures.items()}
             targets = {target.name: target for target in TARGETS.get(name, ())}
             for target in targets.values():
-                measured = record.value(target.name) or "–"
-                rows.append(["", target.name, str(measured), str(target), target.verdict(record, self.facts["device"])])
-            others: list[tuple[str, Figure | str]] = [(figure.name, figure) for figure in record.figures]
-            others += [(name, f"not run: {why}") for name, why in record.missing.items()]
-            rows += [["", name, str(value), "", ""] for name, value in others if name not in targets]
+                verdict = target.verdict(record, self.facts["device"])
+                rows.append(["", target.name, values.get(target.name, "–"), str(target), verdict])
+            values |= {name: f"not run: {why}" for name, why in record.missing.items()}
+            rows += [["", name, value, "", ""] for name, value in values.items() if name not in targets]
         return rows
 
     def markdown(self, records: Mapping[str, Record]) -> str:
         """The report."""
         lines = ["# GPU check", ""]
         if self.dry:
-            lines += [
-                "**A dry run: tiny sizes on the CPU, to see that every stage runs. Its figures mean nothing.**",
-                "",
-            ]
+            text = "A dry run: tiny sizes on the CPU, to see that every stage runs. Its figures mean nothing."
+            lines += [f"**{text}**", ""]
         lines += [f"{name}: {value}  " for name, value in self.facts.items()]
-        lines += ["", *_table(["stage", "figure", "measured", "target", "verdict"], self.rows(records))]
+        lines += ["", _table(_HEAD, self.rows(records))]
         for name, record in records.items():
-            lines += ["", f"## {name}", "", f"{record.outcome} on {record.machine}, {record.date}", ""]
+            lines += [f"## {name}", "", f"{record.outcome} on {record.machine}, {record.date}", ""]
             lines += [f"- {note}" for note in record.notes]
-            for table in record.tables:
-                lines += ["", f"**{table.title}**", "", *_table(table.head, table.rows)]
-        return "\n".join(lines) + "\n"
+            for title, (head, *rows) in record.tables.items():
+                lines += ["", f"**{title}**", "", _table(head, rows)]
+        return "\n".join(lines)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *escaped]]
+_HEAD = ["stage", "figure", "measured", "target", "verdict"]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(head, [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows])
 
 
 def facts(*, dry: bool, commit_given: str | None = None) -> dict[str, str]:

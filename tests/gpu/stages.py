@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +82,18 @@ STAGES: dict[str, Stage] = {
 
 FAST_STAGES = ("attention", "exact-products")
 """Of a dry run: what a test of every change can afford."""
+
+
+def pytest_configure() -> None:
+    """As a pytest plugin (`-p gpu.stages`), end this stage, and all that it started, with the check that started it.
+
+    A stage that outlives its check keeps the GPU and writes over what the next check finds.
+    """
+    if os.getpgrp() == os.getpid():
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="check watch", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

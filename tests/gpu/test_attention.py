@@ -22,8 +22,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from torch import Tensor
 
 from gpu.clock import DeviceClock
-from gpu.record import Notes, written
-from gpu.report import BATCHES, CONTEXTS, ROWS, attention_name
+from gpu.report import BATCHES, CONTEXTS, ROWS, Notes, attention_name, written
 
 pytestmark = pytest.mark.gpu
 

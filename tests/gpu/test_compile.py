@@ -14,7 +14,7 @@ import torch
 from space_common.process import module_command
 from space_kernels.compile_check import SHARED_KIB
 
-from gpu.record import Notes
+from gpu.report import Notes
 from gpu.stages import num_processes
 
 pytestmark = pytest.mark.gpu

@@ -13,11 +13,10 @@ from space_server.device_runner.device_scheduler import why_on_host
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
-from gpu.demo_texts import compare, decode, demo_rule, request_of, settle
 from gpu.llama import NUM_MASKS
-from gpu.models import outcome_name
+from gpu.models import compare, decode, demo_rule, outcome_name, request_of, settle
 from gpu.pace import DEVICE, HOST
-from gpu.record import Notes
+from gpu.report import Notes
 from gpu.ties import Comparison
 
 pytestmark = pytest.mark.gpu

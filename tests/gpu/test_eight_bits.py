@@ -24,7 +24,7 @@ from gpu.clock import DeviceClock, forward_seconds
 from gpu.llama import DRY, NUM_MASKS, SHAPES, Shape, draft_head, facts_of, random_llama, space_llama
 from gpu.models import checkpoint_of
 from gpu.pace import BLOCK_SIZE
-from gpu.record import Notes
+from gpu.report import Notes
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 
 from gpu.models import checkpoint_of
-from gpu.record import Notes
+from gpu.report import Notes
 
 pytestmark = pytest.mark.gpu
 

@@ -30,8 +30,7 @@ from gpu.llama import (
     space_llama,
 )
 from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, SequenceSize
-from gpu.record import Figure, Record, written
-from gpu.report import TARGETS, Report, Target
+from gpu.report import TARGETS, Record, Report, Target, written
 from gpu.stages import FAST_STAGES, STAGES, Stage, kernel_tests
 from gpu.test_attention import Sizes, Step
 from gpu.ties import Difference, TieRule, differences
@@ -108,7 +107,7 @@ def wait_until_ended(pid: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_stage_ends_as_its_process_does(made_up: Path) -> None:
-    assert ran("passes", made_up).figures == [Figure("one", 1.0)]
+    assert ran("passes", made_up).figures == {"one": (1.0, "")}
     outcomes = {name: ran(name, made_up) for name in ("passes", "fails", "breaks", "cannot", "dies")}
     assert {name: (record.outcome, record.why) for name, record in outcomes.items()} == {
         "passes": ("passed", ""),
@@ -124,8 +123,7 @@ def test_a_stage_that_hangs_is_stopped_with_all_it_started_and_keeps_what_it_had
     record = ran("hangs", made_up, limit=20.0)
     assert record.outcome == "timed out"
     assert record.seconds < 60
-    (child,) = [int(figure.value) for figure in record.figures]
-    wait_until_ended(child)
+    wait_until_ended(int(record.figures["child"][0]))
 
 
 def test_a_stage_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
@@ -214,14 +212,14 @@ def test_every_stage_runs_dry(tmp_path: Path) -> None:
     of_a_size = ("attention ", "1b auto/plain", "8b auto/plain", "1b device idle", "8b device idle")
     for name, targets in TARGETS.items():
         for target in targets:
-            assert records[name].value(target.name) is not None or target.name.startswith(of_a_size)
+            assert target.name in records[name].figures or target.name.startswith(of_a_size)
 
 
 # ------------------------------------------------------------------------------------------------- report
 
 
 def record(value: float | None, *, dry: bool = False, outcome: str = "running") -> Record:
-    figures = [] if value is None else [Figure("speed", value)]
+    figures = {} if value is None else {"speed": (value, "")}
     return Record("worker", dry, figures=figures, outcome=outcome)
 
 
@@ -258,7 +256,7 @@ def test_a_dry_run_meets_no_target_and_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    made = Record("worker", False, "here", missing={"a": "b"}, figures=[Figure("speed", 2.5, "ms")])
+    made = Record("worker", False, "here", missing={"a": "b"}, figures={"speed": (2.5, "ms")})
     made.save(tmp_path / "worker.json")
     assert Record.read(tmp_path / "worker.json") == made
     assert Record.read(tmp_path / "other.json") is None
@@ -288,7 +286,7 @@ def test_sleep():
 
 KILLED = """
 import os, pathlib, subprocess, sys, time
-words = [sys.executable, "-m", "pytest", "-p", "gpu.watch", sys.argv[1]]
+words = [sys.executable, "-m", "pytest", "-p", "gpu.stages", sys.argv[1]]
 stage = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
 while not pathlib.Path(sys.argv[1], "asleep").exists():
     assert stage.poll() is None

@@ -28,8 +28,7 @@ from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of
 from gpu.llama import draft_head as random_head
 from gpu.models import changed_texts
 from gpu.pace import BLOCK_SIZE, DEVICE, DecodingSpeed, PacedWorker, SequenceSize, known_steps
-from gpu.record import Notes, written
-from gpu.report import BATCH_SIZES
+from gpu.report import BATCH_SIZES, Notes, written
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ from space_common.worker_process import WorkerProcess
 from space_proto import worker_pb2 as pb
 from space_server.machine.memory import free_bytes
 
-from gpu.demo_texts import decode
 from gpu.llama import DRY, FIRST_MASK, NUM_MASKS, SHAPES, draft_head, random_llama, write_checkpoint
-from gpu.record import Notes
+from gpu.models import decode
+from gpu.report import Notes
 
 pytestmark = pytest.mark.gpu
 

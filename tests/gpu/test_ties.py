@@ -22,7 +22,7 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 
 from gpu.models import FAMILIES, NUM_BLOCKS, NUM_SEQUENCES, checkpoint_of, outcome_name
-from gpu.record import Notes
+from gpu.report import Notes
 from gpu.ties import Comparison, TieRule, differences
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ from space_common.worker_client import GrpcWorker, WorkerClient
 from space_common.worker_process import WorkerProcess
 from space_model.loading.load import load_model
 
-from gpu.demo_texts import compare, decode, demo_rule, request_of, settle
 from gpu.llama import NUM_MASKS
-from gpu.record import Notes
+from gpu.models import compare, decode, demo_rule, request_of, settle
+from gpu.report import Notes
 from gpu.ties import Comparison
 
 pytestmark = pytest.mark.gpu

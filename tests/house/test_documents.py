@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from perf.command import MEASUREMENTS
-from perf.command import parser as perf_parser
+from perf.harness import MEASUREMENTS
+from perf.harness import parser as perf_parser
 from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
 from space_eval.bench.command import COMMANDS as BENCHMARKS

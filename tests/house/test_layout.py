@@ -6,6 +6,7 @@ is otherwise today is in `snapshots/may_only_shrink.toml`; `python tests/house/h
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def grown(now: Mapping[str, int], listed: Mapping[str, int]) -> dict[str, str]:
 def test_a_folder_has_at_most_twenty_modules(repository: Repository, shrinking: dict[str, Any]) -> None:
     large = {name: size for name, size in repository.folder_sizes().items() if size > LARGEST_FOLDER}
     assert grown(large, shrinking["folders"]) == {}
+
+
+def test_a_folder_of_tests_has_at_most_twenty_modules(files: list[Path]) -> None:
+    modules = [path for path in files if path.parts[0] == "tests" and path.suffix == ".py"]
+    sizes = Counter(str(path.parent) for path in modules if path.name not in ("__init__.py", "conftest.py"))
+    assert {folder: size for folder, size in sizes.items() if size > LARGEST_FOLDER} == {}
 
 
 def test_one_class_name_means_one_thing(repository: Repository, shrinking: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""What all measurements share: arms in alternating turns, medians with their spread, and one report."""
+"""What all measurements share: arms in alternating turns, medians with their spread, one report, and one command."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import importlib
 import os
 import statistics
 import subprocess
@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from space_common.process import module_command, safe_environment
+from space_eval.bench.client import LoadError
+from space_eval.bench.server_process import ServerError
 from space_eval.report.estimates import percentile
 from space_eval.report.facts import commit, machine
+from space_eval.report.tables import markdown_facts, write_report
+from space_model.model_error import ModelError
 
 Arm = TypeVar("Arm")
 
@@ -63,11 +67,21 @@ class Spread:
         return f"{self.median:{form}} ({self.low:{form}}–{self.high:{form}})"
 
 
+Column = tuple[str, str, str]
+"""Of a table of records: its head, the name of the value, and its format."""
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table. A nan is shown as a dash."""
     lines = ["| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |" for cells in [head, *rows]]
     lines.insert(1, "|" + "---|" * len(head))
     return "\n".join(lines).replace("| nan ", "| – ") + "\n"
+
+
+def columns_table(columns: Sequence[Column], records: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of a value in each column."""
+    rows = [[format(record[name], form) for _, name, form in columns] for record in records]
+    return table([head for head, _, _ in columns], rows)
 
 
 @dataclass
@@ -85,16 +99,13 @@ class Report:
         self.facts = {"machine": machine(), "commit": commit(), **self.facts}
 
     def markdown(self) -> str:
-        facts = "".join(f"{name}: {value}  \n" for name, value in self.facts.items())
-        parts = [f"# {self.title}\n", facts, self.notes.strip() + "\n", *self.tables]
-        return "\n".join([*parts, *(f"WRONG: {failure}\n" for failure in self.failures)])
+        parts = [f"# {self.title}\n", markdown_facts(self.facts), self.notes.strip() + "\n", *self.tables]
+        return "\n".join([*parts, *(f"WRONG: {failure}\n" for failure in self.failures)]).rstrip("\n") + "\n"
 
     def write(self, folder: Path, name: str) -> None:
         """`name`.md and `name`.json."""
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {"facts": self.facts, **self.record, "failures": list(self.failures)}
-        (folder / f"{name}.md").write_text(self.markdown(), encoding="utf-8")
-        (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record = {"facts": self.facts, "passed": not self.failures, **self.record, "failures": list(self.failures)}
+        write_report(folder, name, self.markdown(), record)
 
 
 def environment() -> dict[str, str]:
@@ -128,3 +139,59 @@ def at_least(least: int) -> Callable[[str], int]:
 def numbers(least: int) -> Callable[[str], list[int]]:
     """For argparse: whole numbers with commas between."""
     return lambda text: [at_least(least)(word.strip()) for word in text.split(",")]
+
+
+MEASUREMENTS: Mapping[str, tuple[str, str]] = {
+    "overhead": ("perf.overhead", "what mask rows cost, and the batch at which each draft layout stops paying"),
+    "host-time": ("perf.host_time", "what a step of the worker takes besides model computation, by part"),
+    "matmul": ("perf.matmul", "the CPU's matmul of few rows, beside memory's speed and torch's own"),
+    "memory": ("perf.memory", "what SPACE takes in memory, beside a server with a draft model"),
+    "edge": ("perf.edge", "one core and 1 GiB: whether all texts are exact, and what the server takes"),
+    "scheduler": ("perf.scheduler", "what a step costs the router, by queued requests and by pages"),
+    "streams": ("perf.streams", "what one router adds and costs, from one stream to a thousand"),
+    "engines": ("perf.engines.compare", "other inference engines beside ours, in one run on the same weights"),
+}
+"""A module with `add_arguments` and `run`, loaded when it is asked for, and what it measures."""
+
+
+def parser(
+    arguments: Sequence[str], prog: str = "python tests/perf", modules: Mapping[str, tuple[str, str]] = MEASUREMENTS
+) -> argparse.ArgumentParser:
+    """All measurements, and the flags of the one that `arguments` begin with."""
+    top = argparse.ArgumentParser(prog=prog)
+    commands = top.add_subparsers(dest="name", required=True)
+    for name, (path, summary) in modules.items():
+        if name != next(iter(arguments), None):
+            commands.add_parser(name, help=summary)
+            continue
+        module = importlib.import_module(path)
+        command = commands.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        command.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {name}.md and {name}.json there")
+        command.set_defaults(run=module.run)
+    return top
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    prog: str = "python tests/perf",
+    modules: Mapping[str, tuple[str, str]] = MEASUREMENTS,
+) -> int:
+    """Run one measurement. Exit status 0; 1 where a result is wrong or a server failed; 2 for unusable flags."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser(given, prog, modules).parse_args(given)
+    try:
+        report: Report = options.run(options)
+    except (PerfError, ModelError) as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 2
+    except (ServerError, LoadError) as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 1
+    print(report.markdown(), end="")
+    if options.out is not None:
+        report.write(options.out, options.name)
+        print(f"{options.name}: wrote {options.out / options.name}.md and .json", file=sys.stderr)
+    return 1 if report.failures else 0

@@ -10,7 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from space_kernels.build.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
@@ -19,7 +19,7 @@ from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.harness import PerfError, Report, Spread, at_least, log, table, take_turns
+from perf.harness import Column, PerfError, Report, Spread, at_least, columns_table, log, take_turns
 
 SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
@@ -31,27 +31,27 @@ PAIRS = 16
 Arm = Callable[[Tensor, int], object]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One shape with one number of rows: medians over the rounds."""
+Row = dict[str, Any]
+"""One shape with one number of rows: medians over the rounds."""
 
-    outputs: int
-    inputs: int
-    rows: int
-    seconds: Spread
-    bandwidth: float  # bytes per second of nothing but reading
-    arithmetic: float  # multiplications and additions per second of nothing but these
-    share_of_bandwidth: float
-    share_of_ceiling: float  # of whichever of the two is the limit
-    over_plain: float  # F.linear's time over ours
-    over_float32: float  # F.linear's time on the same numbers, held in float32, over ours
-    over_packed: float  # the library's prepacked matmul's; nan: this torch has none
-    error: float  # greatest, against float64 of the same bfloat16 numbers, over the greatest result
-    int8_seconds: float  # the same weights in eight bits
-    int8_share_of_bandwidth: float  # of half the bytes
-    int8_share_of_ceiling: float
-    int8_over_bfloat16: float  # the bfloat16 matmul's time over this one's
-    int8_error: float  # as `error`, against the same: that of the weights is in it
+COLUMNS: tuple[Column, ...] = (
+    ("weights", "shape", ""),
+    ("rows", "rows", ""),
+    ("µs", "microseconds", ""),
+    ("GB/s there are", "gb_per_second", ".1f"),  # of nothing but reading
+    ("GFLOP/s there are", "gflop_per_second", ".0f"),  # of nothing but multiplications and additions
+    ("of bandwidth", "share_of_bandwidth", ".0%"),
+    ("of ceiling", "share_of_ceiling", ".0%"),  # of whichever of the two is the limit
+    ("F.linear / ours", "over_plain", ".2f"),  # its time over ours
+    ("in float32 / ours", "over_float32", ".2f"),  # F.linear's on the same numbers, held in float32
+    ("prepacked / ours", "over_packed", ".2f"),  # the library's; nan: this torch has none
+    ("error", "error", ".0e"),  # greatest, against float64 of the same numbers, over the greatest result
+    ("int8 µs", "int8_microseconds", ".0f"),  # the same weights in eight bits
+    ("of bandwidth", "int8_share_of_bandwidth", ".0%"),  # of half the bytes
+    ("of ceiling", "int8_share_of_ceiling", ".0%"),
+    ("bfloat16 / int8", "int8_over_bfloat16", ".2f"),
+    ("error", "int8_error", ".0e"),  # against the same: that of the weights is in it
+)
 
 
 def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int], rounds: int) -> list[Row]:
@@ -104,25 +104,28 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
         return float(statistics.median(other / own for other, own in zip(longest, times[arm], strict=True)))
 
     (outputs, inputs), seconds = weight.shape, {name: statistics.median(of_arm) for name, of_arm in times.items()}
-    return Row(
-        outputs=outputs,
-        inputs=inputs,
-        rows=len(x),
-        seconds=Spread.of(times["ours"]),
-        bandwidth=outputs * inputs * 2 / seconds["read"],
-        arithmetic=2.0 * len(x) * outputs * inputs / seconds["dots"],
-        share_of_bandwidth=over("ours", "read"),
-        share_of_ceiling=over("ours", "read", "dots"),
-        over_plain=over("ours", "plain"),
-        over_float32=over("ours", "float32"),
-        over_packed=over("ours", "packed") if "packed" in arms else float("nan"),
-        error=error(eight_bits=False),
-        int8_seconds=seconds["int8"],
-        int8_share_of_bandwidth=over("int8", "half"),
-        int8_share_of_ceiling=over("int8", "half", "dots"),
-        int8_over_bfloat16=over("int8", "ours"),
-        int8_error=error(eight_bits=True),
-    )
+    spread = Spread.of([1e6 * of_turn for of_turn in times["ours"]])
+    return {
+        "outputs": outputs,
+        "inputs": inputs,
+        "shape": f"{outputs}×{inputs}",
+        "rows": len(x),
+        "microseconds": spread.shown(".0f"),
+        "seconds": spread.median / 1e6,
+        "gb_per_second": outputs * inputs * 2 / seconds["read"] / 1e9,
+        "gflop_per_second": 2.0 * len(x) * outputs * inputs / seconds["dots"] / 1e9,
+        "share_of_bandwidth": over("ours", "read"),
+        "share_of_ceiling": over("ours", "read", "dots"),
+        "over_plain": over("ours", "plain"),
+        "over_float32": over("ours", "float32"),
+        "over_packed": over("ours", "packed") if "packed" in arms else float("nan"),
+        "error": error(eight_bits=False),
+        "int8_microseconds": 1e6 * seconds["int8"],
+        "int8_share_of_bandwidth": over("int8", "half"),
+        "int8_share_of_ceiling": over("int8", "half", "dots"),
+        "int8_over_bfloat16": over("int8", "ours"),
+        "int8_error": error(eight_bits=True),
+    }
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -137,36 +140,12 @@ def run(options: argparse.Namespace) -> Report:
     for outputs, inputs in options.shapes:
         log(f"{outputs} x {inputs}")
         found += measure(library, outputs, inputs, options.rows, options.rounds)
-    head = ["weights", "rows", "µs", "GB/s there are", "GFLOP/s there are", "of bandwidth", "of ceiling"]
-    head += ["F.linear / ours", "in float32 / ours", "prepacked / ours", "error"]
-    head += ["int8 µs", "of bandwidth", "of ceiling", "bfloat16 / int8", "error"]
-    rows = [
-        (
-            f"{row.outputs}×{row.inputs}",
-            row.rows,
-            Spread(*(1e6 * seconds for seconds in asdict(row.seconds).values())).shown(".0f"),
-            f"{row.bandwidth / 1e9:.1f}",
-            f"{row.arithmetic / 1e9:.0f}",
-            f"{row.share_of_bandwidth:.0%}",
-            f"{row.share_of_ceiling:.0%}",
-            f"{row.over_plain:.2f}",
-            f"{row.over_float32:.2f}",
-            f"{row.over_packed:.2f}",
-            f"{row.error:.0e}",
-            f"{row.int8_seconds * 1e6:.0f}",
-            f"{row.int8_share_of_bandwidth:.0%}",
-            f"{row.int8_share_of_ceiling:.0%}",
-            f"{row.int8_over_bfloat16:.2f}",
-            f"{row.int8_error:.0e}",
-        )
-        for row in found
-    ]
     notes = (
         f"Medians of {options.rounds} rounds, arms in turn; in brackets where 80 % of the rounds are. int8: the same "
         "weights in eight bits, beside reading half the bytes; errors are against float64 of the bfloat16 weights."
     )
     facts = {"kind": library.kind, "threads": options.num_threads, "torch": torch.__version__}
-    return Report("Matmul of few rows", notes, [table(head, rows)], {"rows": [asdict(row) for row in found]}, facts)
+    return Report("Matmul of few rows", notes, [columns_table(COLUMNS, found)], {"rows": found}, facts)
 
 
 def _shape(text: str) -> tuple[int, int]:

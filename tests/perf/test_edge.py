@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from perf.command import main, parser
 from perf.edge import ROUTERS_SHARE, Held, MemoryWatch, Visit, confined, installed, problems, report
+from perf.harness import main, parser
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="Linux holds processes to a core and says what they hold"

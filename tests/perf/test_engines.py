@@ -18,13 +18,13 @@ from space_eval.make_model import Size, random_llama
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost
 
-from perf.command import main
 from perf.engines.compare import Cell, PointResult, measure, prompts_of, rank
 from perf.engines.drivers import openai_driver
 from perf.engines.drivers.openvino_driver import check_weights
 from perf.engines.drivers.spaceserve_driver import PLAIN, Bound, open_engine, synthetic_arm
 from perf.engines.gguf_llama import bfloat16_tensors, gguf_name, neighbours, widened
 from perf.engines.process import DRIVERS, Answer, EngineFailed, EngineProcess, EngineSpec, Point
+from perf.harness import main
 
 PAIR = Point(2, 8, 4)
 FAKE = """

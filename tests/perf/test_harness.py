@@ -12,8 +12,7 @@ import pytest
 from space_eval.bench.command import MOVED
 from space_eval.bench.command import main as bench
 
-from perf.command import MEASUREMENTS, parser
-from perf.harness import Report, Spread, table, take_turns
+from perf.harness import MEASUREMENTS, Report, Spread, parser, table, take_turns
 
 
 def test_every_other_round_is_in_reverse_order() -> None:

@@ -12,8 +12,7 @@ import pytest
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 
-from perf.command import main
-from perf.harness import PerfError
+from perf.harness import PerfError, main
 from perf.host_time import PARTS, Cell, run_cell
 
 

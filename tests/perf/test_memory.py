@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from space_train.costs.model_shape import SHAPES
 
-from perf.command import main
+from perf.harness import main
 from perf.memory import DRAFT_MODELS, Serving, adapter, check, side, sides_table, slot
 
 SERVING = Serving(8, 2048, 5, 32, 384)

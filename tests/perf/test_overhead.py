@@ -14,8 +14,7 @@ from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
-from perf.command import main
-from perf.harness import PerfError
+from perf.harness import PerfError, main
 from perf.overhead import Row, Subject, crossing, report, row
 from perf.overhead_steps import Bench, Load, PassCost, RowCurve, Turn
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from perf import scheduler
-from perf.command import main
+from perf.harness import main
 from perf.scheduler import Cost, measure
 
 
 @pytest.mark.parametrize(
-    ("few", "many"),
-    [((10, 10_000), (2_000, 10_000)), ((100, 1_000), (100, 300_000))],
-    ids=["queued", "pages"],
+    ("few", "many"), [((10, 10_000), (2_000, 10_000)), ((100, 1_000), (100, 300_000))], ids=["queued", "pages"]
 )
 def test_the_cost_of_a_step_is_flat(few: tuple[int, int], many: tuple[int, int]) -> None:
     measured = {point: [measure(*point, num_steps=15).median_us for _ in range(2)] for point in (few, many)}

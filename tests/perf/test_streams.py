@@ -14,7 +14,7 @@ import pytest
 from processes import ProcessFigures
 from space_proto import worker_pb2
 
-from perf.command import main
+from perf.harness import main
 from perf.streams import Load, Point, StreamReader, figures, report
 from perf.streams_worker import Emitted, InstantWorker, emitted_at
 

@@ -99,11 +99,7 @@ def _estimate(machine: SimulatedMachine, error: float, seed: int) -> StepCost:
 def _shapes() -> list[StepShape]:
     shapes = [
         StepShape(
-            n,
-            n * (1 + layout.num_drafts),
-            n * layout.num_masks,
-            n * (layout.num_masks > 0),
-            num_context=n * context,
+            n, n * (1 + layout.num_drafts), n * layout.num_masks, n * (layout.num_masks > 0), num_context=n * context
         )
         for n in SIZES
         for layout in LAYOUTS

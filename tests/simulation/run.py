@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from space_server.step_cost import StepCost
 
 from simulation.cluster import SimulatedCluster
 from simulation.machine import KnownCost, SimulatedMachine, estimate
-from simulation.summary import Samples, Summary, TimeSlice, percentiles, share
+from simulation.summary import Summary, TimeSlice, percentiles, share
 from simulation.texts import DepthAcceptance, TextLibrary
 from simulation.worker import SimulatedWorker, Speculation, WorkerSetup
 from simulation.workload import ClientRequest, ClosedLoop, Workload
@@ -77,7 +78,8 @@ class Simulation:
         self.workers: list[SimulatedWorker] = []  # of all incarnations
         self.open: dict[Stream, SimulatedAnswer] = {}
         self.ended: list[SimulatedAnswer] = []
-        self.samples = Samples()
+        self._intervals: list[TimeSlice] = []
+        self._totals: Counter[str] = Counter()  # of decode steps and of prompts
         self._cost = cost or experiment.cost
         self._library = TextLibrary(experiment.acceptance, experiment.seed)
         self._requests = experiment.workload.requests()
@@ -194,7 +196,7 @@ class Simulation:
                 stream = self.cluster.engine.submit(request.valid(choice), leader=leader)
             except Refused:
                 answer.outcome = "refused"
-                self._record(answer)
+                self.ended.append(answer)
                 continue
             first = first or stream
             self.open[stream] = answer
@@ -222,7 +224,7 @@ class Simulation:
                 self._disconnect(stream, "left")
 
     def _read(self, stream: Stream, answer: SimulatedAnswer) -> None:
-        now, samples = self.cluster.time.now, self.samples
+        now = self.cluster.time.now
         while stream.num_ready:
             delta = stream.read()
             num_tokens = len(delta.tokens)
@@ -234,12 +236,8 @@ class Simulation:
                 answer.last = now
                 answer.num_tokens += num_tokens
                 self._interval.num_tokens += num_tokens
-                if now <= self.experiment.seconds:
-                    samples.num_tokens += num_tokens
                 if delta.decoded:
-                    samples.num_decoded += 1
-                    samples.num_emitted += num_tokens
-                    samples.num_drafted += delta.drafted
+                    self._totals.update(decoded=1, emitted=num_tokens, drafted=delta.drafted)
             answer.num_finishes += delta.finish is not None
 
     def _disconnect(self, stream: Stream, outcome: str) -> None:
@@ -249,46 +247,39 @@ class Simulation:
     def _end(self, stream: Stream, answer: SimulatedAnswer, outcome: str) -> None:
         del self.open[stream]
         answer.outcome = outcome
-        statistics, samples = stream.statistics, self.samples
+        statistics = stream.statistics
         if statistics.queue_seconds is not None:
-            samples.num_prompt += statistics.num_prompt
-            samples.num_cached += statistics.num_cached
-        self._record(answer)
+            self._totals.update(prompt=statistics.num_prompt, cached=statistics.num_cached)
+        self.ended.append(answer)
         if answer.on_end is not None:
             answer.on_end()
 
-    def _record(self, answer: SimulatedAnswer) -> None:
-        samples = self.samples
-        self.ended.append(answer)
-        samples.outcomes[answer.outcome or ""] += 1
-        if not answer.num_tokens:
-            return
-        samples.ttft.append(answer.first - answer.begun)
-        if answer.num_tokens > 1:
-            samples.itl.append((answer.last - answer.first) / (answer.num_tokens - 1))
-        if answer.outcome == "finished":
-            samples.e2e.append(answer.last - answer.begun)
-
     def _end_interval(self, now: float) -> None:
         self._interval.num_running = self.cluster.engine.load().num_running
-        self.samples.intervals.append(self._interval)
+        self._intervals.append(self._interval)
         self._interval = TimeSlice(now + self.experiment.seconds / NUM_INTERVALS)
 
     def _summary(self) -> Summary:
-        samples, experiment = self.samples, self.experiment
+        experiment, totals, intervals = self.experiment, self._totals, self._intervals
         schedulers = [one.scheduler for one in self.cluster.connections if one.scheduler is not None]
+        begun = [answer for answer in self.ended if answer.num_tokens]
+        seconds = {
+            "ttft": [one.first - one.begun for one in begun],
+            "itl": [(one.last - one.first) / (one.num_tokens - 1) for one in begun if one.num_tokens > 1],
+            "e2e": [one.last - one.begun for one in begun if one.outcome == "finished"],
+        }
         return Summary(
             seconds=experiment.seconds,
-            outcomes=dict(samples.outcomes),
-            num_tokens=samples.num_tokens,
-            tokens_per_step=share(samples.num_emitted, samples.num_decoded),
-            draft_length=share(samples.num_drafted, samples.num_decoded),
-            busy=sum(one.busy for one in samples.intervals) / (experiment.seconds * experiment.num_workers),
-            prompt_cached=share(samples.num_cached, samples.num_prompt),
+            outcomes=dict(Counter(answer.outcome or "" for answer in self.ended)),
+            num_tokens=sum(one.num_tokens for one in intervals),
+            tokens_per_step=share(totals["emitted"], totals["decoded"]),
+            draft_length=share(totals["drafted"], totals["decoded"]),
+            busy=sum(one.busy for one in intervals) / (experiment.seconds * experiment.num_workers),
+            prompt_cached=share(totals["cached"], totals["prompt"]),
             num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
             num_switches=sum(worker.controller.num_switches for worker in self.workers),
-            latencies={name: percentiles(getattr(samples, name)) for name in ("ttft", "itl", "e2e")},
-            intervals=samples.intervals,
+            latencies={name: percentiles(values) for name, values in seconds.items()},
+            intervals=intervals,
         )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,23 +25,6 @@ class TimeSlice:
     def draft_length(self) -> float:
         """Drafts verified per sequence and step."""
         return share(self.num_drafted, self.num_decoded)
-
-
-@dataclass
-class Samples:
-    """Gathered during a run."""
-
-    ttft: array[float] = field(default_factory=lambda: array("d"))  # to the first token
-    itl: array[float] = field(default_factory=lambda: array("d"))  # per token after it, mean of a request
-    e2e: array[float] = field(default_factory=lambda: array("d"))  # whole request
-    outcomes: Counter[str] = field(default_factory=Counter)
-    num_tokens: int = 0  # within the experiment's seconds
-    num_decoded: int = 0
-    num_emitted: int = 0  # by decode steps
-    num_drafted: int = 0
-    num_prompt: int = 0
-    num_cached: int = 0
-    intervals: list[TimeSlice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -245,12 +245,7 @@ def make_worker(
 ) -> Worker:
     """A worker as the matrix runs it."""
     return Worker(
-        model,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        controller=controller,
-        draft_source=drafts,
-        sources=sources,
+        model, num_blocks=num_blocks, block_size=block_size, controller=controller, draft_source=drafts, sources=sources
     )
 
 

@@ -79,10 +79,7 @@ def _completed(
 
 
 def _possible_case(
-    fixed: dict[str, Any],
-    axes: Mapping[str, Sequence[Any]],
-    names: Sequence[str],
-    possible: Callable[[Case], bool],
+    fixed: dict[str, Any], axes: Mapping[str, Sequence[Any]], names: Sequence[str], possible: Callable[[Case], bool]
 ) -> dict[str, Any] | None:
     """The first possible case that has the fixed values, or None."""
     free = [name for name in names if name not in fixed]

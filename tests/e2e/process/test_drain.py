@@ -60,9 +60,7 @@ def over_grpc(channel: grpc.Channel, seed: int, begun: Callable[[], None] | None
 
 
 @pytest.mark.parametrize(
-    "worker_dies",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["in peace", "while its worker is killed"],
+    "worker_dies", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in peace", "while its worker is killed"]
 )
 def test_every_stream_ends_whole_after_sigterm_under_load(serve: Serve, worker_dies: bool) -> None:
     begun = threading.Semaphore(0)

@@ -47,9 +47,7 @@ def text_of(url: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "fate",
-    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)],
-    ids=["killed", "stopped"],
+    "fate", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
 )
 def test_a_worker_keeps_its_weights_and_takes_the_next_router_within_two_seconds(
     checkpoint: Path, tmp_path: Path, fate: signal.Signals

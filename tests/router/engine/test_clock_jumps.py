@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from doubles.router import Script
+from doubles.router.house import answer, in_house, request_of
 
 DAY = 86_400.0
 
 
 @pytest.mark.parametrize("jump", [DAY, -DAY], ids=["a day ahead", "a day back"])
-def test_requests_with_a_deadline_go_on_when_the_clock_is_set(
-    in_house: Callable[..., None],
-    request_of: Callable[..., Any],
-    answer: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    jump: float,
+async def test_requests_with_a_deadline_go_on_when_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    async def body(house: Any) -> None:
+    async with in_house(Script(num_blocks=256, step_seconds=0.001)) as house:
         request = request_of(6, 200, deadline=20.0)
         text = asyncio.create_task(house.text(request))
         await house.until(lambda: house.engine.load().num_running == 1)
@@ -30,5 +25,3 @@ def test_requests_with_a_deadline_go_on_when_the_clock_is_set(
         assert await text == answer(request, house.worker.script)
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
         assert (house.metrics.value("spaceserve_request_seconds_sum") or 0.0) < 20
-
-    in_house(body, Script(num_blocks=256, step_seconds=0.001))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doubles.router import FixedReply, HashLanguage, Script, always, sometimes
+from doubles.router.house import answer, in_house, request_of
 from space_router.engine.errors import (
     CacheTooSmall,
     DeadlineExceeded,
@@ -19,25 +19,18 @@ from space_router.engine.errors import (
 )
 from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
 
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
-InHouse = Callable[..., None]
-House = Any
 
-
-def test_64_concurrent_streams_equal_their_solo_runs(in_house: InHouse, request_of: Make, answer: Answer) -> None:
-    async def body(house: House) -> None:
+async def test_64_concurrent_streams_equal_their_solo_runs() -> None:
+    async with in_house() as house:
         requests = [
             request_of(5 + i % 9, 10 + i % 23, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(64)
         ]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
 
-    in_house(body)
 
-
-def test_deltas_carry_tokens_figures_and_the_finish(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_deltas_carry_tokens_figures_and_the_finish() -> None:
+    async with in_house(Script(accepts=always)) as house:
         async with house.engine.submit(request_of(6, 10)) as stream:
             deltas = [delta async for delta in stream]
         assert [len(delta.tokens) for delta in deltas] == [1, 4, 4, 1]
@@ -50,8 +43,6 @@ def test_deltas_carry_tokens_figures_and_the_finish(in_house: InHouse, request_o
         assert figures.first_token_seconds is not None
         assert figures.seconds >= figures.first_token_seconds
 
-    in_house(body, Script(accepts=always))
-
 
 @pytest.mark.parametrize(
     ("reply", "fields", "finish", "num_tokens"),
@@ -61,20 +52,18 @@ def test_deltas_carry_tokens_figures_and_the_finish(in_house: InHouse, request_o
         ([7, 8, 2, 9], {"stop_ids": (8,)}, Finish.STOP_ID, 2),
     ],
 )
-def test_a_stream_says_why_it_ended(
-    reply: list[int], fields: dict[str, Any], finish: Finish, num_tokens: int, in_house: InHouse, request_of: Make
+async def test_a_stream_says_why_it_ended(
+    reply: list[int], fields: dict[str, Any], finish: Finish, num_tokens: int
 ) -> None:
-    async def body(house: House) -> None:
+    async with in_house(Script(language=FixedReply(reply), accepts=always)) as house:
         async with house.engine.submit(request_of(6, 10, **fields)) as stream:
             deltas = [delta async for delta in stream]
         assert deltas[-1].finish is finish
         assert sum(len(delta.tokens) for delta in deltas) == num_tokens
 
-    in_house(body, Script(language=FixedReply(reply), accepts=always))
 
-
-def test_logprobs_come_one_per_token_and_one_per_prompt_id_but_the_first(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_logprobs_come_one_per_token_and_one_per_prompt_id_but_the_first() -> None:
+    async with in_house(max_prefill_rows=4) as house:
         request = request_of(9, 6, want_logprobs=True, num_logprobs=2, num_prompt_logprobs=1)
         async with house.engine.submit(request) as stream:
             deltas = [delta async for delta in stream]
@@ -83,11 +72,9 @@ def test_logprobs_come_one_per_token_and_one_per_prompt_id_but_the_first(in_hous
         assert all(len(entry.top) == 2 for delta in deltas for entry in delta.logprobs)
         assert [entry.id for delta in deltas for entry in delta.prompt_logprobs] == list(request.prompt_ids[1:])
 
-    in_house(body, max_prefill_rows=4)
 
-
-def test_leaving_the_block_early_frees_the_pages(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_leaving_the_block_early_frees_the_pages() -> None:
+    async with in_house() as house:
         async with house.engine.submit(request_of(6, 200)) as stream:
             async for _ in stream:
                 break
@@ -95,11 +82,9 @@ def test_leaving_the_block_early_frees_the_pages(in_house: InHouse, request_of: 
             async for _ in stream:
                 pass
 
-    in_house(body)
 
-
-def test_a_request_left_while_it_is_queued_never_reaches_the_worker(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_a_request_left_while_it_is_queued_never_reaches_the_worker() -> None:
+    async with in_house(Script(max_sequences=1)) as house:
         async with house.engine.submit(request_of(6, 40)) as first:
             async with house.engine.submit(request_of(7, 40)):
                 assert house.engine.load().num_queued == 1
@@ -108,70 +93,58 @@ def test_a_request_left_while_it_is_queued_never_reaches_the_worker(in_house: In
                 pass
         assert house.worker.figures.num_admits == 1
 
-    in_house(body, Script(max_sequences=1))
 
-
-def test_a_request_is_cancelled_by_its_name(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
-        async with house.engine.submit(request_of(6, 200, name="mine")) as stream:
-            assert not house.engine.cancel("yours")
-            assert house.engine.cancel("mine")
-            with pytest.raises(RequestCancelled, match="mine"):
-                async for _ in stream:
-                    pass
-
-    in_house(body)
+async def test_a_request_is_cancelled_by_its_name() -> None:
+    async with in_house() as house, house.engine.submit(request_of(6, 200, name="mine")) as stream:
+        assert not house.engine.cancel("yours")
+        assert house.engine.cancel("mine")
+        with pytest.raises(RequestCancelled, match="mine"):
+            async for _ in stream:
+                pass
 
 
 @pytest.mark.parametrize("max_sequences", [1, 2])
-def test_a_deadline_ends_a_request_that_runs_or_waits(max_sequences: int, in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
-        async with (
-            house.engine.submit(request_of(6, 400)) as first,
-            house.engine.submit(request_of(6, 400, deadline=0.02)) as second,
-        ):
-            with pytest.raises(DeadlineExceeded, match=r"0\.02 s"):
-                async for _ in second:
-                    pass
-            house.worker.script.step_seconds = 0.0
-            async for _ in first:
+async def test_a_deadline_ends_a_request_that_runs_or_waits(max_sequences: int) -> None:
+    async with (
+        in_house(Script(max_sequences=max_sequences, num_blocks=300, step_seconds=0.005)) as house,
+        house.engine.submit(request_of(6, 400)) as first,
+        house.engine.submit(request_of(6, 400, deadline=0.02)) as second,
+    ):
+        with pytest.raises(DeadlineExceeded, match=r"0\.02 s"):
+            async for _ in second:
+                pass
+        house.worker.script.step_seconds = 0.0
+        async for _ in first:
+            pass
+
+
+async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    async with (
+        in_house(Script(max_sequences=1), max_queue=1) as house,
+        house.engine.submit(request_of(6, 20)) as running,
+        house.engine.submit(request_of(6, 20)) as waiting,
+    ):
+        with pytest.raises(QueueFull) as refused:
+            house.engine.submit(request_of(6, 20))
+        assert refused.value.retry_after >= 1.0
+        assert house.engine.load().num_queued == 1
+        for stream in (running, waiting):
+            async for _ in stream:
                 pass
 
-    in_house(body, Script(max_sequences=max_sequences, num_blocks=300, step_seconds=0.005))
 
-
-def test_a_full_queue_refuses_and_says_when_to_come_back(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
-        async with house.engine.submit(request_of(6, 20)) as running, house.engine.submit(request_of(6, 20)) as waiting:
-            with pytest.raises(QueueFull) as refused:
-                house.engine.submit(request_of(6, 20))
-            assert refused.value.retry_after >= 1.0
-            assert house.engine.load().num_queued == 1
-            for stream in (running, waiting):
-                async for _ in stream:
-                    pass
-
-    in_house(body, Script(max_sequences=1), max_queue=1)
-
-
-def test_a_queue_of_nobody_still_admits_whom_there_is_room_for(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_a_queue_of_nobody_still_admits_whom_there_is_room_for() -> None:
+    async with in_house(max_queue=0) as house:
         assert len(await house.text(request_of(6, 5))) == 5
 
-    in_house(body, max_queue=0)
 
-
-def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_may_wait(
-    in_house: InHouse, request_of: Make
-) -> None:
-    async def body(house: House) -> None:
+async def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_may_wait() -> None:
+    async with in_house(max_queue=0) as house:
         first = house.engine.submit(request_of(40, 5))
         second = house.engine.submit(request_of(40, 5, sampling=SamplingOptions(seed=0, choice=1)), leader=first)
         for stream in (first, second):
             async with stream:
                 assert sum([len(delta.tokens) async for delta in stream]) == 5
-
-    in_house(body, max_queue=0)
 
 
 @pytest.mark.parametrize(
@@ -182,29 +155,23 @@ def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_may_wa
         (30, 10, CacheTooSmall, "needs 41 slots"),
     ],
 )
-def test_what_can_never_fit_is_refused_at_the_door(
-    num_prompt: int, max_tokens: int | None, error: type[Exception], message: str, in_house: InHouse, request_of: Make
+async def test_what_can_never_fit_is_refused_at_the_door(
+    num_prompt: int, max_tokens: int | None, error: type[Exception], message: str
 ) -> None:
-    async def body(house: House) -> None:
+    async with in_house(Script(window=64, num_blocks=10, block_size=4)) as house:
         with pytest.raises(error, match=message):
             house.engine.submit(request_of(num_prompt, max_tokens))
         assert house.engine.load().num_queued == 0
 
-    in_house(body, Script(window=64, num_blocks=10, block_size=4))
-
 
 @pytest.mark.parametrize(("window", "expected"), [(64, 40 - 30 - 1), (35, 35 - 30)])
-def test_a_defaulted_max_tokens_is_cut_to_fit(window: int, expected: int, in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_a_defaulted_max_tokens_is_cut_to_fit(window: int, expected: int) -> None:
+    async with in_house(Script(window=window, num_blocks=10, block_size=4)) as house:
         assert len(await house.text(request_of(30, None))) == expected
 
-    in_house(body, Script(window=window, num_blocks=10, block_size=4))
 
-
-def test_choices_wait_for_their_leader_and_share_its_prompt(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_choices_wait_for_their_leader_and_share_its_prompt() -> None:
+    async with in_house() as house:
         requests = [request_of(41, 8, sampling=SamplingOptions(seed=5, choice=choice)) for choice in range(4)]
         leader = house.engine.submit(requests[0])
         followers = [house.engine.submit(request, leader=leader) for request in requests[1:]]
@@ -217,14 +184,10 @@ def test_choices_wait_for_their_leader_and_share_its_prompt(
         assert house.worker.figures.num_cached_ids == 3 * 40
         assert house.metrics.value("spaceserve_prefix_cache_hit_tokens_total") == 3 * 40
 
-    in_house(body)
-
 
 @pytest.mark.parametrize("ending", ["left", "failed"])
-def test_choices_go_on_when_their_leader_ends_before_its_prompt_is_computed(
-    ending: str, in_house: InHouse, request_of: Make
-) -> None:
-    async def body(house: House) -> None:
+async def test_choices_go_on_when_their_leader_ends_before_its_prompt_is_computed(ending: str) -> None:
+    async with in_house(Script(failing_id=99), max_prefill_rows=4) as house:
         prompt = (99, *range(10, 50)) if ending == "failed" else tuple(range(10, 50))
         leader = house.engine.submit(request_of(prompt, 8))
         follower = house.engine.submit(request_of(tuple(range(10, 50)), 8), leader=leader)
@@ -236,13 +199,9 @@ def test_choices_go_on_when_their_leader_ends_before_its_prompt_is_computed(
         async with follower:
             assert sum([len(delta.tokens) async for delta in follower]) == 8
 
-    in_house(body, Script(failing_id=99), max_prefill_rows=4)
 
-
-def test_a_slow_reader_gets_a_bounded_number_of_tokens_ahead_and_loses_none(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_slow_reader_gets_a_bounded_number_of_tokens_ahead_and_loses_none() -> None:
+    async with in_house(Script(num_blocks=400), max_lag=16) as house:
         slow = request_of(6, 300, name="slow")
         async with house.engine.submit(slow) as stream:
             assert len(await house.text(request_of(7, 300))) == 300  # another one is not held up
@@ -253,13 +212,9 @@ def test_a_slow_reader_gets_a_bounded_number_of_tokens_ahead_and_loses_none(
             text = tuple([token async for delta in stream for token in delta.tokens])
         assert text == answer(slow, house.worker.script)
 
-    in_house(body, Script(num_blocks=400), max_lag=16)
 
-
-def test_slow_readers_that_hold_every_page_do_not_stop_a_fast_one(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_slow_readers_that_hold_every_page_do_not_stop_a_fast_one() -> None:
+    async with in_house(Script(num_blocks=18, block_size=4), max_lag=4) as house:
         slow = [request_of((10 + i, 11, 12, 13), 60, name=f"slow {i}") for i in range(3)]
         streams = [house.engine.submit(request) for request in slow]
         assert len(await house.text(request_of((20, 21), 60))) == 60
@@ -268,11 +223,9 @@ def test_slow_readers_that_hold_every_page_do_not_stop_a_fast_one(
                 text = tuple([token async for delta in stream for token in delta.tokens])
                 assert text == answer(request, house.worker.script)
 
-    in_house(body, Script(num_blocks=18, block_size=4), max_lag=4)
 
-
-def test_a_failed_request_harms_no_other(in_house: InHouse, request_of: Make, answer: Answer) -> None:
-    async def body(house: House) -> None:
+async def test_a_failed_request_harms_no_other() -> None:
+    async with in_house(Script(failing_id=99)) as house:
         good = request_of(6, 60)
         text = asyncio.create_task(house.text(good))
         for _ in range(3):
@@ -280,11 +233,9 @@ def test_a_failed_request_harms_no_other(in_house: InHouse, request_of: Make, an
                 await house.text(request_of((98, 99), 9))
         assert await text == answer(good, house.worker.script)
 
-    in_house(body, Script(failing_id=99))
 
-
-def test_what_is_submitted_in_one_moment_goes_to_the_worker_in_one_message(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_what_is_submitted_in_one_moment_goes_to_the_worker_in_one_message() -> None:
+    async with in_house(Script(num_blocks=200)) as house:
         await house.until(lambda: house.worker.figures.num_messages == 1)  # Start
         prompts = [(20 + i, 11, 12, 13, 14, 15) for i in range(20)]  # nothing to share, so nobody waits for another
         streams = [house.engine.submit(request_of(prompt, 1)) for prompt in prompts]
@@ -294,11 +245,9 @@ def test_what_is_submitted_in_one_moment_goes_to_the_worker_in_one_message(in_ho
             async with stream:
                 pass
 
-    in_house(body, Script(num_blocks=200))
 
-
-def test_priority_goes_before_arrival(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_priority_goes_before_arrival() -> None:
+    async with in_house(Script(max_sequences=1)) as house:
         done: list[str] = []
 
         async def run(request: ValidRequest) -> None:
@@ -312,11 +261,9 @@ def test_priority_goes_before_arrival(in_house: InHouse, request_of: Make) -> No
         )
         assert done == ["first", "soon", "late"]
 
-    in_house(body, Script(max_sequences=1))
 
-
-def test_draining_refuses_new_work_and_waits_for_the_old(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_draining_refuses_new_work_and_waits_for_the_old() -> None:
+    async with in_house() as house:
         text = asyncio.create_task(house.text(request_of(6, 30)))
         await asyncio.sleep(0)
         draining = asyncio.create_task(house.engine.drain(10.0))
@@ -327,35 +274,28 @@ def test_draining_refuses_new_work_and_waits_for_the_old(in_house: InHouse, requ
         assert len(await text) == 30
         assert await draining
 
-    in_house(body)
+
+async def test_draining_gives_up_after_its_time() -> None:
+    async with in_house() as house, house.engine.submit(request_of(6, 200)):
+        assert not await house.engine.drain(0.0)
 
 
-def test_draining_gives_up_after_its_time(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
-        async with house.engine.submit(request_of(6, 200)):
-            assert not await house.engine.drain(0.0)
-
-    in_house(body)
-
-
-def test_a_stream_that_is_open_when_the_engine_stops_ends_with_an_error(in_house: InHouse, request_of: Make) -> None:
+async def test_a_stream_that_is_open_when_the_engine_stops_ends_with_an_error() -> None:
     streams = []
 
-    async def body(house: House) -> None:
+    async with in_house(Script(num_blocks=256)) as house:
         streams.append(house.engine.submit(request_of(6, 400)))
         await house.engine.__aexit__(None, None, None)
         with pytest.raises(RequestFailed, match="server has stopped"):
             async for _ in streams[0]:
                 pass
 
-    in_house(body, Script(num_blocks=256))
 
-
-def test_preempted_streams_lose_nothing(in_house: InHouse, request_of: Make, answer: Answer) -> None:
-    async def body(house: House) -> None:
+async def test_preempted_streams_lose_nothing() -> None:
+    async with in_house(
+        Script(num_blocks=20, block_size=4, language=HashLanguage(range(4, 200)), accepts=sometimes)
+    ) as house:
         requests = [request_of((10 + i, 11, 12, 13), 50, name=str(i)) for i in range(8)]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert (house.metrics.value("spaceserve_preemptions_total") or 0) > 0
-
-    in_house(body, Script(num_blocks=20, block_size=4, language=HashLanguage(range(4, 200)), accepts=sometimes))

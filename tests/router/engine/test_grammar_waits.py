@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from doubles.router import Script
-from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
+from doubles.router.house import Lockstep, in_house, request_of
+from space_router.engine.request.request import Grammar, SamplingOptions
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
 
-Make = Callable[..., ValidRequest]
 BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
 
 
@@ -21,8 +19,8 @@ def compiles() -> Script:
     return Script(stall_after_steps=0, heartbeat_seconds=0.01, eos_ids=())
 
 
-def test_a_step_is_due_of_those_alone_whose_grammar_is_known(lockstep: type[Any], request_of: Make) -> None:
-    house = lockstep(Script(num_blocks=200), delay=1)
+def test_a_step_is_due_of_those_alone_whose_grammar_is_known() -> None:
+    house = Lockstep(Script(num_blocks=200), delay=1)
     house.submit(request_of(9, 4, sampling=BOUND))
     house.step()
     assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (False, True)
@@ -30,10 +28,8 @@ def test_a_step_is_due_of_those_alone_whose_grammar_is_known(lockstep: type[Any]
     assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (True, False)
 
 
-def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due(
-    lockstep: type[Any], request_of: Make
-) -> None:
-    house = lockstep(Script(num_blocks=200), delay=9)
+def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due() -> None:
+    house = Lockstep(Script(num_blocks=200), delay=9)
     house.submit(request_of(9, 4, sampling=BOUND))
     other = house.submit(request_of(8, 4))
     house.step()
@@ -42,10 +38,9 @@ def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due(
     assert house.scheduler.is_step_due
 
 
-def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(
-    in_house: Callable[..., None], request_of: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(house: Any) -> None:
+async def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    async with in_house(compiles(), worker_timeout=0.2) as house:
         text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))
         await asyncio.sleep(0.5)
         assert house.metrics.value("spaceserve_worker_up") == 1
@@ -53,19 +48,14 @@ def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(
         assert len(await text) == 20
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    in_house(body, compiles(), worker_timeout=0.2)
 
-
-def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
-    in_house: Callable[..., None], request_of: Make, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body(house: Any) -> None:
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
+    async with in_house(compiles(), worker_timeout=0.2) as house:
         text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
         house.worker.script.stall_after_steps = None
         assert len(await text) == 20
-
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
-    in_house(body, compiles(), worker_timeout=0.2)

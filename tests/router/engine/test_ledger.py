@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from doubles.router import Script, ScriptedBatch, Violation
 from space_proto import worker_pb2
-
-Apply = Callable[..., None]
 
 
 @pytest.fixture

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doubles.router import Script, always, never
+from doubles.router.house import in_house, request_of
 from space_proto import worker_pb2
 from space_router.engine.engine_metrics import EngineMetrics
-from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.sequence import ReportResult
 from space_router.metrics import Metrics
 
-Make = Callable[..., ValidRequest]
-InHouse = Callable[..., None]
-House = Any
 
-
-def test_tokens_per_step_leaves_out_the_prefill_token(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_tokens_per_step_leaves_out_the_prefill_token() -> None:
+    async with in_house(Script(accepts=always)) as house:
         await house.text(request_of(6, 10))  # 1 by the prefill, then 4, 4, 1
         value = house.metrics.value
         assert value("spaceserve_tokens_per_step_count") == 3
@@ -31,33 +26,25 @@ def test_tokens_per_step_leaves_out_the_prefill_token(in_house: InHouse, request
         assert value("spaceserve_draft_length_count") == 3
         assert value("spaceserve_prompt_tokens_total") == 6
 
-    in_house(body, Script(accepts=always))
 
-
-def test_plain_steps_observe_one(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_plain_steps_observe_one() -> None:
+    async with in_house(Script(accepts=always)) as house:
         await house.text(request_of(6, 10, max_draft_length=0))
         assert house.metrics.value("spaceserve_tokens_per_step_count") == 9
         assert house.metrics.value("spaceserve_tokens_per_step_sum") == 9
         assert house.metrics.value("spaceserve_drafted_tokens_total") == 0
 
-    in_house(body, Script(accepts=always))
-
 
 @pytest.mark.parametrize(("accepts", "num_tokens"), [(always, 4.0), (never, 1.0)])
-def test_the_speedup_is_measured_against_a_plain_step(
-    accepts: Any, num_tokens: float, in_house: InHouse, request_of: Make
-) -> None:
-    async def body(house: House) -> None:
+async def test_the_speedup_is_measured_against_a_plain_step(accepts: Any, num_tokens: float) -> None:
+    async with in_house(Script(accepts=accepts, plain_step_seconds=0.001, block_size=16)) as house:
         await house.text(request_of(6, 41))
         # a step costs 1.4 ms, a plain one 1 ms
         assert house.metrics.value("spaceserve_speculation_speedup") == pytest.approx(num_tokens / 1.4, rel=0.02)
 
-    in_house(body, Script(accepts=accepts, plain_step_seconds=0.001, block_size=16))
 
-
-def test_gauges_return_to_rest_and_every_wait_is_observed_once(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_gauges_return_to_rest_and_every_wait_is_observed_once() -> None:
+    async with in_house() as house:
         for _ in range(3):
             await house.text(request_of(9, 12))
         await house.quiet()
@@ -71,8 +58,6 @@ def test_gauges_return_to_rest_and_every_wait_is_observed_once(in_house: InHouse
         assert value("spaceserve_prefix_cache_hit_tokens_total") == 2 * 8
         assert value("spaceserve_step_seconds_count", phase="forward") == value("spaceserve_step_host_seconds_count")
         assert value("spaceserve_rows_total", kind="prefill") == 9 + 1 + 1
-
-    in_house(body)
 
 
 def energy(machine: str, device: str, joules: float) -> worker_pb2.StepReport:

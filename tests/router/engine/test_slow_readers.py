@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
 from doubles.router import Script, never
-from space_router.engine.request.request import ValidRequest
+from doubles.router.house import in_house, request_of
 
-InHouse = Callable[..., None]
-Make = Callable[..., ValidRequest]
 NUM_SLOW = 64
 
 
@@ -20,12 +16,12 @@ NUM_SLOW = 64
     [(72, 4096), (64, 4096), (72, 300)],
     ids=["room for all", "seats taken", "few pages"],
 )
-def test_sixty_four_slow_readers_cost_a_fast_one_at_most_a_tenth_more_steps(
-    max_sequences: int, num_blocks: int, in_house: InHouse, request_of: Make
+async def test_sixty_four_slow_readers_cost_a_fast_one_at_most_a_tenth_more_steps(
+    max_sequences: int, num_blocks: int
 ) -> None:
     script = Script(accepts=never, max_sequences=max_sequences, num_blocks=num_blocks, block_size=4, window=512)
 
-    async def body(house: Any) -> None:
+    async with in_house(script, max_lag=16) as house:
         figures = house.worker.figures
 
         async def num_steps(name: str) -> int:
@@ -45,15 +41,11 @@ def test_sixty_four_slow_readers_cost_a_fast_one_at_most_a_tenth_more_steps(
             assert most <= 2 * 16 + 4 * 4, "what nobody reads is not made: the lag, and the pages that were granted"
             assert max(beside) <= 1.1 * alone, (alone, beside)
 
-    in_house(body, script, max_lag=16)
 
-
-def test_who_reads_again_gets_the_text_that_a_fast_reader_gets(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: Any) -> None:
+async def test_who_reads_again_gets_the_text_that_a_fast_reader_gets() -> None:
+    async with in_house(Script(num_blocks=300, window=512), max_lag=16) as house:
         expected = await house.text(request_of(6, 300, name="fast"))
         async with house.engine.submit(request_of(6, 300, name="slow")) as stream:
             await house.until(lambda: stream.lagging)
             await house.text(request_of(9, 200, name="other"))
             assert tuple([id_ async for delta in stream for id_ in delta.tokens]) == expected
-
-    in_house(body, Script(num_blocks=300, window=512), max_lag=16)

@@ -57,9 +57,7 @@ async def test_a_reader_that_never_reads_on_is_cut_counted_and_holds_nothing(sta
             assert cut.value.code() is grpc.StatusCode.CANCELLED
 
 
-async def test_what_the_system_holds_for_a_connection_that_takes_nothing_is_bounded_and_it_is_cut(
-    start: Start,
-) -> None:
+async def test_what_the_system_holds_for_a_connection_that_takes_nothing_is_bounded_and_it_is_cut(start: Start) -> None:
     """Nothing is taken off the wire, by however large a window the client has announced."""
     buffer = 16 * 1024
     config = ServeConfig(slow_reader_timeout=0.5, client_buffer=buffer)

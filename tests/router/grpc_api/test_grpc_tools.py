@@ -44,10 +44,7 @@ TWINS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "tools": HTTP_TOOLS,
             "tool_choice": {
                 "type": "allowed_tools",
-                "allowed_tools": {
-                    "mode": "required",
-                    "tools": [{"type": "function", "function": {"name": "now"}}],
-                },
+                "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]},
             },
         },
     ),

@@ -79,10 +79,7 @@ def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server
     with (
         start_server("--drain-timeout", "0.1", worker=[*REPLY, "--step-seconds", "0.05"]) as server,
         httpx.stream(
-            "POST",
-            f"{server.url}/v1/completions",
-            json={"prompt": "x", "max_tokens": 1000, "stream": True},
-            timeout=60,
+            "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1000, "stream": True}, timeout=60
         ) as answer,
     ):
         lines = answer.iter_lines()

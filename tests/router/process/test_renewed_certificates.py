@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -74,7 +73,7 @@ def test_a_renewed_certificate_is_shown_to_new_clients_and_running_streams_go_on
     assert "is used from now on" in said
 
 
-def test_a_client_of_an_authority_that_was_renewed_is_let_in_and_one_of_the_former_is_not(tmp_path: Path) -> None:
+async def test_a_client_of_an_authority_that_was_renewed_is_let_in_and_one_of_the_former_is_not(tmp_path: Path) -> None:
     """As workers see routers."""
     first, second = authority(tmp_path, "first"), authority(tmp_path, "second")
     ours = signed(tmp_path, "ours", first)
@@ -83,28 +82,25 @@ def test_a_client_of_an_authority_that_was_renewed_is_let_in_and_one_of_the_form
     root.write_bytes(first.cert.read_bytes())
     known = first.cert.read_bytes()
 
-    async def whole() -> None:
-        server = grpc.aio.server()
-        port = server.add_secure_port("localhost:0", server_credentials(CertificateFiles(ours.cert, ours.key, root)))
-        await server.start()
+    server = grpc.aio.server()
+    port = server.add_secure_port("localhost:0", server_credentials(CertificateFiles(ours.cert, ours.key, root)))
+    await server.start()
 
-        async def let_in(client: Certificate) -> bool:
-            shown = grpc.ssl_channel_credentials(known, client.key.read_bytes(), client.cert.read_bytes())
-            async with grpc.aio.secure_channel(f"localhost:{port}", shown) as channel:
-                try:
-                    nobody: Any = channel.unary_unary("/nobody/there")
-                    await nobody(b"", timeout=20)
-                except grpc.aio.AioRpcError as error:
-                    return error.code() is grpc.StatusCode.UNIMPLEMENTED
-            return False
+    async def let_in(client: Certificate) -> bool:
+        shown = grpc.ssl_channel_credentials(known, client.key.read_bytes(), client.cert.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{port}", shown) as channel:
+            try:
+                nobody: Any = channel.unary_unary("/nobody/there")
+                await nobody(b"", timeout=20)
+            except grpc.aio.AioRpcError as error:
+                return error.code() is grpc.StatusCode.UNIMPLEMENTED
+        return False
 
-        assert (await let_in(before), await let_in(after)) == (True, False)
-        (tmp_path / "new.crt").write_bytes(second.cert.read_bytes())
-        (tmp_path / "new.crt").replace(root)
-        assert (await let_in(before), await let_in(after)) == (False, True)
-        await server.stop(grace=0)
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    assert (await let_in(before), await let_in(after)) == (True, False)
+    (tmp_path / "new.crt").write_bytes(second.cert.read_bytes())
+    (tmp_path / "new.crt").replace(root)
+    assert (await let_in(before), await let_in(after)) == (False, True)
+    await server.stop(grace=0)
 
 
 def test_files_that_cannot_be_used_leave_what_was_and_whole_ones_follow(tmp_path: Path) -> None:

@@ -95,11 +95,7 @@ TEXT, LIST = "from the config", [{"name": "default", "template": "d"}, {"name": 
             ("file", "tools"),
         ),
         ({}, {"chat_template.json": json.dumps({"chat_template": "processor's"})}, ("processor's", None)),
-        (
-            {"chat_template": TEXT},
-            {"chat_template.json": json.dumps({"chat_template": "processor's"})},
-            (TEXT, None),
-        ),
+        ({"chat_template": TEXT}, {"chat_template.json": json.dumps({"chat_template": "processor's"})}, (TEXT, None)),
         ({}, {}, None),
     ],
 )

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doubles.router import Script
+from doubles.router.house import Lockstep, answer, in_house, request_of
 from space_router.engine.errors import DeadlineExceeded
-from space_router.engine.request.request import SamplingOptions, ValidRequest
-
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
-InHouse = Callable[..., None]
-House = Any
-Lockstep = Any
+from space_router.engine.request.request import SamplingOptions
 
 SYSTEM = tuple(range(10, 50))  # ten whole blocks of four
 
@@ -24,8 +18,8 @@ def prompts(num: int) -> list[tuple[int, ...]]:
     return [(*SYSTEM, 60 + i, 61, 62) for i in range(num)]
 
 
-def test_the_next_turn_of_a_chat_does_not_prefill_the_last_answer(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(block_size=4))
+def test_the_next_turn_of_a_chat_does_not_prefill_the_last_answer() -> None:
+    house = Lockstep(Script(block_size=4))
     first = house.submit(request_of(6, 21))
     house.run()
     computed = house.batch.figures.num_computed_prompt_ids
@@ -36,8 +30,8 @@ def test_the_next_turn_of_a_chat_does_not_prefill_the_last_answer(lockstep: Lock
     assert house.batch.figures.num_computed_prompt_ids - computed == 30 - 24
 
 
-def test_a_prefix_that_is_being_computed_is_computed_once(in_house: InHouse, request_of: Make, answer: Answer) -> None:
-    async def body(house: House) -> None:
+async def test_a_prefix_that_is_being_computed_is_computed_once() -> None:
+    async with in_house(max_prefill_rows=8) as house:
         requests = [request_of(prompt, 8, name=str(i)) for i, prompt in enumerate(prompts(6))]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
@@ -45,11 +39,9 @@ def test_a_prefix_that_is_being_computed_is_computed_once(in_house: InHouse, req
         assert figures.num_cached_ids == 5 * len(SYSTEM)
         assert figures.num_computed_prompt_ids == len(SYSTEM) + 6 * 3
 
-    in_house(body, max_prefill_rows=8)
 
-
-def test_followers_wait_for_what_they_share_and_not_for_the_rest(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_followers_wait_for_what_they_share_and_not_for_the_rest() -> None:
+    async with in_house(Script(num_blocks=200), max_prefill_rows=8) as house:
         long, short = request_of((*SYSTEM, *range(100, 240)), 4), request_of((*SYSTEM, 7), 4)
         async with house.engine.submit(long) as leader, house.engine.submit(short):
             assert house.engine.load().num_queued == 1
@@ -57,47 +49,33 @@ def test_followers_wait_for_what_they_share_and_not_for_the_rest(in_house: InHou
             assert leader.statistics.num_generated == 0  # its own prompt goes on
             assert house.worker.figures.num_cached_ids == len(SYSTEM)
 
-    in_house(body, Script(num_blocks=200), max_prefill_rows=8)
-
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "mine"}, {"share_prefix": False}, {"num_prompt_logprobs": 0}])
-def test_nobody_waits_for_what_it_must_not_share(
-    fields: dict[str, Any], in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_nobody_waits_for_what_it_must_not_share(fields: dict[str, Any]) -> None:
+    async with in_house(max_prefill_rows=128) as house:
         requests = [request_of(SYSTEM, 8), request_of(SYSTEM, 8, **fields)]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert house.worker.figures.num_cached_ids == 0
 
-    in_house(body, max_prefill_rows=128)
 
-
-def test_salts_share_within_themselves_and_never_with_others(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_salts_share_within_themselves_and_never_with_others() -> None:
+    async with in_house(Script(num_blocks=200)) as house:
         for salt, cached in (("a", 0), ("b", 0), ("", 0), ("a", 36), ("b", 72), ("", 108)):
             await house.text(request_of(SYSTEM, 2, cache_salt=salt))
             assert house.worker.figures.num_cached_ids == cached
 
-    in_house(body, Script(num_blocks=200))
 
-
-def test_choices_share_their_prompt_without_being_told_of_each_other(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_choices_share_their_prompt_without_being_told_of_each_other() -> None:
+    async with in_house() as house:
         requests = [request_of(SYSTEM, 8, sampling=SamplingOptions(seed=5, choice=i), name=str(i)) for i in range(4)]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert house.worker.figures.num_cached_ids == 3 * 36
 
-    in_house(body)
 
-
-def test_who_waits_for_a_prefix_goes_on_when_the_one_that_computes_it_leaves(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_who_waits_for_a_prefix_goes_on_when_the_one_that_computes_it_leaves() -> None:
+    async with in_house(max_prefill_rows=4) as house:
         leader = house.engine.submit(request_of((*SYSTEM, 1), 8, name="leader"))
         followers = [asyncio.create_task(house.text(request_of(prompt, 8))) for prompt in prompts(3)]
         await asyncio.sleep(0)
@@ -107,26 +85,18 @@ def test_who_waits_for_a_prefix_goes_on_when_the_one_that_computes_it_leaves(
         expected = [answer(request_of(prompt, 8), house.worker.script) for prompt in prompts(3)]
         assert await asyncio.gather(*followers) == expected
 
-    in_house(body, max_prefill_rows=4)
-
 
 @pytest.mark.parametrize("num_steps", [1, 3, 6])
-def test_who_waits_for_a_prefix_outlives_the_worker_that_computes_it(
-    num_steps: int, in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_who_waits_for_a_prefix_outlives_the_worker_that_computes_it(num_steps: int) -> None:
+    async with in_house(Script(die_after_steps=num_steps), max_prefill_rows=8) as house:
         requests = [request_of(prompt, 8, name=str(i)) for i, prompt in enumerate(prompts(4))]
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert house.worker.num_lives == 2
 
-    in_house(body, Script(die_after_steps=num_steps), max_prefill_rows=8)
 
-
-def test_a_short_prompt_is_admitted_beside_a_long_one_and_a_second_long_one_is_not(
-    lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(num_blocks=300, window=2000), max_prefill_rows=16)
+def test_a_short_prompt_is_admitted_beside_a_long_one_and_a_second_long_one_is_not() -> None:
+    house = Lockstep(Script(num_blocks=300, window=2000), max_prefill_rows=16)
     house.submit(request_of(tuple(range(4, 204)), 4))
     for i in range(3):
         house.submit(request_of((210 + i, 5, 6, 7), 4))
@@ -138,16 +108,16 @@ def test_a_short_prompt_is_admitted_beside_a_long_one_and_a_second_long_one_is_n
     house.run()
 
 
-def test_many_short_prompts_are_admitted_at_once(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(num_blocks=300), max_prefill_rows=64)
+def test_many_short_prompts_are_admitted_at_once() -> None:
+    house = Lockstep(Script(num_blocks=300), max_prefill_rows=64)
     for i in range(32):
         house.submit(request_of((20 + i, 5, 6, 7), 8))
     house.step()
     assert house.scheduler.num_running == 32
 
 
-def test_what_cannot_be_finished_any_more_is_refused_before_it_runs(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_what_cannot_be_finished_any_more_is_refused_before_it_runs() -> None:
+    async with in_house(Script(num_blocks=300)) as house:
         await house.text(request_of(6, 40))  # 1.4 ms per step of up to four tokens, as the script has it
         with pytest.raises(DeadlineExceeded, match="takes at least"):
             house.engine.submit(request_of(6, 400, deadline=0.02))
@@ -157,5 +127,3 @@ def test_what_cannot_be_finished_any_more_is_refused_before_it_runs(in_house: In
             assert stream.statistics.num_generated == 0
         async with house.engine.submit(request_of(6, 400, deadline=0.02, stops_on_text=True)):
             assert house.engine.load().num_running == 1
-
-    in_house(body, Script(num_blocks=300))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 from doubles.router import Script
+from doubles.router.house import request_of
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.config import ServeConfig
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
-
-Make = Callable[..., ValidRequest]
 
 
 def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> RequestState:
@@ -35,7 +33,7 @@ def served(queue: RequestQueue, now: float = 0.0, num_tokens: int = 12) -> Reque
     return live
 
 
-def test_a_single_request_waits_for_one_of_a_key_with_a_thousand(request_of: Make) -> None:
+def test_a_single_request_waits_for_one_of_a_key_with_a_thousand() -> None:
     queue = RequestQueue(2000)
     for age in range(1000):
         waiting(queue, request_of(key="many"), age, submitted=0.001 * age)
@@ -45,7 +43,7 @@ def test_a_single_request_waits_for_one_of_a_key_with_a_thousand(request_of: Mak
     assert single in [served(queue, now=100.0) for _ in range(2)]
 
 
-def test_a_key_does_not_save_up_what_it_did_not_use(request_of: Make) -> None:
+def test_a_key_does_not_save_up_what_it_did_not_use() -> None:
     queue = RequestQueue(2000)
     for age in range(200):
         waiting(queue, request_of(key="busy"), age)
@@ -57,7 +55,7 @@ def test_a_key_does_not_save_up_what_it_did_not_use(request_of: Make) -> None:
 
 
 @pytest.mark.parametrize(("factor", "share"), [(1, 0.5), (3, 0.25)])
-def test_keys_share_tokens_and_not_requests(factor: int, share: float, request_of: Make) -> None:
+def test_keys_share_tokens_and_not_requests(factor: int, share: float) -> None:
     queue = RequestQueue(4000)
     for age in range(2000):
         waiting(queue, request_of(4, 100, key="long" if age % 2 else "short"), age)
@@ -69,7 +67,7 @@ def test_keys_share_tokens_and_not_requests(factor: int, share: float, request_o
     assert taken["long"] / 400 == pytest.approx(share, abs=0.03)
 
 
-def test_requests_without_a_key_share_one(request_of: Make) -> None:
+def test_requests_without_a_key_share_one() -> None:
     queue = RequestQueue(99)
     for age in range(10):
         waiting(queue, request_of(), age)
@@ -77,7 +75,7 @@ def test_requests_without_a_key_share_one(request_of: Make) -> None:
     assert [served(queue).request.key for _ in range(3)] in (["", "a", ""], ["a", "", ""])
 
 
-def test_a_level_is_gained_per_time_of_waiting(request_of: Make) -> None:
+def test_a_level_is_gained_per_time_of_waiting() -> None:
     queue = RequestQueue(99, ageing=30.0)
     old = waiting(queue, request_of(priority=2, key="old"), 0, submitted=0.0)
     young = waiting(queue, request_of(priority=0, key="young"), 1, submitted=59.0)
@@ -87,7 +85,7 @@ def test_a_level_is_gained_per_time_of_waiting(request_of: Make) -> None:
     assert queue.head(60.0) is old  # on the first level now, and its key has had nothing
 
 
-def test_ageing_goes_up_to_the_most_urgent_level_and_so_leaves_keys_equal(request_of: Make) -> None:
+def test_ageing_goes_up_to_the_most_urgent_level_and_so_leaves_keys_equal() -> None:
     queue = RequestQueue(99, ageing=1.0)
     for age in range(50):
         waiting(queue, request_of(key="flood"), age, submitted=0.0)
@@ -96,7 +94,7 @@ def test_ageing_goes_up_to_the_most_urgent_level_and_so_leaves_keys_equal(reques
     assert late in [served(queue, now=1000.0) for _ in range(2)]
 
 
-def test_nobody_starves_under_a_stream_of_urgent_requests(request_of: Make) -> None:
+def test_nobody_starves_under_a_stream_of_urgent_requests() -> None:
     queue = RequestQueue(99999, ageing=30.0)
     patient = waiting(queue, request_of(priority=3), 0, submitted=0.0)
     for second in range(1, 200):
@@ -109,7 +107,7 @@ def test_nobody_starves_under_a_stream_of_urgent_requests(request_of: Make) -> N
     )  # three levels, then those that came before it was there: every other second one is served
 
 
-def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not(request_of: Make) -> None:
+def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not() -> None:
     queue = RequestQueue(99)
     first = waiting(queue, request_of(), 0)
     far, near = (RequestState(request_of(deadline=50.0 - age), 12, age, 0.0) for age in (1, 2))
@@ -122,7 +120,7 @@ def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not(reques
     assert [served(queue, now=6.0) for _ in range(3)] == [near, first, far]
 
 
-def test_nobody_starves_under_a_stream_of_near_deadlines(request_of: Make) -> None:
+def test_nobody_starves_under_a_stream_of_near_deadlines() -> None:
     queue = RequestQueue(99999, ageing=30.0)
     patient = waiting(queue, request_of(), 0)
     for second in range(1, 200):
@@ -135,7 +133,7 @@ def test_nobody_starves_under_a_stream_of_near_deadlines(request_of: Make) -> No
     assert 30 <= second <= 61  # once those that come are one level younger, and are at the head
 
 
-def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
+def test_of_two_near_deadlines_the_earlier_goes_first() -> None:
     queue = RequestQueue(99)
     lives = [RequestState(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
     for live in lives:
@@ -144,7 +142,7 @@ def test_of_two_near_deadlines_the_earlier_goes_first(request_of: Make) -> None:
     assert [served(queue, now=2.0).age for _ in range(3)] == [1, 2, 0]
 
 
-def test_a_near_deadline_takes_nothing_from_other_keys(request_of: Make) -> None:
+def test_a_near_deadline_takes_nothing_from_other_keys() -> None:
     queue = RequestQueue(99)
     for age in range(10):
         hasty = RequestState(request_of(deadline=9.0, key="hasty"), 12, age, 0.0)
@@ -154,7 +152,7 @@ def test_a_near_deadline_takes_nothing_from_other_keys(request_of: Make) -> None
     assert Counter(served(queue, now=1.0).request.key for _ in range(10)) == {"hasty": 5, "calm": 5}
 
 
-def test_who_was_admitted_before_is_not_charged_again_and_goes_first(request_of: Make) -> None:
+def test_who_was_admitted_before_is_not_charged_again_and_goes_first() -> None:
     queue = RequestQueue(99)
     preempted = waiting(queue, request_of(key="a"), 0)
     for age in range(1, 4):
@@ -168,7 +166,7 @@ def test_who_was_admitted_before_is_not_charged_again_and_goes_first(request_of:
     assert queue._tenants["a"].finish == charged
 
 
-def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:
+def test_any_order_of_moves_serves_everybody_once() -> None:
     for seed in range(30):
         dice = random.Random(seed)
         queue, now, left, out = RequestQueue(9999, ageing=dice.choice([0.5, 30.0])), 0.0, set(), []
@@ -196,7 +194,7 @@ def test_any_order_of_moves_serves_everybody_once(request_of: Make) -> None:
         assert not queue._priorities, f"seed {seed}"
 
 
-def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch(request_of: Make) -> None:
+def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch() -> None:
     script = Script(num_blocks=400, max_sequences=4)
     table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
     flood = [table.engine.submit(request_of((10 + i % 200, 11 + i // 200), 20, key="many")) for i in range(600)]
@@ -209,7 +207,7 @@ def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch(reques
     assert sum(stream.statistics.queue_seconds is not None for stream in flood) - begun <= 2
 
 
-def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged(request_of: Make) -> None:
+def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged() -> None:
     script = Script(num_blocks=400, max_sequences=1)
     table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000, priority_ageing=1.0))
     patient = table.engine.submit(request_of((8, 8), 5, priority=2))  # runs at once
@@ -225,7 +223,7 @@ def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged(re
     assert 2.0 <= served_at < 3.0  # two levels up, and then behind those that were there before
 
 
-def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window(request_of: Make) -> None:
+def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window() -> None:
     script = Script(num_blocks=4000, window=30_000, max_sequences=1, eos_ids=(2,))
     table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
     table.engine.submit(request_of((9, 9), 20))

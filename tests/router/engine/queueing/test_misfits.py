@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from doubles.router import Script
+from doubles.router.house import request_of
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import RequestFailed
@@ -14,7 +13,6 @@ from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.engine.workers.supervisor import ExitCause
 
-Make = Callable[..., ValidRequest]
 SMALL, LARGE = 8, 64  # blocks of 16 slots
 STEP = 0.02  # seconds
 
@@ -56,7 +54,7 @@ class House:
         raise AssertionError(f"{self.num_tokens[stream]} tokens, {stream.error}")
 
 
-def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_it_is_back(request_of: Make) -> None:
+def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_it_is_back() -> None:
     house = House(SMALL, LARGE)
     house.top.connections[1].die(ExitCause.EXTERNAL)
     large, small = house.submit(request_of(6, 500)), house.submit(request_of(7, 20))
@@ -66,14 +64,14 @@ def test_who_fits_only_a_worker_that_is_away_lets_others_go_first_and_runs_when_
     house.until(large, 500)
 
 
-def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take(request_of: Make) -> None:
+def test_a_small_worker_that_comes_back_last_refuses_nothing_that_the_large_one_can_take() -> None:
     house = House(LARGE, SMALL)
     house.top.connections[1].die(ExitCause.EXTERNAL)
     house.come_back(1, SMALL)
     house.until(house.submit(request_of(6, 500)), 500)
 
 
-def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) -> None:
+def test_who_fits_no_worker_is_refused_once_none_is_missing() -> None:
     house = House(SMALL, LARGE)
     house.top.connections[1].die(ExitCause.EXTERNAL)
     large = house.submit(request_of(6, 500))
@@ -83,7 +81,7 @@ def test_who_fits_no_worker_is_refused_once_none_is_missing(request_of: Make) ->
     assert isinstance(large.error, RequestFailed)
 
 
-def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make) -> None:
+def test_nobody_waits_for_ever_for_a_worker_that_does_not_come() -> None:
     house = House(SMALL, LARGE)
     house.top.connections[1].die(ExitCause.EXTERNAL)
     large = house.submit(request_of(6, 500))
@@ -94,7 +92,7 @@ def test_nobody_waits_for_ever_for_a_worker_that_does_not_come(request_of: Make)
     assert isinstance(large.error, RequestFailed)
 
 
-def test_who_fits_only_a_worker_that_ends_lets_others_go_first(request_of: Make) -> None:
+def test_who_fits_only_a_worker_that_ends_lets_others_go_first() -> None:
     house = House(SMALL, LARGE)
     scheduler = house.top.connections[1].scheduler
     assert scheduler is not None
@@ -108,7 +106,7 @@ def test_who_fits_only_a_worker_that_ends_lets_others_go_first(request_of: Make)
     house.until(large, 500)
 
 
-def test_a_suspect_empties_no_worker_that_it_does_not_fit(request_of: Make) -> None:
+def test_a_suspect_empties_no_worker_that_it_does_not_fit() -> None:
     house = House(SMALL, SMALL, LARGE)
     large = house.submit(request_of(6, 500))
     others = [house.submit(request_of(7 + i, 100)) for i in range(2)]
@@ -130,7 +128,7 @@ def test_a_suspect_empties_no_worker_that_it_does_not_fit(request_of: Make) -> N
 
 
 @pytest.mark.parametrize("comes_back", [SMALL, LARGE])
-def test_of_two_suspects_the_one_that_fits_is_tried_and_the_other_waits(request_of: Make, comes_back: int) -> None:
+def test_of_two_suspects_the_one_that_fits_is_tried_and_the_other_waits(comes_back: int) -> None:
     house = House(SMALL, LARGE)
     large = house.submit(request_of(6, 500))
     house.turn()

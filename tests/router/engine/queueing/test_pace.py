@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from doubles.router.house import request_of
 from space_proto import worker_pb2
 from space_router.engine.queueing.admission import QueueAdmission
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.queueing.throughput_estimator import HALF_LIFE, MIN_STEPS, RECENT, ThroughputEstimator
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
-
-Make = Callable[..., ValidRequest]
 
 
 def prompt_step(num_rows: int, seconds: float) -> worker_pb2.StepReport:
@@ -32,7 +29,7 @@ def is_hopeless(pace: ThroughputEstimator, request: ValidRequest, now: float) ->
     return QueueAdmission(RequestQueue(9), pace).unmeetable_deadline(live, live.num_prompt, now) is not None
 
 
-def test_what_small_prompts_take_says_little_of_a_long_one(request_of: Make) -> None:
+def test_what_small_prompts_take_says_little_of_a_long_one() -> None:
     pace = ThroughputEstimator(512)
     for _ in range(50):
         pace.learn(prompt_step(9, 0.015), [1], 0.0)
@@ -58,7 +55,7 @@ def test_a_decode_step_that_gives_nobody_a_token_teaches_nothing() -> None:
     assert pace.seconds(0, 2) == pytest.approx(0.01)
 
 
-def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: Make) -> None:
+def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody() -> None:
     pace = ThroughputEstimator(512)
     pace.learn(decode_step(1, 10.0), [1], 0.0)
     assert not is_hopeless(pace, request_of(9, 200, deadline=20.0), 0.0)
@@ -69,7 +66,7 @@ def test_a_step_that_took_a_thousand_times_too_long_refuses_nobody(request_of: M
     assert is_hopeless(pace, request_of(9, 200, deadline=0.9), 0.0)
 
 
-def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever(request_of: Make) -> None:
+def test_without_a_step_of_its_kind_what_was_slow_is_not_so_for_ever() -> None:
     pace, asked = ThroughputEstimator(512), request_of(9, 200, deadline=20.0)
     for _ in range(MIN_STEPS):
         pace.learn(decode_step(1, 10.0), [1], 0.0)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from doubles.router.house import request_of
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
-
-Make = Callable[..., ValidRequest]
 
 
 def drained(queue: RequestQueue) -> list[int]:
@@ -20,14 +16,14 @@ def drained(queue: RequestQueue) -> list[int]:
     return ages
 
 
-def test_the_lower_priority_number_goes_first_and_within_one_the_older(request_of: Make) -> None:
+def test_the_lower_priority_number_goes_first_and_within_one_the_older() -> None:
     queue = RequestQueue(9)
     for age, priority in enumerate([1, 0, 1, 0]):
         queue.push(RequestState(request_of(priority=priority), 1, age, 0.0))
     assert drained(queue) == [1, 3, 0, 2]
 
 
-def test_a_request_that_comes_back_stands_in_front_of_later_ones(request_of: Make) -> None:
+def test_a_request_that_comes_back_stands_in_front_of_later_ones() -> None:
     queue = RequestQueue(9)
     lives = [RequestState(request_of(), 1, age, 0.0) for age in range(3)]
     for live in lives:
@@ -37,7 +33,7 @@ def test_a_request_that_comes_back_stands_in_front_of_later_ones(request_of: Mak
     assert drained(queue) == [0, 1, 2]
 
 
-def test_a_request_that_left_is_passed_over_and_counts_no_more(request_of: Make) -> None:
+def test_a_request_that_left_is_passed_over_and_counts_no_more() -> None:
     queue = RequestQueue(9)
     lives = [RequestState(request_of(), 1, age, 0.0) for age in range(2)]
     for live in lives:
@@ -47,7 +43,7 @@ def test_a_request_that_left_is_passed_over_and_counts_no_more(request_of: Make)
     assert drained(queue) == [1]
 
 
-def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked(request_of: Make) -> None:
+def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked() -> None:
     queue = RequestQueue(9)
     parked, other = (RequestState(request_of(), 1, age, 0.0) for age in range(2))
     queue.push(parked, parked=True)
@@ -58,7 +54,7 @@ def test_a_parked_request_counts_but_is_overtaken_until_it_is_unparked(request_o
     assert queue.head() is parked
 
 
-def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
+def test_retry_after_follows_how_fast_the_queue_moves() -> None:
     queue = RequestQueue(20)
     for age in range(40):
         queue.push(RequestState(request_of(), 1, age, 0.0))
@@ -72,7 +68,7 @@ def test_retry_after_follows_how_fast_the_queue_moves(request_of: Make) -> None:
     assert 1.0 <= slow < queue.full().retry_after <= 60.0
 
 
-def test_the_wait_is_not_learnt_from_idle_hours(request_of: Make) -> None:
+def test_the_wait_is_not_learnt_from_idle_hours() -> None:
     queue = RequestQueue(9)
     for age in range(4):
         queue.push(RequestState(request_of(), 1, age, 0.0))
@@ -80,7 +76,7 @@ def test_the_wait_is_not_learnt_from_idle_hours(request_of: Make) -> None:
     assert queue.full().retry_after == 1.0
 
 
-def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -> None:
+def test_those_that_left_are_not_kept_behind_those_that_wait() -> None:
     queue = RequestQueue(9)
     waiting = RequestState(request_of(), 1, 0, 0.0)
     queue.push(waiting)
@@ -92,7 +88,7 @@ def test_those_that_left_are_not_kept_behind_those_that_wait(request_of: Make) -
     assert drained(queue) == [0]
 
 
-def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(request_of: Make) -> None:
+def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone() -> None:
     queue = RequestQueue(9, max_tokens=10)
     long, short = (RequestState(request_of(prompt), 1, prompt, 0.0) for prompt in (50, 1))
     assert queue.refusal() is None
@@ -108,7 +104,7 @@ def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(
     assert queue.num_tokens == 0
 
 
-def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places(request_of: Make) -> None:
+def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places() -> None:
     queue = RequestQueue(0)
     assert queue.refusal() is None
     queue.push(RequestState(request_of(), 1, 0, 0.0))

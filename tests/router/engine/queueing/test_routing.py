@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from doubles.router import Script, ScriptedBatch, ScriptedWorker
+from doubles.router.house import request_of
 from doubles.router.tabletop import Tabletop
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.stream import Stream
 
-Make = Callable[..., ValidRequest]
 SIZE = 16
 
 
@@ -66,7 +64,7 @@ def prompt(first: int, length: int) -> tuple[int, ...]:
     return (4 + first, *range(10, 10 + length - 1))
 
 
-def test_requests_that_share_nothing_are_spread_evenly(request_of: Make) -> None:
+def test_requests_that_share_nothing_are_spread_evenly() -> None:
     table = Table()
     for number in range(9):
         table.submit(request_of(prompt(number, 20), 50, name=str(number)))
@@ -74,7 +72,7 @@ def test_requests_that_share_nothing_are_spread_evenly(request_of: Make) -> None
     table.finish()
 
 
-def test_a_request_goes_where_its_prefix_is_known(request_of: Make) -> None:
+def test_a_request_goes_where_its_prefix_is_known() -> None:
     table = Table()
     histories = [prompt(number, 150) for number in range(3)]
     for number, history in enumerate(histories):
@@ -89,7 +87,7 @@ def test_a_request_goes_where_its_prefix_is_known(request_of: Make) -> None:
     table.finish()
 
 
-def test_a_prefix_that_all_have_does_not_fill_one_worker_while_others_idle(request_of: Make) -> None:
+def test_a_prefix_that_all_have_does_not_fill_one_worker_while_others_idle() -> None:
     table = Table()
     hot = prompt(0, 65)
     table.submit(request_of(hot, 5, name="first"))
@@ -102,7 +100,7 @@ def test_a_prefix_that_all_have_does_not_fill_one_worker_while_others_idle(reque
     table.finish()
 
 
-def test_a_long_history_outweighs_neighbours_and_a_short_one_does_not(request_of: Make) -> None:
+def test_a_long_history_outweighs_neighbours_and_a_short_one_does_not() -> None:
     for length, expected in ((321, [0, 0, 9]), (33, [3, 3, 3])):
         table = Table()
         history = prompt(0, length)
@@ -115,7 +113,7 @@ def test_a_long_history_outweighs_neighbours_and_a_short_one_does_not(request_of
         table.finish()
 
 
-def test_a_prompt_that_waits_to_be_computed_counts_as_load(request_of: Make) -> None:
+def test_a_prompt_that_waits_to_be_computed_counts_as_load() -> None:
     table = Table()
     table.submit(request_of(prompt(0, 600), 5, name="long"))
     busy = table.num_running.index(1)
@@ -126,7 +124,7 @@ def test_a_prompt_that_waits_to_be_computed_counts_as_load(request_of: Make) -> 
     table.finish()
 
 
-def test_requests_fill_what_room_there_is_on_any_worker(request_of: Make) -> None:
+def test_requests_fill_what_room_there_is_on_any_worker() -> None:
     table = Table(max_sequences=2)
     for number in range(8):
         table.submit(request_of(prompt(number, 20), 20, name=str(number)))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doubles.router import Accepts, HashLanguage, Script, always, half, never, sometimes
+from doubles.router.house import Lockstep, answer, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
+from space_router.engine.request.request import Grammar, SamplingOptions
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.sequence import SequenceStep, WorkerSequence
-
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
-Lockstep = Any
 
 EVERY_ACCEPTS = pytest.mark.parametrize("accepts", [never, always, half, sometimes])
 
 
 @EVERY_ACCEPTS
-def test_the_text_does_not_depend_on_accepted_lengths(
-    accepts: Accepts, lockstep: Lockstep, request_of: Make, answer: Answer
-) -> None:
-    house = lockstep(Script(accepts=accepts))
+def test_the_text_does_not_depend_on_accepted_lengths(accepts: Accepts) -> None:
+    house = Lockstep(Script(accepts=accepts))
     long, short = house.submit(request_of(11, 30)), house.submit(request_of(3, 5))
     house.run()
     assert house.text(long) == answer(long.request, house.script)
@@ -35,18 +29,16 @@ def test_the_text_does_not_depend_on_accepted_lengths(
 
 @EVERY_ACCEPTS
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_nobody_pauses_where_pages_are_plenty(
-    accepts: Accepts, delay: int, lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(accepts=accepts, num_blocks=200), delay=delay)
+def test_nobody_pauses_where_pages_are_plenty(accepts: Accepts, delay: int) -> None:
+    house = Lockstep(Script(accepts=accepts, num_blocks=200), delay=delay)
     lives = [house.submit(request_of(7 + i, 60)) for i in range(3)]
     while any(live.phase is not Phase.ENDED for live in lives):
         house.step()
         assert not any(sequence.paused for sequence in house.batch.sequences.values())
 
 
-def test_at_most_four_blocks_are_granted_ahead(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(accepts=always, draft_length=8, block_size=2, num_blocks=200))
+def test_at_most_four_blocks_are_granted_ahead() -> None:
+    house = Lockstep(Script(accepts=always, draft_length=8, block_size=2, num_blocks=200))
     live = house.submit(request_of(6, 60))
     while live.phase is not Phase.ENDED:
         house.step()
@@ -54,8 +46,8 @@ def test_at_most_four_blocks_are_granted_ahead(lockstep: Lockstep, request_of: M
             assert len(sequence.pages) <= -(-len(live.ids) // 2) + 4
 
 
-def test_no_page_is_granted_beyond_the_last_token(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(accepts=always, block_size=4))
+def test_no_page_is_granted_beyond_the_last_token() -> None:
+    house = Lockstep(Script(accepts=always, block_size=4))
     live = house.submit(request_of(6, 3))  # 6 + 3 + 1 slots
     house.step()
     assert len(house.scheduler.sequences[1].pages) == 3
@@ -63,8 +55,8 @@ def test_no_page_is_granted_beyond_the_last_token(lockstep: Lockstep, request_of
     assert live.num_generated == 3
 
 
-def test_a_second_request_shares_what_a_running_one_has_computed(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(block_size=4))
+def test_a_second_request_shares_what_a_running_one_has_computed() -> None:
+    house = Lockstep(Script(block_size=4))
     first = house.submit(request_of(9, 40))
     for _ in range(4):
         house.step()
@@ -77,8 +69,8 @@ def test_a_second_request_shares_what_a_running_one_has_computed(lockstep: Locks
     house.run()
 
 
-def test_generated_text_is_shared_too(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(block_size=4))
+def test_generated_text_is_shared_too() -> None:
+    house = Lockstep(Script(block_size=4))
     first = house.submit(request_of(6, 20))
     house.run()
     house.submit(request_of((*first.ids, 7), 4))
@@ -87,10 +79,8 @@ def test_generated_text_is_shared_too(lockstep: Lockstep, request_of: Make) -> N
 
 
 @pytest.mark.parametrize(("num_prompt", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
-def test_at_least_one_id_is_always_computed(
-    num_prompt: int, num_cached: int, lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(block_size=4))
+def test_at_least_one_id_is_always_computed(num_prompt: int, num_cached: int) -> None:
+    house = Lockstep(Script(block_size=4))
     house.submit(request_of(num_prompt, 8))
     house.run()
     house.submit(request_of(num_prompt, 8))
@@ -99,10 +89,8 @@ def test_at_least_one_id_is_always_computed(
 
 
 @pytest.mark.parametrize("fields", [{"cache_salt": "other"}, {"share_prefix": False}, {"num_prompt_logprobs": 0}])
-def test_nothing_is_shared_across_salts_or_where_it_is_not_wanted(
-    fields: dict[str, Any], lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(block_size=4))
+def test_nothing_is_shared_across_salts_or_where_it_is_not_wanted(fields: dict[str, Any]) -> None:
+    house = Lockstep(Script(block_size=4))
     house.submit(request_of(9, 8))
     house.run()
     house.submit(request_of(9, 8, **fields))
@@ -110,18 +98,16 @@ def test_nothing_is_shared_across_salts_or_where_it_is_not_wanted(
     assert house.batch.figures.num_cached_ids == 0
 
 
-def test_a_request_that_shares_nothing_leaves_nothing(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script())
+def test_a_request_that_shares_nothing_leaves_nothing() -> None:
+    house = Lockstep(Script())
     house.submit(request_of(9, 8, share_prefix=False))
     house.run()
     assert house.scheduler.pool.num_free == house.script.num_blocks
 
 
 @EVERY_ACCEPTS
-def test_preemption_loses_nothing_and_never_meets_the_oldest(
-    accepts: Accepts, lockstep: Lockstep, request_of: Make, answer: Answer
-) -> None:
-    house = lockstep(Script(accepts=accepts, num_blocks=16, block_size=4), delay=1)  # 64 slots for 4 x 41
+def test_preemption_loses_nothing_and_never_meets_the_oldest(accepts: Accepts) -> None:
+    house = Lockstep(Script(accepts=accepts, num_blocks=16, block_size=4), delay=1)  # 64 slots for 4 x 41
     lives = [house.submit(request_of(tuple(range(10 * i + 10, 10 * i + 20)), 30)) for i in range(4)]
     while any(live.phase is not Phase.ENDED for live in lives):
         running = [live for live in lives if live.phase is Phase.RUNNING]
@@ -135,10 +121,8 @@ def test_preemption_loses_nothing_and_never_meets_the_oldest(
         assert house.text(live) == answer(live.request, house.script)
 
 
-def test_a_preempted_request_is_admitted_again_only_after_its_release_is_acknowledged(
-    lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(num_blocks=12, block_size=4, release_steps=3), delay=2)
+def test_a_preempted_request_is_admitted_again_only_after_its_release_is_acknowledged() -> None:
+    house = Lockstep(Script(num_blocks=12, block_size=4, release_steps=3), delay=2)
     for i in range(3):
         house.submit(request_of(tuple(range(10 * i + 10, 10 * i + 18)), 24))
     saw = 0
@@ -153,25 +137,23 @@ def test_a_preempted_request_is_admitted_again_only_after_its_release_is_acknowl
     assert saw
 
 
-def test_two_requests_that_each_fill_the_cache_both_finish(
-    lockstep: Lockstep, request_of: Make, answer: Answer
-) -> None:
-    house = lockstep(Script(num_blocks=10, block_size=4))
+def test_two_requests_that_each_fill_the_cache_both_finish() -> None:
+    house = Lockstep(Script(num_blocks=10, block_size=4))
     lives = [house.submit(request_of((10 + i, 11, 12), 36)) for i in range(2)]  # 3 + 36 + 1 slots: all of them
     house.run()
     for live in lives:
         assert house.text(live) == answer(live.request, house.script)
 
 
-def test_the_worker_is_never_given_more_sequences_than_it_takes(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(max_sequences=2, num_blocks=200, release_steps=4))
+def test_the_worker_is_never_given_more_sequences_than_it_takes() -> None:
+    house = Lockstep(Script(max_sequences=2, num_blocks=200, release_steps=4))
     for i in range(7):
         house.submit(request_of(5, 6 + i))
     house.run()
 
 
-def test_prompts_are_admitted_no_faster_than_they_are_computed(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(num_blocks=200), max_prefill_rows=8)
+def test_prompts_are_admitted_no_faster_than_they_are_computed() -> None:
+    house = Lockstep(Script(num_blocks=200), max_prefill_rows=8)
     for i in range(6):
         house.submit(request_of(tuple(range(20 * i, 20 * i + 12)), 4))
     house.step()
@@ -179,9 +161,9 @@ def test_prompts_are_admitted_no_faster_than_they_are_computed(lockstep: Lockste
     house.run()
 
 
-def test_prompts_that_wait_for_a_grammar_keep_nobody_out(lockstep: Lockstep, request_of: Make) -> None:
+def test_prompts_that_wait_for_a_grammar_keep_nobody_out() -> None:
     """They compute nothing until it is compiled, which takes seconds for some; from then on they count."""
-    house = lockstep(Script(num_blocks=200), max_prefill_rows=8, delay=1)
+    house = Lockstep(Script(num_blocks=200), max_prefill_rows=8, delay=1)
     prompts = [tuple(range(20 * i, 20 * i + 12)) for i in range(6)]
     bound = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
     for prompt in prompts[:2]:
@@ -198,22 +180,22 @@ def test_prompts_that_wait_for_a_grammar_keep_nobody_out(lockstep: Lockstep, req
     house.scheduler.check()
 
 
-def test_a_prompt_above_the_prefill_budget_is_still_admitted(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(num_blocks=200), max_prefill_rows=4)
+def test_a_prompt_above_the_prefill_budget_is_still_admitted() -> None:
+    house = Lockstep(Script(num_blocks=200), max_prefill_rows=4)
     house.submit(request_of(100, 4))
     house.run()
 
 
-def test_one_failing_sequence_fails_alone(lockstep: Lockstep, request_of: Make, answer: Answer) -> None:
-    house = lockstep(Script(failing_id=99))
+def test_one_failing_sequence_fails_alone() -> None:
+    house = Lockstep(Script(failing_id=99))
     bad, good = house.submit(request_of((98, 99), 9)), house.submit(request_of((97, 98), 9))
     house.run()
     assert house.text(bad) == ()
     assert house.text(good) == answer(good.request, house.script)
 
 
-def test_commands_of_one_moment_go_together(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(num_blocks=200))
+def test_commands_of_one_moment_go_together() -> None:
+    house = Lockstep(Script(num_blocks=200))
     for i in range(5):
         house.submit(request_of(5 + i, 4))
     house.step()
@@ -227,10 +209,8 @@ PHASES = ["queued", "prefill", "decode", "paused", "leaving"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_cancelled_request_gives_its_pages_back_in_any_phase(
-    phase: str, lockstep: Lockstep, request_of: Make, answer: Answer
-) -> None:
-    house = lockstep(Script(num_blocks=12, block_size=4, release_steps=3), max_prefill_rows=4, delay=1)
+def test_a_cancelled_request_gives_its_pages_back_in_any_phase(phase: str) -> None:
+    house = Lockstep(Script(num_blocks=12, block_size=4, release_steps=3), max_prefill_rows=4, delay=1)
     # The youngest is preempted as soon as pages run out; the oldest pauses until those have come back.
     requests = [request_of((10, 11, 12, 13, 14 + i), 30) for i in range(2)]
     requests.insert({"paused": 0, "leaving": 1}.get(phase, 2), request_of((20, 21, 22, 23, 24, 25, 26, 27, 28), 20))
@@ -258,8 +238,8 @@ def test_a_cancelled_request_gives_its_pages_back_in_any_phase(
         assert other is live or house.text(other) == answer(other.request, house.script)
 
 
-def test_a_cancelled_sequence_is_acknowledged_within_two_steps(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(release_steps=1))
+def test_a_cancelled_sequence_is_acknowledged_within_two_steps() -> None:
+    house = Lockstep(Script(release_steps=1))
     live = house.submit(request_of(6, 60))
     for _ in range(5):
         house.step()
@@ -290,9 +270,6 @@ def test_any_traffic_ends_with_the_right_text_and_every_page_back(
     delay: int,
     release_steps: int,
     prefill_rows: int,
-    lockstep: Lockstep,
-    request_of: Make,
-    answer: Answer,
 ) -> None:
     script = Script(
         language=HashLanguage(range(4, 250), eos_id=2, eos_period=20),
@@ -303,7 +280,7 @@ def test_any_traffic_ends_with_the_right_text_and_every_page_back(
         max_sequences=5,
         release_steps=release_steps,
     )
-    house = lockstep(script, max_prefill_rows=prefill_rows, delay=delay)
+    house = Lockstep(script, max_prefill_rows=prefill_rows, delay=delay)
     given = []
     for num_prompt, max_tokens, family, leaves, shares in requests:
         prompt = tuple(range(50 * family + 4, 50 * family + 4 + num_prompt))
@@ -324,9 +301,9 @@ def test_any_traffic_ends_with_the_right_text_and_every_page_back(
             assert house.text(live) == answer(live.request, script)
 
 
-def test_the_cost_of_a_report_does_not_grow_with_what_waits(lockstep: Lockstep, request_of: Make) -> None:
+def test_the_cost_of_a_report_does_not_grow_with_what_waits() -> None:
     def lookups(num_waiting: int) -> int:
-        house = lockstep(Script(num_blocks=40, max_sequences=4))
+        house = Lockstep(Script(num_blocks=40, max_sequences=4))
         for i in range(4 + num_waiting):
             house.submit(request_of((10 + i % 200, 11, 12), 60))
         house.step()
@@ -345,7 +322,7 @@ def test_the_cost_of_a_report_does_not_grow_with_what_waits(lockstep: Lockstep, 
     assert lookups(200) == lookups(2)
 
 
-def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, request_of: Make) -> None:
+def test_a_report_that_contradicts_the_contract_is_refused() -> None:
     from space_router.engine.errors import ProtocolViolation
 
     for spoil in (
@@ -358,7 +335,7 @@ def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, r
         lambda report: report.released.append(1),
         lambda report: report.released.append(2),
     ):
-        house = lockstep(Script())
+        house = Lockstep(Script())
         house.submit(request_of(6, 20))
         house.step()
         report = house.batch.step()
@@ -368,17 +345,15 @@ def test_a_report_that_contradicts_the_contract_is_refused(lockstep: Lockstep, r
 
 
 @pytest.mark.parametrize(("scarce", "num_wanted"), [(False, 4), (True, 1)])
-def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted: int, request_of: Make) -> None:
+def test_where_pages_are_scarce_fewer_are_granted_ahead(scarce: bool, num_wanted: int) -> None:
     live = RequestState(request_of(4, 60), 60, 0, 0.0)
     sequence = WorkerSequence(1, live, [0], 0, block_size=4, num_drafted=3, most_slots=65)
     assert sequence.num_wanted(scarce=scarce) == num_wanted
 
 
 @pytest.mark.parametrize("wrong", ["part", "twice", "release", "alternatives"])
-def test_nothing_of_a_report_that_violates_the_contract_is_taken_in(
-    wrong: str, lockstep: Lockstep, request_of: Make
-) -> None:
-    house = lockstep(Script(accepts=always))
+def test_nothing_of_a_report_that_violates_the_contract_is_taken_in(wrong: str) -> None:
+    house = Lockstep(Script(accepts=always))
     good, other = house.submit(request_of(5, 20)), house.submit(request_of(6, 20))
     for _ in range(3):
         house.step()

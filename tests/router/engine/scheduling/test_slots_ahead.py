@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from doubles.router import Script, always
-from space_router.engine.request.request import ValidRequest
+from doubles.router.house import Lockstep, request_of
 from space_router.engine.request.request_state import Phase, RequestState
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD, STEPS_AHEAD, WorkerSequence
-
-Make = Callable[..., ValidRequest]
-Lockstep = Any
 
 
 def most_ahead(house: Lockstep, live: RequestState, *, from_token: int) -> int:
@@ -28,16 +23,16 @@ def most_ahead(house: Lockstep, live: RequestState, *, from_token: int) -> int:
 
 
 @pytest.mark.parametrize(("num_drafts", "bound"), [(0, STEPS_AHEAD + 3), (5, MAX_BLOCKS_AHEAD * 4 + 3)])
-def test_a_sequence_holds_what_it_drafts(num_drafts: int, bound: int, lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(accepts=always, draft_length=5, num_blocks=200, block_size=4))
+def test_a_sequence_holds_what_it_drafts(num_drafts: int, bound: int) -> None:
+    house = Lockstep(Script(accepts=always, draft_length=5, num_blocks=200, block_size=4))
     house.script.draft_length = num_drafts  # what the controller chooses; the worker has said that five are possible
     live = house.submit(request_of(6, 150))
     ahead = most_ahead(house, live, from_token=30)
     assert bound - 4 <= ahead <= bound
 
 
-def test_those_that_come_later_start_with_what_is_drafted_here(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(draft_length=5, num_blocks=200, block_size=4))
+def test_those_that_come_later_start_with_what_is_drafted_here() -> None:
+    house = Lockstep(Script(draft_length=5, num_blocks=200, block_size=4))
     house.script.draft_length = 0
     house.submit(request_of(6, 260))
     house.run()
@@ -45,8 +40,8 @@ def test_those_that_come_later_start_with_what_is_drafted_here(lockstep: Lockste
     assert most_ahead(house, live, from_token=0) <= STEPS_AHEAD + 3
 
 
-def test_a_sequence_that_drafted_nothing_drafts_as_soon_as_it_likes(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(accepts=always, draft_length=7, num_blocks=300, block_size=4, window=600), delay=1)
+def test_a_sequence_that_drafted_nothing_drafts_as_soon_as_it_likes() -> None:
+    house = Lockstep(Script(accepts=always, draft_length=7, num_blocks=300, block_size=4, window=600), delay=1)
     house.script.draft_length = 0
     live = house.submit(request_of(6, 300))
     while live.num_generated < 100:
@@ -62,8 +57,8 @@ def test_a_sequence_that_drafted_nothing_drafts_as_soon_as_it_likes(lockstep: Lo
     assert 8 in steps[:6]  # at full length after a few steps
 
 
-def test_plain_sequences_never_wait_for_a_router_that_is_six_steps_late(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(draft_length=5, num_blocks=200, block_size=4), delay=6)
+def test_plain_sequences_never_wait_for_a_router_that_is_six_steps_late() -> None:
+    house = Lockstep(Script(draft_length=5, num_blocks=200, block_size=4), delay=6)
     house.script.draft_length = 0
     lives = [house.submit(request_of(7 + i, 60)) for i in range(3)]
     while any(live.phase is not Phase.ENDED for live in lives):
@@ -71,8 +66,8 @@ def test_plain_sequences_never_wait_for_a_router_that_is_six_steps_late(lockstep
         assert not any(sequence.paused for sequence in house.batch.sequences.values())
 
 
-def test_a_long_prompt_holds_no_pages_for_its_answer_before_its_last_step(lockstep: Lockstep, request_of: Make) -> None:
-    house = lockstep(Script(draft_length=5, num_blocks=200, block_size=4), max_prefill_rows=16)
+def test_a_long_prompt_holds_no_pages_for_its_answer_before_its_last_step() -> None:
+    house = Lockstep(Script(draft_length=5, num_blocks=200, block_size=4), max_prefill_rows=16)
     live = house.submit(request_of(101, 20))
     house.step()
     house.step()
@@ -82,7 +77,7 @@ def test_a_long_prompt_holds_no_pages_for_its_answer_before_its_last_step(lockst
     assert live.num_generated == 20
 
 
-def test_more_are_expected_at_once_and_fewer_one_by_one(request_of: Make) -> None:
+def test_more_are_expected_at_once_and_fewer_one_by_one() -> None:
     live = RequestState(request_of(4, 60), 60, 0, 0.0)
     sequence = WorkerSequence(1, live, [0], 0, block_size=16, num_drafted=0, most_slots=65)
     ahead = []

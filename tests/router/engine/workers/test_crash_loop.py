@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from doubles.router import Script
+from doubles.router.house import House, in_house, request_of
 from space_router.engine.workers import worker_connection as connection
-
-InHouse = Callable[..., None]
-House = Any
 
 
 async def crash(house: House) -> None:
@@ -20,10 +16,10 @@ async def crash(house: House) -> None:
     await house.until(lambda: house.engine.connections[0].num_incarnations > num_lives)
 
 
-def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_while(
-    in_house: InHouse, monkeypatch: pytest.MonkeyPatch
+async def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body(house: House) -> None:
+    async with in_house(Script(heartbeat_seconds=0.02)) as house:
         for _ in range(2):
             await crash(house)
             assert house.engine.ready
@@ -35,11 +31,9 @@ def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_w
         await crash(house)
         assert house.engine.ready, "a worker that was up for a while begins a new row"
 
-    in_house(body, Script(heartbeat_seconds=0.02))
 
-
-def test_each_crash_of_a_row_makes_the_next_start_wait_longer(in_house: InHouse) -> None:
-    async def body(house: House) -> None:
+async def test_each_crash_of_a_row_makes_the_next_start_wait_longer() -> None:
+    async with in_house() as house:
         clock, waits = asyncio.get_running_loop().time, []
         for _ in range(4):
             begun = clock()
@@ -49,14 +43,10 @@ def test_each_crash_of_a_row_makes_the_next_start_wait_longer(in_house: InHouse)
         assert waits[2] >= 0.2
         assert waits[3] >= 0.4
 
-    in_house(body)
 
-
-def test_a_request_is_served_by_a_worker_that_is_not_called_ready(in_house: InHouse, request_of: Any) -> None:
-    async def body(house: House) -> None:
+async def test_a_request_is_served_by_a_worker_that_is_not_called_ready() -> None:
+    async with in_house() as house:
         for _ in range(3):
             await crash(house)
         assert not house.engine.ready
         assert len(await house.text(request_of(6, 10))) == 10
-
-    in_house(body)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from doubles.router import Script
-from space_router.engine.request.request import ValidRequest
-
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
-InHouse = Callable[..., None]
-House = Any
+from doubles.router.house import answer, in_house, request_of
 
 
-def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
+async def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault() -> None:
     """As each does in its turn when a new version is rolled out."""
 
-    async def body(house: House) -> None:
+    async with in_house() as house:
         (place,) = house.engine.connections
         for number in range(5):
             request = request_of(6, 40, name=str(number))
@@ -37,16 +26,12 @@ def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault(
         await house.until(lambda: place.num_incarnations == 7)
         assert house.metrics.value("spaceserve_worker_restarts_total") == 1
 
-    in_house(body)
 
-
-def test_a_worker_that_says_it_leaves_and_does_not_counts_as_lost(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_a_worker_that_says_it_leaves_and_does_not_counts_as_lost() -> None:
+    async with in_house() as house:
         (place,) = house.engine.connections
         await house.text(request_of(6, 4))
         house.worker.leave()
         house.worker.num_lives -= 1  # the same process
         await house.until(lambda: place.num_incarnations == 2)
         assert house.metrics.value("spaceserve_worker_restarts_total") == 1
-
-    in_house(body)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from doubles.router import Script, ScriptedWorker, never
+from doubles.router.house import answer, in_house, request_of, text_of, until
+from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import SamplingOptions
 from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.supervisor import ExitCause
-
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
-InHouse = Callable[..., None]
-House = Any
+from space_router.metrics import Metrics
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streams_of_a_killed_worker_go_on_with_the_same_text(
-    temperature: float, in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_streams_of_a_killed_worker_go_on_with_the_same_text(temperature: float) -> None:
+    async with in_house(Script(die_after_steps=5)) as house:
         requests = [
             request_of(5 + i, 40, sampling=SamplingOptions(seed=i, temperature=temperature), name=str(i))
             for i in range(6)
@@ -37,76 +32,57 @@ def test_streams_of_a_killed_worker_go_on_with_the_same_text(
         assert house.metrics.value("spaceserve_worker_restarts_total") == 1
         assert house.metrics.value("spaceserve_worker_up") == 1
 
-    in_house(body, Script(die_after_steps=5))
 
-
-def test_statistics_go_on_over_a_loss(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_statistics_go_on_over_a_loss() -> None:
+    async with in_house(Script(die_after_steps=5)) as house:
         async with house.engine.submit(request_of(6, 40)) as stream:
             num_tokens = sum([len(delta.tokens) async for delta in stream])
         assert num_tokens == stream.statistics.num_generated == 40
         assert stream.statistics.num_worker_losses == 1
 
-    in_house(body, Script(die_after_steps=5))
 
-
-def test_what_was_emitted_before_a_loss_is_not_emitted_again_nor_its_logprobs(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
-        request = request_of(30, 20, want_logprobs=True, num_prompt_logprobs=0)
-        async with house.engine.submit(request) as stream:
-            deltas = [delta async for delta in stream]
-        tokens = tuple(token for delta in deltas for token in delta.tokens)
-        assert tokens == answer(request, house.worker.script)
-        assert tuple(entry.id for delta in deltas for entry in delta.logprobs) == tokens
-        assert tuple(e.id for delta in deltas for e in delta.prompt_logprobs) == request.prompt_ids[1:]
-
+async def test_what_was_emitted_before_a_loss_is_not_emitted_again_nor_its_logprobs() -> None:
     for num_steps in (1, 3, 5):  # in the middle of the prompt, and behind it
-        in_house(body, Script(die_after_steps=num_steps), max_prefill_rows=8)
+        async with in_house(Script(die_after_steps=num_steps), max_prefill_rows=8) as house:
+            request = request_of(30, 20, want_logprobs=True, num_prompt_logprobs=0)
+            async with house.engine.submit(request) as stream:
+                deltas = [delta async for delta in stream]
+            tokens = tuple(token for delta in deltas for token in delta.tokens)
+            assert tokens == answer(request, house.worker.script)
+            assert tuple(entry.id for delta in deltas for entry in delta.logprobs) == tokens
+            assert tuple(e.id for delta in deltas for e in delta.prompt_logprobs) == request.prompt_ids[1:]
 
 
 @pytest.mark.parametrize("garbage", ["report_no", "unknown_sequence", "too_many_tokens", "computed", "vocabulary"])
-def test_a_worker_that_contradicts_the_contract_is_not_believed(
-    garbage: Any, in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_worker_that_contradicts_the_contract_is_not_believed(garbage: Any) -> None:
+    async with in_house(Script(garbage=garbage)) as house:
         text = await house.text(request_of(6, 30))
         assert text == answer(request_of(6, 30), house.worker.script)
         assert house.metrics.value("spaceserve_worker_restarts_total") == 1
 
-    in_house(body, Script(garbage=garbage))
 
-
-def test_a_worker_that_falls_silent_is_given_up(in_house: InHouse, request_of: Make, answer: Answer) -> None:
-    async def body(house: House) -> None:
+async def test_a_worker_that_falls_silent_is_given_up() -> None:
+    async with in_house(Script(hang_after_steps=4), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
         house.worker.script.hang_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
-    in_house(body, Script(hang_after_steps=4), worker_timeout=0.3)
 
-
-def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(
-    in_house: InHouse, request_of: Make, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
         house.worker.script.stall_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
 
-
-def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(
-    in_house: InHouse, request_of: Make, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody runs there any more, and nothing comes back: whoever comes next would wait for ever."""
 
-    async def body(house: House) -> None:
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: house.worker.figures.num_steps >= 4)
         text.cancel()
@@ -114,24 +90,17 @@ def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(
         house.worker.script.stall_after_steps = None
         assert await house.text(request_of(6, 40)) == answer(request_of(6, 40), house.worker.script)
 
+
+async def test_an_idle_worker_that_only_beats_its_heart_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    in_house(body, Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3)
-
-
-def test_an_idle_worker_that_only_beats_its_heart_is_kept(in_house: InHouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(house: House) -> None:
+    async with in_house(Script(heartbeat_seconds=0.02), worker_timeout=0.3) as house:
         await asyncio.sleep(0.5)  # longer than a silent worker has, or one that owes a step
         assert house.engine.ready
         assert house.metrics.value("spaceserve_worker_restarts_total") == 0
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    in_house(body, Script(heartbeat_seconds=0.02), worker_timeout=0.3)
 
-
-def test_a_request_that_kills_its_worker_twice_is_refused_and_the_others_go_on(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_request_that_kills_its_worker_twice_is_refused_and_the_others_go_on() -> None:
+    async with in_house(Script(deadly_id=99, num_blocks=256)) as house:
         deadly = request_of((99, 12, 13), 40, name="deadly")
         others = [request_of(5 + i, 40, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(6)]
         texts = [asyncio.create_task(house.text(request)) for request in others]
@@ -140,13 +109,9 @@ def test_a_request_that_kills_its_worker_twice_is_refused_and_the_others_go_on(
         assert await asyncio.gather(*texts) == [answer(request, house.worker.script) for request in others]
         assert house.metrics.value("spaceserve_worker_restarts_total") == 2
 
-    in_house(body, Script(deadly_id=99, num_blocks=256))
 
-
-def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on(
-    in_house: InHouse, request_of: Make, answer: Answer
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on() -> None:
+    async with in_house(Script(deadly_id=99, deadly_steps=5, num_blocks=256)) as house:
         deadly = request_of((99, 12, 13), 400, name="deadly")
         others = [request_of(5 + i, 60, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(4)]
         texts = [asyncio.create_task(house.text(request)) for request in others]
@@ -155,11 +120,9 @@ def test_a_request_that_kills_now_and_then_is_found_while_the_others_go_on(
         assert await asyncio.gather(*texts) == [answer(request, house.worker.script) for request in others]
         assert 2 < (house.metrics.value("spaceserve_worker_restarts_total") or 0) <= 5
 
-    in_house(body, Script(deadly_id=99, deadly_steps=5, num_blocks=256))
 
-
-def test_suspects_are_tried_alone_and_then_run_together_again(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_suspects_are_tried_alone_and_then_run_together_again() -> None:
+    async with in_house(Script(step_seconds=0.001)) as house:
         requests = [request_of(20 + i, 60, sampling=SamplingOptions(seed=i), name=str(i)) for i in range(5)]
         texts = [asyncio.create_task(house.text(request)) for request in requests]
         await house.until(lambda: len(house.engine.connections[0].scheduler.running) == 5)
@@ -175,92 +138,62 @@ def test_suspects_are_tried_alone_and_then_run_together_again(in_house: InHouse,
             await asyncio.sleep(0)
         assert max(together) == 5, "once all are cleared they run beside each other"
 
-    in_house(body, Script(step_seconds=0.001))
 
-
-def test_a_request_that_waits_while_the_worker_is_down_is_served_afterwards(
-    in_house: InHouse, request_of: Make
-) -> None:
-    async def body(house: House) -> None:
+async def test_a_request_that_waits_while_the_worker_is_down_is_served_afterwards() -> None:
+    async with in_house() as house:
         house.worker.kill()
         await house.until(lambda: not house.engine.ready)
         assert len(await house.text(request_of(6, 10))) == 10
 
-    in_house(body)
+
+async def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over() -> None:
+    async with ScriptedWorker(Script(step_seconds=0.001)) as one, ScriptedWorker(Script()) as two:
+        config = ServeConfig(worker_address=(one.address, two.address))
+        async with Engine(config, Metrics()) as engine:
+            await until(lambda: engine.load().num_workers_up == 2)
+            requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
+
+            texts = [asyncio.create_task(text_of(engine, request)) for request in requests]
+            await until(lambda: bool(one.figures.num_admits and two.figures.num_admits))
+            one.kill()
+            assert await asyncio.gather(*texts) == [answer(request, two.script) for request in requests]
+            engine.check()
+        one.check()
+        two.check()
 
 
-def test_two_workers_share_the_load_and_the_requests_of_the_dead_one_move_over(
-    request_of: Make, answer: Answer
-) -> None:
-    from space_router.config import ServeConfig
-    from space_router.metrics import Metrics
-
-    async def whole() -> None:
-        async with ScriptedWorker(Script(step_seconds=0.001)) as one, ScriptedWorker(Script()) as two:
-            config = ServeConfig(worker_address=(one.address, two.address))
-            async with Engine(config, Metrics()) as engine:
-                async with asyncio.timeout(30):
-                    while engine.load().num_workers_up < 2:  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-                requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
-
-                async def text(request: ValidRequest) -> tuple[int, ...]:
-                    async with engine.submit(request) as stream:
-                        return tuple([token async for delta in stream for token in delta.tokens])
-
-                texts = [asyncio.create_task(text(request)) for request in requests]
-                async with asyncio.timeout(30):
-                    while not (one.figures.num_admits and two.figures.num_admits):  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-                one.kill()
-                assert await asyncio.gather(*texts) == [answer(request, two.script) for request in requests]
-                engine.check()
-            one.check()
-            two.check()
-
-    asyncio.run(whole())
-
-
-def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(request_of: Make, answer: Answer) -> None:
-    from space_router.config import ServeConfig
-    from space_router.metrics import Metrics
-
+async def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once() -> None:
     script = Script(step_seconds=0.01, num_blocks=1024, accepts=never)
 
-    async def whole() -> None:
-        async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(ScriptedWorker(script)) for _ in range(2)]
-            life = await stack.enter_async_context(AsyncExitStack())
-            mortal = await life.enter_async_context(ScriptedWorker(script))
-            config = ServeConfig(worker_address=(mortal.address, *(worker.address for worker in workers)))
-            engine = await stack.enter_async_context(Engine(config, Metrics(), max_lag=500))  # no worker rests
-            for place in engine.connections:
-                await place.until(lambda place=place: place.scheduler is not None)  # type: ignore[misc]
-            requests = [request_of((10 + i, 11), 500, name=str(i)) for i in range(12)]  # none ends meanwhile
-            streams = [await stack.enter_async_context(engine.submit(request)) for request in requests]
-            texts: list[tuple[int, ...]] = [()] * 12
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(ScriptedWorker(script)) for _ in range(2)]
+        life = await stack.enter_async_context(AsyncExitStack())
+        mortal = await life.enter_async_context(ScriptedWorker(script))
+        config = ServeConfig(worker_address=(mortal.address, *(worker.address for worker in workers)))
+        engine = await stack.enter_async_context(Engine(config, Metrics(), max_lag=500))  # no worker rests
+        for place in engine.connections:
+            await place.until(lambda place=place: place.scheduler is not None)  # type: ignore[misc]
+        requests = [request_of((10 + i, 11), 500, name=str(i)) for i in range(12)]  # none ends meanwhile
+        streams = [await stack.enter_async_context(engine.submit(request)) for request in requests]
+        texts: list[tuple[int, ...]] = [()] * 12
 
-            async def read(num_tokens: int) -> None:
-                async with asyncio.timeout(40):
-                    for number, stream in enumerate(streams):
-                        while len(texts[number]) < num_tokens:
-                            texts[number] += (await anext(aiter(stream))).tokens
+        async def read(num_tokens: int) -> None:
+            async with asyncio.timeout(40):
+                for number, stream in enumerate(streams):
+                    while len(texts[number]) < num_tokens:
+                        texts[number] += (await anext(aiter(stream))).tokens
 
-            await read(20)
-            assert mortal.figures.num_admits
-            begun = [worker.figures.num_steps for worker in workers]
-            await life.aclose()
-            await read(70)
-            num_steps = max(worker.figures.num_steps - steps for worker, steps in zip(workers, begun, strict=True))
-            assert engine.load().num_workers_up == 2
-            assert all(
-                text == answer(request, script)[: len(text)] for request, text in zip(requests, texts, strict=True)
-            )
-            assert num_steps < 250, "50 for the tokens, and the pause"
-        for worker in workers:
-            worker.check()
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+        await read(20)
+        assert mortal.figures.num_admits
+        begun = [worker.figures.num_steps for worker in workers]
+        await life.aclose()
+        await read(70)
+        num_steps = max(worker.figures.num_steps - steps for worker, steps in zip(workers, begun, strict=True))
+        assert engine.load().num_workers_up == 2
+        assert all(text == answer(request, script)[: len(text)] for request, text in zip(requests, texts, strict=True))
+        assert num_steps < 250, "50 for the tokens, and the pause"
+    for worker in workers:
+        worker.check()
 
 
 @pytest.mark.parametrize(
@@ -273,8 +206,8 @@ def test_streams_of_a_worker_elsewhere_that_is_gone_for_good_go_on_at_once(reque
     ],
     ids=["contradicts", "does not step", "says nothing", "hangs up"],
 )
-def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
-    script: Script, cause: ExitCause, in_house: InHouse, request_of: Make, monkeypatch: pytest.MonkeyPatch
+async def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
+    script: Script, cause: ExitCause, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     causes: list[ExitCause] = []
     worker_lost = Engine.worker_lost
@@ -283,50 +216,35 @@ def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it(
         causes.append(why)
         worker_lost(engine, connection, lost, why)
 
-    async def body(house: House) -> None:
+    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(Engine, "worker_lost", noted)
+    async with in_house(script, worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: bool(causes))
         house.worker.script.stall_after_steps = house.worker.script.hang_after_steps = None
         assert len(await text) == 40
         assert causes == [cause]
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
-    monkeypatch.setattr(Engine, "worker_lost", noted)
-    in_house(body, script, worker_timeout=0.3)
-
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_a_draining_worker_hands_back_runs_elsewhere(num_workers: int, request_of: Make, answer: Answer) -> None:
-    from space_router.config import ServeConfig
-    from space_router.metrics import Metrics
+async def test_what_a_draining_worker_hands_back_runs_elsewhere(num_workers: int) -> None:
+    async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(step_seconds=0.001)) as two:
+        addresses = (one.address, two.address)[:num_workers]
+        async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
+            await until(lambda: engine.load().num_workers_up == num_workers)
+            for conversation in one._conversations:
+                conversation._batch.draining = True
+            requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
 
-    async def whole() -> None:
-        async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(step_seconds=0.001)) as two:
-            addresses = (one.address, two.address)[:num_workers]
-            async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
-                async with asyncio.timeout(30):
-                    while engine.load().num_workers_up < num_workers:  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-                for conversation in one._conversations:
-                    conversation._batch.draining = True
-                requests = [request_of((10 + i, 11), 30, name=str(i)) for i in range(6)]
-
-                async def text(request: ValidRequest) -> tuple[int, ...]:
-                    async with engine.submit(request) as stream:
-                        return tuple([token async for delta in stream for token in delta.tokens])
-
-                assert await asyncio.gather(*map(text, requests)) == [answer(one_, one.script) for one_ in requests]
-                engine.check()
-            one.check()
-            two.check()
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+            assert await asyncio.gather(*(text_of(engine, request) for request in requests)) == [
+                answer(one_, one.script) for one_ in requests
+            ]
+            engine.check()
+        one.check()
+        two.check()
 
 
 def an_engine(address: str, **fields: Any) -> Engine:
-    from space_router.config import ServeConfig
-    from space_router.metrics import Metrics
-
     return Engine(ServeConfig(worker_address=(address,)), Metrics(), **fields)
 
 
@@ -338,56 +256,42 @@ def an_engine(address: str, **fields: Any) -> Engine:
         (Script(num_blocks=0), "has 0 blocks"),
     ],
 )
-def test_a_worker_that_does_not_fit_is_refused_with_both_sides_named(script: Script, message: str) -> None:
-    async def whole() -> None:
-        async with ScriptedWorker(script) as worker, an_engine(worker.address, tokenizer_hash="ours") as engine:
-            with pytest.raises(WorkerStartFailed, match=message):
-                await engine.wait_ready()
-            with pytest.raises(WorkerStartFailed, match=message):
-                await engine.failed()
-
-    asyncio.run(whole())
+async def test_a_worker_that_does_not_fit_is_refused_with_both_sides_named(script: Script, message: str) -> None:
+    async with ScriptedWorker(script) as worker, an_engine(worker.address, tokenizer_hash="ours") as engine:
+        with pytest.raises(WorkerStartFailed, match=message):
+            await engine.wait_ready()
+        with pytest.raises(WorkerStartFailed, match=message):
+            await engine.failed()
 
 
-def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_place(
+async def test_a_worker_with_another_model_is_refused_beside_the_first_and_in_its_place(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from space_router.config import ServeConfig
-    from space_router.metrics import Metrics
-
     monkeypatch.setattr(connection, "MAX_FAILED_STARTS", 1)
 
-    async def whole() -> None:
-        async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(model_hash="other")) as two:
-            config = ServeConfig(worker_address=(one.address, two.address))
-            async with Engine(config, Metrics()) as engine:
-                async with asyncio.timeout(30):
-                    while not caplog.records:  # noqa: ASYNC110
-                        await asyncio.sleep(0)
-                assert engine.load().num_workers_up == 1
-                for worker in (one, two):
-                    worker.script.model_hash = "changed"
-                one.kill()
-                two.kill()
-                async with asyncio.timeout(30):
-                    with pytest.raises(WorkerStartFailed, match="Give all the same model"):
-                        await engine.failed()
-
-    asyncio.run(whole())
+    async with ScriptedWorker(Script()) as one, ScriptedWorker(Script(model_hash="other")) as two:
+        config = ServeConfig(worker_address=(one.address, two.address))
+        async with Engine(config, Metrics()) as engine:
+            await until(lambda: bool(caplog.records))
+            assert engine.load().num_workers_up == 1
+            for worker in (one, two):
+                worker.script.model_hash = "changed"
+            one.kill()
+            two.kill()
+            async with asyncio.timeout(30):
+                with pytest.raises(WorkerStartFailed, match="Give all the same model"):
+                    await engine.failed()
 
 
-def test_nothing_is_taken_before_the_first_worker_is_up(request_of: Make) -> None:
-    async def whole() -> None:
-        async with an_engine("unix:/nonexistent/w.sock") as engine:
-            assert not engine.ready
-            with pytest.raises(NotReady):
-                engine.submit(request_of())
-
-    asyncio.run(whole())
+async def test_nothing_is_taken_before_the_first_worker_is_up() -> None:
+    async with an_engine("unix:/nonexistent/w.sock") as engine:
+        assert not engine.ready
+        with pytest.raises(NotReady):
+            engine.submit(request_of())
 
 
-def test_hundreds_that_no_longer_fit_end_one_by_one(in_house: InHouse, request_of: Make) -> None:
-    async def body(house: House) -> None:
+async def test_hundreds_that_no_longer_fit_end_one_by_one() -> None:
+    async with in_house(max_queue=1000) as house:
         house.worker.script.num_blocks = 2
         house.worker.kill()
         await house.until(lambda: not house.engine.ready)
@@ -395,5 +299,3 @@ def test_hundreds_that_no_longer_fit_end_one_by_one(in_house: InHouse, request_o
         for stream in streams:
             with pytest.raises(RequestFailed, match="less cache"):
                 await anext(aiter(stream))
-
-    in_house(body, max_queue=1000)

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 from doubles.router import Script, ScriptedWorker
+from doubles.router.house import answer, request_of, text_of
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import SamplingOptions
 from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
 from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
 from space_router.metrics import Metrics
 
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
 SCRIPT = Script(eos_ids=())
 LIMIT = 120.0
 
@@ -45,104 +44,79 @@ async def three_workers(*flags: str, num_workers: int = 3) -> AsyncIterator[tupl
         engine.check()
 
 
-async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
-    async with engine.submit(request) as stream:
-        return tuple([token async for delta in stream for token in delta.tokens])
-
-
-def run(body: Any) -> None:
-    asyncio.run(asyncio.wait_for(body, LIMIT))
-
-
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_every_worker_is_another_process_afterwards_and_streams_have_the_same_text(
-    num_workers: int, request_of: Make, answer: Answer
-) -> None:
-    async def whole() -> None:
-        async with three_workers(num_workers=num_workers) as (engine, restart, metrics):
-            sources = [
-                connection.source for connection in engine.connections if isinstance(connection.source, Supervisor)
+async def test_every_worker_is_another_process_afterwards_and_streams_have_the_same_text(num_workers: int) -> None:
+    async with three_workers(num_workers=num_workers) as (engine, restart, metrics):
+        sources = [connection.source for connection in engine.connections if isinstance(connection.source, Supervisor)]
+        before = [source.pid for source in sources]
+        assert len(before) == num_workers
+        requests = [
+            request_of(5 + i, 150, name=str(i), sampling=SamplingOptions(seed=i, temperature=float(i % 2)))
+            for i in range(12)
+        ]
+        streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+        await asyncio.sleep(0.1)
+        restart.begin(finish_seconds=0.0)
+        await restart.wait()
+        assert (restart.state, restart.error) == (RestartState.DONE, "")
+        assert restart.num_done == num_workers
+        assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+        assert not {source.pid for source in sources} & set(before)
+        assert metrics.value("spaceserve_worker_restarts_total") == 0  # nothing that should wake anybody
+        assert metrics.value("spaceserve_worker_up") == num_workers
+
+
+async def test_streams_that_end_in_time_are_computed_where_they_began() -> None:
+    async with three_workers(num_workers=2) as (engine, restart, _):
+        streams = [engine.submit(request_of(6, 60, name=str(i))) for i in range(4)]
+        for stream in streams:
+            await stream.__aenter__()
+        await engine.connections[0].until(lambda: engine.load().num_running == 4)
+        restart.begin(finish_seconds=LIMIT)
+        for stream in streams:
+            assert sum([len(delta.tokens) async for delta in stream]) == 60
+            await stream.__aexit__(None, None, None)
+        await restart.wait()
+        assert restart.state is RestartState.DONE
+        assert all(stream.statistics.num_worker_losses == 0 for stream in streams)
+        assert all(stream.statistics.num_preemptions == 0 for stream in streams)
+
+
+async def test_nothing_new_goes_to_a_worker_that_is_taken_off_duty() -> None:
+    async with three_workers(num_workers=2) as (engine, _, _):
+        long = engine.submit(request_of(6, 400, name="long"))
+        async with long:
+            (connection,) = [
+                one for one in engine.connections if one.scheduler is not None and one.scheduler.num_running
             ]
-            before = [source.pid for source in sources]
-            assert len(before) == num_workers
-            requests = [
-                request_of(5 + i, 150, name=str(i), sampling=SamplingOptions(seed=i, temperature=float(i % 2)))
-                for i in range(12)
-            ]
-            streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
-            await asyncio.sleep(0.1)
-            restart.begin(finish_seconds=0.0)
-            await restart.wait()
-            assert (restart.state, restart.error) == (RestartState.DONE, "")
-            assert restart.num_done == num_workers
-            assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
-            assert not {source.pid for source in sources} & set(before)
-            assert metrics.value("spaceserve_worker_restarts_total") == 0  # nothing that should wake anybody
-            assert metrics.value("spaceserve_worker_up") == num_workers
-
-    run(whole())
+            retiring = asyncio.create_task(connection.retire(finish_seconds=LIMIT))
+            await asyncio.sleep(0)
+            await asyncio.gather(*(text_of(engine, request_of(6, 5, name=str(i))) for i in range(6)))
+            assert connection.scheduler is not None
+            assert connection.scheduler.num_running == 1
+        await retiring
+        await connection.until(lambda: connection.num_incarnations == 2)
 
 
-def test_streams_that_end_in_time_are_computed_where_they_began(request_of: Make) -> None:
-    async def whole() -> None:
-        async with three_workers(num_workers=2) as (engine, restart, _):
-            streams = [engine.submit(request_of(6, 60, name=str(i))) for i in range(4)]
-            for stream in streams:
-                await stream.__aenter__()
-            await engine.connections[0].until(lambda: engine.load().num_running == 4)
-            restart.begin(finish_seconds=LIMIT)
-            for stream in streams:
-                assert sum([len(delta.tokens) async for delta in stream]) == 60
-                await stream.__aexit__(None, None, None)
-            await restart.wait()
-            assert restart.state is RestartState.DONE
-            assert all(stream.statistics.num_worker_losses == 0 for stream in streams)
-            assert all(stream.statistics.num_preemptions == 0 for stream in streams)
-
-    run(whole())
-
-
-def test_nothing_new_goes_to_a_worker_that_is_taken_off_duty(request_of: Make) -> None:
-    async def whole() -> None:
-        async with three_workers(num_workers=2) as (engine, _, _):
-            long = engine.submit(request_of(6, 400, name="long"))
-            async with long:
-                (connection,) = [
-                    one for one in engine.connections if one.scheduler is not None and one.scheduler.num_running
-                ]
-                retiring = asyncio.create_task(connection.retire(finish_seconds=LIMIT))
-                await asyncio.sleep(0)
-                await asyncio.gather(*(text_of(engine, request_of(6, 5, name=str(i))) for i in range(6)))
-                assert connection.scheduler is not None
-                assert connection.scheduler.num_running == 1
-            await retiring
-            await connection.until(lambda: connection.num_incarnations == 2)
-
-    run(whole())
-
-
-def test_a_worker_that_does_not_come_back_stops_the_rest(request_of: Make, answer: Answer) -> None:
-    async def whole() -> None:
-        async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(ScriptedWorker(SCRIPT)) for _ in range(2)]
-            config = ServeConfig(worker_address=tuple(worker.address for worker in workers))
-            engine = await stack.enter_async_context(Engine(config, Metrics()))
-            for connection in engine.connections:
-                assert isinstance(connection.source, RemoteWorker)
-                await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
-            restart = RollingRestart(engine.connections, back_seconds=0.3)
-            stack.callback(restart.cancel)
-            gone = asyncio.create_task(_end(workers[0]))
-            restart.begin(finish_seconds=0.0)
-            await restart.wait()
-            await gone
-            assert restart.state is RestartState.FAILED
-            assert f"the worker at {workers[0].address} was not up within 0.3 s" in restart.error
-            assert engine.connections[1].num_incarnations == 1
-            request = request_of(6, 20)
-            assert await text_of(engine, request) == answer(request, SCRIPT)
-
-    run(whole())
+async def test_a_worker_that_does_not_come_back_stops_the_rest() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(ScriptedWorker(SCRIPT)) for _ in range(2)]
+        config = ServeConfig(worker_address=tuple(worker.address for worker in workers))
+        engine = await stack.enter_async_context(Engine(config, Metrics()))
+        for connection in engine.connections:
+            assert isinstance(connection.source, RemoteWorker)
+            await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+        restart = RollingRestart(engine.connections, back_seconds=0.3)
+        stack.callback(restart.cancel)
+        gone = asyncio.create_task(_end(workers[0]))
+        restart.begin(finish_seconds=0.0)
+        await restart.wait()
+        await gone
+        assert restart.state is RestartState.FAILED
+        assert f"the worker at {workers[0].address} was not up within 0.3 s" in restart.error
+        assert engine.connections[1].num_incarnations == 1
+        request = request_of(6, 20)
+        assert await text_of(engine, request) == answer(request, SCRIPT)
 
 
 async def _end(worker: ScriptedWorker) -> None:
@@ -151,9 +125,7 @@ async def _end(worker: ScriptedWorker) -> None:
     await worker.__aexit__(None, None, None)
 
 
-def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_started_it(
-    tmp_path: Any, request_of: Make, answer: Answer
-) -> None:
+async def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_started_it(tmp_path: Any) -> None:
     async def kept_alive(listen: str, lives: list[int]) -> None:
         """As Kubernetes or systemd would."""
         while True:
@@ -166,41 +138,35 @@ def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_started_
                 await process.wait()
                 raise
 
-    async def whole() -> None:
-        addresses = tuple(f"unix:{tmp_path}/{number}.sock" for number in range(2))
-        lives: list[int] = []
-        async with asyncio.TaskGroup() as group:
-            keeping = [group.create_task(kept_alive(address, lives)) for address in addresses]
-            async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
-                for connection in engine.connections:
-                    await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
-                restart = RollingRestart(engine.connections, back_seconds=LIMIT)
-                requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
-                streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
-                await asyncio.sleep(0.1)
-                restart.begin(finish_seconds=0.0)
-                await restart.wait()
-                assert (restart.state, restart.error) == (RestartState.DONE, "")
-                assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
-                assert len(lives) == 4
-            for task in keeping:
-                task.cancel()
-
-    run(whole())
-
-
-def test_one_restart_at_a_time_and_of_workers_that_exist() -> None:
-    async def whole() -> None:
-        async with three_workers(num_workers=2) as (_, restart, _):
-            with pytest.raises(RestartRefused, match="There is no worker 7; there are 0, 1"):
-                restart.begin(numbers=[1, 7])
-            restart.begin(numbers=[1])
-            with pytest.raises(RestartRefused, match="0 of 1 workers done"):
-                restart.begin()
+    addresses = tuple(f"unix:{tmp_path}/{number}.sock" for number in range(2))
+    lives: list[int] = []
+    async with asyncio.TaskGroup() as group:
+        keeping = [group.create_task(kept_alive(address, lives)) for address in addresses]
+        async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
+            for connection in engine.connections:
+                await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+            restart = RollingRestart(engine.connections, back_seconds=LIMIT)
+            requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
+            streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
+            await asyncio.sleep(0.1)
+            restart.begin(finish_seconds=0.0)
             await restart.wait()
-            assert restart.num_done == restart.num_wanted == 1
+            assert (restart.state, restart.error) == (RestartState.DONE, "")
+            assert await asyncio.gather(*streams) == [answer(request, SCRIPT) for request in requests]
+            assert len(lives) == 4
+        for task in keeping:
+            task.cancel()
 
-    run(whole())
+
+async def test_one_restart_at_a_time_and_of_workers_that_exist() -> None:
+    async with three_workers(num_workers=2) as (_, restart, _):
+        with pytest.raises(RestartRefused, match="There is no worker 7; there are 0, 1"):
+            restart.begin(numbers=[1, 7])
+        restart.begin(numbers=[1])
+        with pytest.raises(RestartRefused, match="0 of 1 workers done"):
+            restart.begin()
+        await restart.wait()
+        assert restart.num_done == restart.num_wanted == 1
 
 
 class Flickering:
@@ -225,14 +191,11 @@ class Flickering:
 
 
 @pytest.mark.parametrize(("num_losses", "state"), [(0, "done"), (2, "done"), (3, "failed")])
-def test_a_worker_that_only_lost_its_connection_is_not_taken_for_another(num_losses: int, state: str) -> None:
-    async def whole() -> None:
-        connection: Any = Flickering(num_losses)
-        restart = RollingRestart([connection], back_seconds=1.0)
-        restart.begin()
-        await restart.wait()
-        assert restart.state.value == state
-        assert (connection.incarnation == "second") is (state == "done")
-        assert ("came back as the same process" in restart.error) is (state == "failed")
-
-    run(whole())
+async def test_a_worker_that_only_lost_its_connection_is_not_taken_for_another(num_losses: int, state: str) -> None:
+    connection: Any = Flickering(num_losses)
+    restart = RollingRestart([connection], back_seconds=1.0)
+    restart.begin()
+    await restart.wait()
+    assert restart.state.value == state
+    assert (connection.incarnation == "second") is (state == "done")
+    assert ("came back as the same process" in restart.error) is (state == "failed")

@@ -8,7 +8,7 @@ import signal
 import stat
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,21 +24,14 @@ from space_router.metrics import Metrics
 READY = "import sys, time; print('ready', sys.argv[1], flush=True); time.sleep(60)"
 
 
-def supervised(
-    code: str, body: Callable[[Supervisor], Awaitable[None]], *, start_timeout: float = 20.0, grace: float = 5.0
-) -> None:
-    """Run `body` with a supervisor of `python -c code ADDRESS`."""
-
-    async def whole() -> None:
-        async with Supervisor(
-            lambda address: [sys.executable, "-S", "-E", "-c", textwrap.dedent(code), address],
-            name="worker 0",
-            start_timeout=start_timeout,
-            grace=grace,
-        ) as supervisor:
-            await body(supervisor)
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+def supervised(code: str, *, start_timeout: float = 20.0, grace: float = 5.0) -> Supervisor:
+    """Of `python -c code ADDRESS`."""
+    return Supervisor(
+        lambda address: [sys.executable, "-S", "-E", "-c", textwrap.dedent(code), address],
+        name="worker 0",
+        start_timeout=start_timeout,
+        grace=grace,
+    )
 
 
 def alive(pid: int) -> bool:
@@ -64,23 +57,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_the_socket_lies_in_a_folder_only_this_user_can_enter() -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_the_socket_lies_in_a_folder_only_this_user_can_enter() -> None:
+    async with supervised(READY) as supervisor:
         address = await supervisor.start()
         folder = Path(address.removeprefix("unix:")).parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
-    supervised(READY, body)
 
-
-def test_leaving_the_block_ends_the_process_and_the_folder() -> None:
+async def test_leaving_the_block_ends_the_process_and_the_folder() -> None:
     seen: list[object] = []
 
-    async def body(supervisor: Supervisor) -> None:
+    async with supervised(READY) as supervisor:
         seen.append(Path((await supervisor.start()).removeprefix("unix:")).parent)
         seen.append(supervisor.pid)
-
-    supervised(READY, body)
     folder, pid = seen
     assert isinstance(folder, Path)
     assert not folder.exists()
@@ -88,7 +77,7 @@ def test_leaving_the_block_ends_the_process_and_the_folder() -> None:
     assert not alive(pid)
 
 
-def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> None:
+async def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> None:
     code = """
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -100,21 +89,19 @@ def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> None:
     """
     pids: list[int] = []
 
-    async def body(supervisor: Supervisor) -> None:
+    async with supervised(code, grace=0.05) as supervisor:
         await supervisor.start()
         assert supervisor.pid is not None
         pids.append(supervisor.pid)
         await until(lambda: bool(supervisor._last_words))
         pids.append(int(supervisor._last_words[0].split()[1]))
-
-    supervised(code, body, grace=0.05)
     assert len(pids) == 2
     assert not alive(pids[0])
-    asyncio.run(until(lambda: state(pids[1]) in "ZX"))  # the system's own reaper sees a killed grandchild in its time
+    await until(lambda: state(pids[1]) in "ZX")  # the system's own reaper sees a killed grandchild in its time
 
 
-def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
+    async with supervised(READY) as supervisor:
         first, pid = await supervisor.start(), supervisor.pid
         supervisor.reset_backoff()
         assert await supervisor.start() != first
@@ -123,16 +110,12 @@ def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
         assert supervisor.pid not in (None, pid)
         assert supervisor.num_starts == 2
 
-    supervised(READY, body)
 
-
-def test_a_process_that_ends_before_it_is_ready_leaves_its_last_words() -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_a_process_that_ends_before_it_is_ready_leaves_its_last_words() -> None:
+    async with supervised("import sys; print('no model at /x', file=sys.stderr); sys.exit(3)") as supervisor:
         with pytest.raises(WorkerDidNotStart, match=r"ended with code 3 before it was ready(.|\n)*no model at /x"):
             await supervisor.start()
         assert supervisor.pid is None
-
-    supervised("import sys; print('no model at /x', file=sys.stderr); sys.exit(3)", body)
 
 
 BUSY = """
@@ -145,31 +128,27 @@ time.sleep(60)
 """
 
 
-def test_a_process_that_says_it_is_busy_has_its_time_anew() -> None:
+async def test_a_process_that_says_it_is_busy_has_its_time_anew() -> None:
     """A download takes longer than a start may."""
 
-    async def body(supervisor: Supervisor) -> None:
+    async with supervised(BUSY, start_timeout=4.0) as supervisor:
         assert (await supervisor.start()).startswith("unix:")
 
-    supervised(BUSY, body, start_timeout=4.0)
 
-
-def test_a_process_that_is_never_ready_is_ended_after_its_time() -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_a_process_that_is_never_ready_is_ended_after_its_time() -> None:
+    async with supervised("import time; time.sleep(60)", start_timeout=0.05) as supervisor:
         with pytest.raises(WorkerDidNotStart, match=r"was not ready within 0\.05 s"):
             await supervisor.start()
         assert supervisor.pid is None
 
-    supervised("import time; time.sleep(60)", body, start_timeout=0.05)
 
-
-def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFixture[str]) -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 200_000
+    async with supervised(
+        f"import sys; print('x' * 200_000 + '\\nhello', file=sys.stderr, flush=True); {READY}"
+    ) as supervisor:
         await supervisor.start()
         await until(lambda: len(supervisor._last_words) == 2)
-
-    long = "x" * 200_000
-    supervised(f"import sys; print('x' * 200_000 + '\\nhello', file=sys.stderr, flush=True); {READY}", body)
     lines = capfd.readouterr().err.splitlines()
     assert f"worker 0: {long}" in lines
     assert "worker 0: hello" in lines
@@ -179,8 +158,10 @@ def test_what_the_worker_logs_is_passed_on_line_by_line(capfd: pytest.CaptureFix
     ("number", "cause"),
     [(signal.SIGKILL, ExitCause.EXTERNAL), (signal.SIGSTOP, ExitCause.EXTERNAL), (signal.SIGSEGV, ExitCause.CRASHED)],
 )
-def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: ExitCause) -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause: ExitCause) -> None:
+    if count_oom_kills() is None:
+        pytest.skip("this kernel does not count whom it kills for want of memory")
+    async with supervised(READY) as supervisor:
         await supervisor.start()
         pid = supervisor.pid
         assert pid is not None
@@ -188,13 +169,9 @@ def test_who_ended_a_worker_is_asked_of_the_system(number: signal.Signals, cause
         await until(lambda: state(pid) in "TZX")
         assert await supervisor.find_exit_cause() is cause
 
-    if count_oom_kills() is None:
-        pytest.skip("this kernel does not count whom it kills for want of memory")
-    supervised(READY, body)
 
-
-def test_a_worker_that_hangs_is_not_asked_to_leave_before_the_next_is_started() -> None:
-    async def body(supervisor: Supervisor) -> None:
+async def test_a_worker_that_hangs_is_not_asked_to_leave_before_the_next_is_started() -> None:
+    async with supervised(READY, grace=20.0) as supervisor:
         await supervisor.start()
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGSTOP)
@@ -202,8 +179,6 @@ def test_a_worker_that_hangs_is_not_asked_to_leave_before_the_next_is_started() 
         begun = clock()
         await supervisor.start()
         assert clock() - begun < 10, "it would not have heard SIGTERM"
-
-    supervised(READY, body, grace=20.0)
 
 
 def scripted_argv(*more: str) -> Callable[[ServeConfig, str], list[str]]:
@@ -213,12 +188,7 @@ def scripted_argv(*more: str) -> Callable[[ServeConfig, str], list[str]]:
     return argv
 
 
-async def text_of(engine: Engine, request: ValidRequest) -> tuple[int, ...]:
-    async with engine.submit(request) as stream:
-        return tuple([token async for delta in stream for token in delta.tokens])
-
-
-def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> None:
+async def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> None:
     request = ValidRequest("r", tuple(range(10, 16)), SamplingOptions(seed=0), max_tokens=300)
     ids = list(request.prompt_ids)
     from space_proto import worker_pb2
@@ -227,38 +197,32 @@ def test_a_killed_worker_process_is_started_again_and_its_streams_go_on() -> Non
     while len(ids) < 306:
         ids.append(HashLanguage(range(4, 250)).next_id(ids, 6, sampling))
 
-    async def whole() -> None:
-        metrics = Metrics()
-        argv = scripted_argv("--step-seconds", "0.001", "--num-blocks", "64")
-        async with Engine(ServeConfig(), metrics, worker_argv=argv) as engine:
+    metrics = Metrics()
+    argv = scripted_argv("--step-seconds", "0.001", "--num-blocks", "64")
+    async with Engine(ServeConfig(), metrics, worker_argv=argv) as engine:
+        await engine.wait_ready()
+        tokens: list[int] = []
+        async with engine.submit(request) as stream:
+            async for delta in stream:
+                if not tokens:
+                    pid = engine.connections[0].source.pid
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                tokens += delta.tokens
+        assert tokens == ids[6:]
+        assert metrics.value("spaceserve_worker_restarts_total") == 1
+        engine.check()
+
+
+async def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
+    async with Engine(ServeConfig(), Metrics(), worker_argv=scripted_argv("--fail", "no model at /x")) as engine:
+        supervisor = engine.connections[0].source
+        with pytest.raises(WorkerStartFailed, match="no model at /x"):
             await engine.wait_ready()
-            tokens: list[int] = []
-            async with engine.submit(request) as stream:
-                async for delta in stream:
-                    if not tokens:
-                        pid = engine.connections[0].source.pid
-                        assert pid is not None
-                        os.kill(pid, signal.SIGKILL)
-                    tokens += delta.tokens
-            assert tokens == ids[6:]
-            assert metrics.value("spaceserve_worker_restarts_total") == 1
-            engine.check()
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+        assert supervisor.num_starts == 1
 
 
-def test_a_worker_that_cannot_start_is_one_clear_error_and_no_loop() -> None:
-    async def whole() -> None:
-        async with Engine(ServeConfig(), Metrics(), worker_argv=scripted_argv("--fail", "no model at /x")) as engine:
-            supervisor = engine.connections[0].source
-            with pytest.raises(WorkerStartFailed, match="no model at /x"):
-                await engine.wait_ready()
-            assert supervisor.num_starts == 1
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
-
-
-def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
+async def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
     router = """
         import asyncio, sys
         from space_router.config import ServeConfig
@@ -276,18 +240,15 @@ def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> None:
         asyncio.run(main())
     """
 
-    async def whole() -> None:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            textwrap.dedent(router),
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
-        assert process.stdout is not None
-        pid = int(await process.stdout.readline())
-        process.kill()
-        await process.wait()
-        await until(lambda: not alive(pid))
-
-    asyncio.run(asyncio.wait_for(whole(), 60))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        textwrap.dedent(router),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    pid = int(await process.stdout.readline())
+    process.kill()
+    await process.wait()
+    await until(lambda: not alive(pid))

@@ -6,10 +6,11 @@ On a table: a step takes 0.02 s on its clock, whatever the machine does meanwhil
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 from doubles.router import Script
+from doubles.router.house import answer, request_of
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import EngineError, WorkerFailed
@@ -19,8 +20,6 @@ from space_router.engine.request.stream import Stream
 from space_router.engine.workers.crash_quarantine import MAX_HOLD, SUSPECT_WAIT, TRIAL_GROWTH
 from space_router.engine.workers.supervisor import ExitCause, RemoteWorker
 
-Make = Callable[..., ValidRequest]
-Answer = Callable[[ValidRequest, Script], tuple[int, ...]]
 STEP = 0.02  # seconds
 SCRIPT = Script(block_size=16, num_blocks=512, window=2048, eos_ids=(), max_sequences=16)
 
@@ -91,14 +90,14 @@ class Table:
         return [reader for reader in self.readers if reader.stream.request_id in names]
 
 
-def some(request_of: Make, number: int, max_tokens: int = 200) -> list[ValidRequest]:
+def some(number: int, max_tokens: int = 200) -> list[ValidRequest]:
     return [
         request_of((10 + i, 11, 12), max_tokens, name=str(i), sampling=SamplingOptions(seed=i)) for i in range(number)
     ]
 
 
-def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(request_of: Make, answer: Answer) -> None:
-    requests = some(request_of, 12)
+def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away() -> None:
+    requests = some(12)
     table = Table(3, requests)
     table.until_all_have(TRIAL_GROWTH)
     assert len(table.names_at(0)) == 4
@@ -108,8 +107,8 @@ def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away(reques
     assert max(reader.longest_pause for reader in table.readers) <= 5 * STEP
 
 
-def test_those_that_had_just_begun_there_are_tried_alone_and_at_once(request_of: Make) -> None:
-    table = Table(3, some(request_of, 12))
+def test_those_that_had_just_begun_there_are_tried_alone_and_at_once() -> None:
+    table = Table(3, some(12))
     table.until_all_have(1)
     table.connections[0].die(elsewhere())
     num_trials = 0
@@ -124,10 +123,8 @@ def test_those_that_had_just_begun_there_are_tried_alone_and_at_once(request_of:
 
 
 @pytest.mark.parametrize("at_token", [0, 5, 100], ids=["its first", "an early", "a late"])
-def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_others_end_whole(
-    request_of: Make, answer: Answer, at_token: int
-) -> None:
-    requests = some(request_of, 12)
+def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_others_end_whole(at_token: int) -> None:
+    requests = some(12)
     table, num_deaths = Table(3, requests), 0
     deadly, others = table.readers[0], table.readers[1:]
     for _ in range(3000):
@@ -146,8 +143,8 @@ def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_oth
 
 
 @pytest.mark.parametrize("period", [40, 300], ids=["soon", "seldom"])
-def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(request_of: Make, period: int) -> None:
-    table = Table(3, [request_of((99, 12, 13), 1900, name="deadly"), *some(request_of, 4, 40)])
+def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(period: int) -> None:
+    table = Table(3, [request_of((99, 12, 13), 1900, name="deadly"), *some(4, 40)])
     deadly, num_deaths = table.readers[0], 0
     for _ in range(5000):
         for number, connection in enumerate(table.connections):
@@ -167,20 +164,16 @@ def test_a_request_that_kills_again_and_again_after_a_while_is_found_in_the_end(
 
 
 @pytest.mark.parametrize("cause", [ExitCause.CRASHED, elsewhere()], ids=["by itself", "elsewhere"])
-def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside_their_trial(
-    request_of: Make, cause: ExitCause
-) -> None:
-    table = Table(3, some(request_of, 12))
+def test_suspects_do_not_wait_for_the_missing_worker_where_another_serves_beside_their_trial(cause: ExitCause) -> None:
+    table = Table(3, some(12))
     table.until_all_have(4)
     table.connections[0].die(cause)
     table.finish()
     assert max(reader.longest_pause for reader in table.readers) < 0.05 * SUSPECT_WAIT
 
 
-def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missing_one_has_had_its_time(
-    request_of: Make,
-) -> None:
-    table = Table(2, some(request_of, 8, 1000))
+def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missing_one_has_had_its_time() -> None:
+    table = Table(2, some(8, 1000))
     table.until_all_have(4)
     suspects, others = table.readers_of(table.names_at(0)), table.readers_of(table.names_at(1))
     assert suspects
@@ -193,8 +186,8 @@ def test_the_only_worker_that_is_left_is_not_emptied_for_trials_before_the_missi
     assert max(reader.longest_pause for reader in others) <= 2 * STEP
 
 
-def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) -> None:
-    table = Table(3, some(request_of, 24, 1000))
+def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere() -> None:
+    table = Table(3, some(24, 1000))
     table.until_all_have(4)
     suspects = table.lives_at(0)
     for live in suspects:
@@ -210,10 +203,8 @@ def test_who_is_in_the_way_of_many_trials_goes_on_elsewhere(request_of: Make) ->
 
 
 @pytest.mark.parametrize("others_are_suspects", [True, False])
-def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(
-    request_of: Make, answer: Answer, others_are_suspects: bool
-) -> None:
-    requests = some(request_of, 3, 400)
+def test_a_suspect_whose_reader_does_not_read_keeps_nobody_from_the_worker(others_are_suspects: bool) -> None:
+    requests = some(3, 400)
     table = Table(1, requests if others_are_suspects else requests[:1])
     table.until_all_have(4)
     for live in table.lives_at(0):

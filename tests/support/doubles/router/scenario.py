@@ -9,13 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
-from space_router.engine.errors import (
-    Broken,
-    DeadlineExceeded,
-    QueueFull,
-    RequestCancelled,
-    WorkerFailed,
-)
+from space_router.engine.errors import Broken, DeadlineExceeded, QueueFull, RequestCancelled, WorkerFailed
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
 from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD

@@ -1,16 +1,14 @@
-"""A scheduler and a scripted batch in lockstep, and an engine with a scripted worker: what these tests drive."""
+"""A scheduler and a scripted batch in lockstep, and an engine with a scripted worker."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import pytest
-from doubles.router import Script, ScriptedBatch, ScriptedWorker
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -23,8 +21,10 @@ from space_router.engine.request.stream import Stream
 from space_router.engine.scheduler import Scheduler
 from space_router.metrics import Metrics
 
+from doubles.router import Script, ScriptedBatch, ScriptedWorker
 
-def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **fields: Any) -> ValidRequest:
+
+def request_of(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **fields: Any) -> ValidRequest:
     """A request with so many prompt ids (or these); `name` is its request_id, other fields as in ValidRequest."""
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
     name = fields.pop("name", "r")
@@ -32,7 +32,7 @@ def a_request(prompt: int | tuple[int, ...] = 6, max_tokens: int | None = 12, **
     return ValidRequest(request_id=name, prompt_ids=ids, sampling=sampling, max_tokens=max_tokens, **fields)
 
 
-def answer_to(request: ValidRequest, script: Script) -> tuple[int, ...]:
+def answer(request: ValidRequest, script: Script) -> tuple[int, ...]:
     """What the scripted language says to a request, asked one id at a time."""
     ids = list(request.prompt_ids)
     sampling = worker_messages.sampling(request.sampling)
@@ -104,6 +104,19 @@ class Lockstep:
         return tuple(live.ids[live.num_prompt :])
 
 
+async def text_of(engine: Engine, request: ValidRequest, leader: Stream | None = None) -> tuple[int, ...]:
+    """Everything that an engine streams for a request."""
+    async with engine.submit(request, leader=leader) as stream:
+        return tuple([token async for delta in stream for token in delta.tokens])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something holds."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  conditions of every kind, none of which is an event
+            await asyncio.sleep(0)
+
+
 class House:
     """An engine and its scripted worker, over a real socket."""
 
@@ -114,17 +127,11 @@ class House:
 
     async def text(self, request: ValidRequest, leader: Stream | None = None) -> tuple[int, ...]:
         """Everything the engine streams for a request."""
-        tokens: list[int] = []
-        async with self.engine.submit(request, leader=leader) as stream:
-            async for delta in stream:
-                tokens += delta.tokens
-        return tuple(tokens)
+        return await text_of(self.engine, request, leader)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Let the loop turn until something holds."""
-        async with asyncio.timeout(30):
-            while not condition():  # noqa: ASYNC110  conditions of every kind, none of which is an event
-                await asyncio.sleep(0)
+        await until(condition)
 
     async def quiet(self) -> None:
         """Until every page is free or cached; the books must balance then and the worker have no complaint."""
@@ -137,43 +144,15 @@ class House:
 
 
 @asynccontextmanager
-async def open_house(script: Script | None = None, **fields: Any) -> AsyncIterator[House]:
-    """`fields`: of ServeConfig, and `max_lag`, `tokenizer_hash` of Engine."""
+async def in_house(script: Script | None = None, **fields: Any) -> AsyncIterator[House]:
+    """At the end every page is free or cached. `fields`: of ServeConfig, and `max_lag`, `tokenizer_hash` of Engine."""
     engine_fields = {name: fields.pop(name) for name in ("max_lag", "tokenizer_hash") if name in fields}
-    async with ScriptedWorker(script) as worker:
+    async with asyncio.timeout(60), ScriptedWorker(script) as worker:
         metrics = Metrics()
         config = replace(ServeConfig(worker_address=(worker.address,)), **fields)
         async with Engine(config, metrics, **engine_fields) as engine:
             await engine.wait_ready()
-            yield House(engine, worker, metrics)
+            house = House(engine, worker, metrics)
+            yield house
+            await house.quiet()
         worker.check()
-
-
-@pytest.fixture(scope="session")
-def request_of() -> Callable[..., ValidRequest]:
-    return a_request
-
-
-@pytest.fixture(scope="session")
-def answer() -> Callable[[ValidRequest, Script], tuple[int, ...]]:
-    return answer_to
-
-
-@pytest.fixture(scope="session")
-def lockstep() -> type[Lockstep]:
-    return Lockstep
-
-
-@pytest.fixture(scope="session")
-def in_house() -> Callable[..., None]:
-    """Runs `body(house)` against an engine with a scripted worker; afterwards every page is free or cached."""
-
-    def run(body: Callable[[House], Awaitable[None]], script: Script | None = None, **fields: Any) -> None:
-        async def whole() -> None:
-            async with open_house(script, **fields) as house:
-                await body(house)
-                await house.quiet()
-
-        asyncio.run(asyncio.wait_for(whole(), 60))
-
-    return run
