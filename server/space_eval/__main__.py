@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from space_model.model_error import ModelError
 
-from space_eval.bench.server_process import unwind_when_told_to_end
-from space_eval.prompts import PromptError
+from space_eval.bench.server_process import exit_on_sigterm
+from space_eval.flags import EvalError
 
 COMMANDS = {
     "acceptance": ("space_eval.acceptance.command", "tokens per step by k and temperature, loops apart"),
@@ -16,10 +16,7 @@ COMMANDS = {
         "space_eval.acceptance.speed",
         "plain decoding against SPACE in seconds, and transformers' assisted decoding",
     ),
-    "quality": (
-        "space_eval.quality.command",
-        "HumanEval pass@k, ROUGE-L, bits per byte, against a base",
-    ),
+    "quality": ("space_eval.quality.command", "HumanEval pass@k, ROUGE-L, bits per byte, against a base"),
     "equivalence": ("space_eval.acceptance.equivalence", "prove that drafts change no text"),
     "paper": ("space_eval.paper.command", "the paper's Table 1, the published figures beside ours"),
 }
@@ -62,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given).parse_args(given)
         status: int = options.run(options)
-    except (PromptError, ModelError) as error:
+    except (EvalError, ModelError) as error:
         print(f"spaceserve eval: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as missing:
@@ -72,5 +69,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    unwind_when_told_to_end()
+    exit_on_sigterm()
     sys.exit(main())

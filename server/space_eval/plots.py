@@ -36,7 +36,6 @@ def line_plot(
     x: str,
     y: str,
     ranges: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-    log_x: bool = False,
     note: str = "",
 ) -> Path:
     """Draw each series of (x, y) points as a line; `x` and `y` are the axis labels.
@@ -55,12 +54,6 @@ def line_plot(
         if band:
             low, high = [pair[0] for pair in band], [pair[1] for pair in band]
             axes.fill_between(across, low, high, color=colour, alpha=0.15, linewidth=0)
-    if log_x:
-        axes.set_xscale("log")
-        places = sorted({point[0] for points in series.values() for point in points})
-        if len(places) <= 12:  # few enough to label
-            axes.set_xticks(places, [f"{place:g}" for place in places])
-            axes.minorticks_off()
     axes.set_xlabel(x)
     return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
 
@@ -94,16 +87,8 @@ def bar_plot(
             present = names[group]
             place = groups.index(group) + width * (present.index(name) - (len(present) - 1) / 2)
             is_bar = not math.isnan(bar.value)
-            errors = _errors(bar) if is_bar else None
-            axes.bar(
-                [place],
-                [bar.value if is_bar else 0.0],
-                width * 0.92,
-                label=label,
-                color=colour,
-                yerr=errors,
-                **_WHISKERS,
-            )
+            height, errors = (bar.value, _errors(bar)) if is_bar else (0.0, None)
+            axes.bar([place], [height], width * 0.92, label=label, color=colour, yerr=errors, **_WHISKERS)
             label = "_"  # one legend entry for the whole series
             top = max(bar.value, bar.high or bar.value) if is_bar else 0.0
             text = f"{bar.value:.{digits}f}" if is_bar else "–"
@@ -115,37 +100,6 @@ def bar_plot(
         axes.set_xlabel(x)
     axes.margins(y=0.12)
     return _finish(plt, figure, axes, path, title=title, y=y, note=note, num_series=len(series))
-
-
-def histogram_plot(
-    path: Path,
-    values: Mapping[str, Sequence[float]],
-    *,
-    title: str,
-    x: str,
-    level: float | None = None,
-    num_bins: int = 50,
-    note: str = "",
-) -> Path:
-    """Draw a histogram of each series, as shares, in equal bins from 0.
-
-    The bins end at twice the 90th percentile of the largest series (or at `level`); the last one includes all larger
-    values. `level`: a dashed line, such as a bound.
-    """
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    tops = [2 * sorted(of_series)[int(0.9 * (len(of_series) - 1))] for of_series in values.values()]
-    width = max([*tops, 1.1 * (level or 0.0)]) / num_bins
-    for number, (name, of_series) in enumerate(values.items()):
-        shares = [0.0] * num_bins
-        for value in of_series:
-            shares[min(int(value / width), num_bins - 1)] += 1 / len(of_series)
-        edges = [width * edge for edge in range(num_bins + 1)]
-        axes.stairs(shares, edges, label=name, color=COLOURS[number % len(COLOURS)], fill=True, alpha=0.55)
-    if level is not None:
-        axes.axvline(level, color="#555555", linewidth=0.8, linestyle="--")
-    axes.set_xlabel(x)
-    return _finish(plt, figure, axes, path, title=title, y="share", note=note, num_series=len(values))
 
 
 _WHISKERS: dict[str, Any] = {"error_kw": {"elinewidth": 1, "ecolor": "#333333"}, "capsize": 2.5}

@@ -220,12 +220,7 @@ def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
 
 
-def write_own(
-    options: argparse.Namespace,
-    plan: TrainPlan,
-    checkpoint: Checkpoint,
-    examples: list[Example],
-) -> None:
+def write_own(options: argparse.Namespace, plan: TrainPlan, checkpoint: Checkpoint, examples: list[Example]) -> None:
     """Generate the model's own texts through a worker process, and record the cost."""
     file: Path = options.out / OWN_TEXT_FILE
     most = plan.length - options.self_generate_tokens

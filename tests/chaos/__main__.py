@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from perf import harness
-from space_eval.bench.server_process import unwind_when_told_to_end
+from space_eval.bench.server_process import exit_on_sigterm
 
 EXPERIMENTS: Mapping[str, tuple[str, str]] = {
     "faults": ("chaos.faults", "kill, stop and crash the workers under load"),
@@ -21,5 +21,5 @@ main = functools.partial(harness.main, prog="chaos", modules=EXPERIMENTS)
 
 
 if __name__ == "__main__":
-    unwind_when_told_to_end()
+    exit_on_sigterm()
     sys.exit(main())

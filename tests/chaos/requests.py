@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from space_eval.bench.client import Endpoint, LoadError, parsed, stream_events
-from space_eval.prompts import built_in
+from space_eval.data import built_in
 
 PATH = "/v1/completions"
 
@@ -34,7 +34,7 @@ class StreamAnswer:
 
 def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
     """Requests, no two alike: greedy and sampled, with and without drafts, penalties, predictions, grammars."""
-    prompts = [prompt.text for prompt in built_in()]
+    prompts = built_in()
     made = []
     for place in range(number):
         body: dict[str, Any] = {

@@ -19,7 +19,7 @@ from processes import ProcessFigures
 from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.polling import idle
 from space_eval.bench.server_process import ServerProcess
-from space_eval.prompts import built_in, long_text
+from space_eval.data import built_in, long_text
 from space_eval.report.facts import facts
 
 from chaos.harness import add_flags, num_leaked_pages
@@ -93,7 +93,7 @@ class Probe:
         """Milliseconds to the first token and to the last."""
         clock = asyncio.get_running_loop().time
         begun, firsts = clock(), list[float]()
-        body = {"prompt": built_in()[0].text, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": built_in()[0], "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
         body |= {"return_token_ids": True, "priority": -10}
         answer = await ask(self._endpoint, body, lambda num_tokens: firsts.append(clock()))
         self._first = self._first or answer

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from space_eval.plots import Bar, PlotError, bar_plot, histogram_plot, line_plot
+from space_eval.plots import Bar, PlotError, bar_plot, line_plot
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -50,11 +50,3 @@ def test_a_missing_matplotlib_names_the_cure(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PlotError, match=r"pip install 'spaceserve\[train\]'"):
         line_plot(tmp_path / "a.png", {"a": [(1.0, 1.0)]}, title="t", x="x", y="y")
-
-
-def test_a_histogram_holds_every_value_in_some_bin(tmp_path: Path) -> None:
-    few = histogram_plot(tmp_path / "a.png", {"plain": [0.1, 0.2, 0.2, 9.0]}, title="t", x="ms", level=0.3)
-    same = histogram_plot(tmp_path / "b.png", {"plain": [0.1, 0.2, 0.2, 90.0]}, title="t", x="ms", level=0.3)
-    other = histogram_plot(tmp_path / "c.png", {"plain": [0.1, 0.1, 0.2, 90.0]}, title="t", x="ms", level=0.3)
-    assert size(few) > (400, 300)
-    assert few.read_bytes() == same.read_bytes() != other.read_bytes()

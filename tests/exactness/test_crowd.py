@@ -7,7 +7,7 @@ import pytest
 import torch
 from exactness_matrix import Subject, make_worker
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts
+from space_eval.acceptance.equivalence import Future, ScriptedDrafts
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

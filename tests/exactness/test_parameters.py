@@ -11,8 +11,7 @@ from random import Random
 import pytest
 from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_eval.acceptance.equivalence import first_difference
-from space_eval.acceptance.scripted_drafts import Future, ScriptedDrafts, half_right
+from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_difference, half_right
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb

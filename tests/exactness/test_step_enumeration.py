@@ -7,7 +7,7 @@ import pytest
 import torch
 from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution, softmax
 from octal_model import MASK_IDS, DenseLogits, octal_checkpoint
-from space_eval.acceptance.generation import Generation, generate
+from space_eval.acceptance.generation import CompletionOutput, generate
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -139,7 +139,7 @@ def test_a_worker_yields_the_enumerated_distribution_and_number_of_tokens(octal:
     model, _ = octal
     wanted = run_distribution(ModelDistributions(model, 1.0), Rule.COUPLING, PROMPT, num_drafts=2, depth=2)
     worker = Worker(model, num_blocks=4, max_sequences=1, max_draft_length=2, controller=FixedLayout.full(2))
-    texts: list[Generation] = []
+    texts: list[CompletionOutput] = []
     for seed in range(400):
         sampling = pb.Sampling(seed=seed, temperature=1.0)
         texts += generate(worker, [PROMPT], sampling=sampling, max_tokens=4, max_draft_length=2)

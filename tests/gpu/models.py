@@ -12,8 +12,7 @@ import torch
 from exactness_matrix import Subject, describe_difference, make_worker
 from greedy_oracle import GreedyOracle
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_eval.acceptance.equivalence import first_difference
-from space_eval.acceptance.scripted_drafts import RIGHT, Future, ScriptedDrafts
+from space_eval.acceptance.equivalence import RIGHT, Future, ScriptedDrafts, first_difference
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb

@@ -16,7 +16,7 @@ import torch
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
+from space_eval.acceptance.equivalence import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

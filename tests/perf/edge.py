@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from space_common.worker_settings import parse_amount
 from space_eval.bench.server_process import ServerError, ServerProcess
-from space_eval.prompts import built_in
+from space_eval.data import built_in
 from space_server.startup.model_need import shown
 
 from perf.harness import PerfError, Report, at_least, table
@@ -130,7 +130,7 @@ def visit(flags: Sequence[str], core: int, limit: int, num_streams: int, num_tok
         resource.prlimit(server.pid, resource.RLIMIT_DATA, (int(limit * ROUTERS_SHARE),) * 2)
         (worker,) = server.worker_pids()
         router_ready, worker_ready = Held.by(server.pid), Held.by(worker)
-        prompts = [prompt.text for prompt in built_in()]
+        prompts = built_in()
         bodies = [
             # Greedy, and every second one sampled.
             {"prompt": prompts[n % len(prompts)] + "#" * (n // len(prompts)), "max_tokens": num_tokens,

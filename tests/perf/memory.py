@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from space_eval.make_model import SIZES, Size
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
+from space_model.make_model import SIZES, Size
 from space_model.mapped_files import give_back, mappings
 from space_model.testing import tiny_checkpoint
 from space_server.machine.memory import keep_freed_memory, use_one_heap

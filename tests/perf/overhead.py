@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms
 from space_common.worker_settings import parse_chances
-from space_eval.prompts import built_in
+from space_eval.data import built_in
 from space_eval.report.estimates import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
@@ -189,7 +189,7 @@ def prompts_of(model: SpaceModel, name: str, options: argparse.Namespace) -> lis
     if not file.is_file():
         raise PerfError(f"{file} does not exist. Save the tokenizer in its fast form, or run spaceserve convert.")
     tokenizer = Tokenizer.from_file(str(file))
-    heads = [tokenizer.encode(prompt.text).ids for prompt in built_in()]
+    heads = [tokenizer.encode(prompt).ids for prompt in built_in()]
     prompts = []
     for n in range(max(options.batch)):
         ids = list(heads[n % len(heads)])

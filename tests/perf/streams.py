@@ -25,7 +25,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from processes import ProcessFigures
-from space_eval.bench.server_process import ServerProcess, cpu_seconds
+from space_common.module_process import cpu_seconds
+from space_eval.bench.server_process import ServerProcess
 from space_eval.report.estimates import percentile
 from tokenizers import Tokenizer
 

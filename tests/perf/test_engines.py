@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from space_eval.make_model import Size, random_llama
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.make_model import Size, random_llama
 from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost
 
 from perf.engines.compare import Cell, PointResult, measure, prompts_of, rank

@@ -9,8 +9,8 @@ import pytest
 from doubles.worker import ScriptedModel
 from overhead_arms import arms, full
 from space_common.worker_settings import parse_chances
-from space_eval.make_model import Size, random_llama
 from space_model.loading.load import load_model
+from space_model.make_model import Size, random_llama
 from space_model.space_model import SpaceModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 

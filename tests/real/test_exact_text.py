@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from space_common.worker_client import ClientSequence, SequenceRequest
-from space_eval.acceptance.scripted_drafts import all_right, half_right, none_right
+from space_eval.acceptance.equivalence import all_right, half_right, none_right
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText
 from worker_answers import Drafting, answers, encoded, request

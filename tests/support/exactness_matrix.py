@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_eval.acceptance.equivalence import DRAFTS, RIGHT, Future, ScriptedDrafts, first_difference
 from space_eval.acceptance.equivalence import describe_difference as describe
-from space_eval.acceptance.equivalence import first_difference
-from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from space_eval.prompts import PromptError
+from space_eval.flags import FlagError
 
 LOOKUP = "prompt-lookup"
 LOOKUP_TOKENS = 10
 """Drafts per lookup, as transformers' documentation suggests."""
-
-
-class AssistedError(PromptError):
-    """A method that cannot be run; the message names the cure."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class DraftMethod:
             return cls(None)
         if kind == "assisted" and draft:
             return cls(draft)
-        raise AssistedError(f"--against is {text!r}; it must read assisted:DRAFT_FOLDER or {LOOKUP}.")
+        raise FlagError(f"--against is {text!r}; it must read assisted:DRAFT_FOLDER or {LOOKUP}.")
 
     @property
     def name(self) -> str:
@@ -68,20 +64,13 @@ class AssistedDecoder:
     """The base model in transformers, decoding plain or assisted; greedy, one sequence at a time."""
 
     def __init__(
-        self,
-        base: Checkpoint,
-        facts: ModelFacts,
-        method: DraftMethod,
-        *,
-        num_draft_tokens: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, base: Checkpoint, facts: ModelFacts, method: DraftMethod, *, num_draft_tokens: int | None = None
     ) -> None:
         """`facts` of our model of the same checkpoint give dtype, device, and end and mask ids.
 
         `num_draft_tokens`: drafts per pass of the base; None leaves it to transformers (10 for lookup).
         """
         self.method = method
-        self._clock = clock
         self._device = facts.device
         self._base = _load(base, facts)
         self._draft: PreTrainedModel | None = None
@@ -124,16 +113,12 @@ class AssistedDecoder:
         words: dict[str, Any] = {} if draft is None else {"assistant_model": draft}
         bounded = copy.deepcopy(config)
         bounded.max_new_tokens = max_tokens
+        words |= {"attention_mask": torch.ones_like(ids), "generation_config": bounded}
         with _quiet(), _counted(self._base) as of_base, _counted(draft) as of_draft:
-            started = self._clock()
-            made = self._base.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=bounded,
-                **words,
-            )
+            started = time.perf_counter()
+            made = self._base.generate(ids, **words)
             new = made[0, len(prompt) :].tolist()  # synchronises with the device
-            seconds = self._clock() - started
+            seconds = time.perf_counter() - started
         return AssistedAnswer(tuple(new), of_base[0], of_draft[0], seconds)
 
 
@@ -186,7 +171,7 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
                 )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise AssistedError(f"transformers cannot load {checkpoint.name}: {reason}") from error
+        raise FlagError(f"transformers cannot load {checkpoint.name}: {reason}") from error
     loaded: PreTrainedModel = model.to(facts.device).eval()
     loaded.requires_grad_(False)
     return loaded
@@ -197,12 +182,12 @@ def _check_same_vocabulary(base: Checkpoint, draft: Checkpoint) -> None:
     for checkpoint in (base, draft):
         file = checkpoint.folder / "tokenizer.json"
         if not file.is_file():
-            raise AssistedError(f"{file} does not exist; a draft model's vocabulary must be known. Save it there.")
+            raise FlagError(f"{file} does not exist; a draft model's vocabulary must be known. Save it there.")
         vocabularies.append(Tokenizer.from_file(str(file)).get_vocab())
     ours, theirs = vocabularies
     differing = [token for token in theirs if token in ours and ours[token] != theirs[token]]
     if differing or len(ours.keys() & theirs.keys()) < 0.9 * min(len(ours), len(theirs)):
-        raise AssistedError(
+        raise FlagError(
             f"The draft model {draft.name} has another vocabulary than {base.name}: a draft's ids would mean other "
             "text. Give a draft model with the base's tokenizer."
         )

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from space_model.loading.load import load_model
 from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto import worker_pb2 as pb
+from tqdm import tqdm
 
-from space_eval.acceptance.generation import Generation, generate
-from space_eval.acceptance.model import describe_prompts, encode_prompts, load_tokenizer
-from space_eval.acceptance.paired_decoding import TextsDiffer, make_worker
-from space_eval.acceptance.text_statistics import is_blank, is_filler, is_looping, repeated_share
-from space_eval.prompts import load_prompts
-from space_eval.report.tables import markdown_facts, markdown_table, ratio, show_progress, write_report
+from space_eval.acceptance.generation import CompletionOutput
+from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
+from space_eval.acceptance.texts import (
+    describe_prompts,
+    encode_prompts,
+    is_blank,
+    is_filler,
+    is_looping,
+    load_tokenizer,
+    repeated_share,
+    torch_facts,
+)
+from space_eval.data import load_prompts
+from space_eval.flags import given
+from space_eval.report.tables import columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Runs every prompt alone through the worker's own step, plain and with k drafts in turn, so that the speed-up is a ratio
@@ -30,23 +39,20 @@ its 4-grams have occurred earlier in it.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval acceptance`."""
-    parser.add_argument("--model", default="demo", help="folder of a checkpoint, or demo (default: demo)")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
-    parser.add_argument("--limit", type=int, help="only so many prompts (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="most drafts per step (default: 1–5)")
-    parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; each has its own (default: 0)")
-    parser.add_argument(
-        "--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    parser.add_argument("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values (default: auto)")
-    parser.add_argument("--num-threads", type=int, help="of a product (default: as torch has it)")
-    parser.add_argument("--out", type=Path, help="folder for acceptance.md and acceptance.json")
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a checkpoint, or demo (default: demo)")
+    add("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
+    add("--limit", type=int, help="only so many prompts (default: all)")
+    add("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
+    add("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="most drafts per step (default: 1–5)")
+    add("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)")
+    add("--seed", type=int, default=0, help="of the first prompt; each has its own (default: 0)")
+    add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    add("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values (default: auto)")
+    add("--num-threads", type=int, help="of a product (default: as torch has it)")
+    add("--out", type=Path, help="folder for acceptance.md and acceptance.json")
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ class AcceptanceRow:
     @classmethod
     def of(
         cls,
-        generations: Sequence[Generation],
-        plain: Sequence[Generation],
+        generations: Sequence[CompletionOutput],
+        plain: Sequence[CompletionOutput],
         decode: Callable[[Sequence[int]], str],
         *,
         temperature: float,
@@ -104,7 +110,7 @@ class AcceptanceRow:
         )
 
 
-def _seconds_per_token(generations: Sequence[Generation]) -> float:
+def _seconds_per_token(generations: Sequence[CompletionOutput]) -> float:
     return ratio(sum(g.decode_seconds for g in generations), sum(g.num_decoded for g in generations))
 
 
@@ -120,37 +126,24 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
     """Measure all settings of the options over all prompts."""
-    model = load_model(
-        options.model,
-        dtype=options.dtype,
-        weights=options.weights,
-        kv_dtype=options.kv_dtype,
-        num_threads=options.num_threads,
-    )
+    model = load_model(options.model, **given(options, "dtype", "weights", "kv_dtype", "num_threads"))
     tokenizer = load_tokenizer(options.model)
     loaded = load_prompts(options.prompts, options.limit)
     prompts = encode_prompts(tokenizer, loaded, window=model.facts.window, max_tokens=options.max_tokens)
-    ks = sorted({min(k, model.facts.num_masks) for k in options.k} - {0})
-    workers = {k: make_worker(model, k, options.layout) for k in (0, *ks)}
+    decoder = PairedDecoder(
+        model, sorted({min(k, model.facts.num_masks) for k in options.k} - {0}), layout=options.layout
+    )
 
     rows: list[AcceptanceRow] = []
     for temperature in options.temperature:
-        outputs: dict[int, list[Generation]] = {k: [] for k in workers}
-        for number, prompt in enumerate(prompts):
+        outputs: dict[int, list[CompletionOutput]] = {k: [] for k in decoder.ks}
+        bar = tqdm(prompts, desc=f"temperature {temperature:g}", unit="prompt", file=sys.stderr, disable=None)
+        for number, prompt in enumerate(bar):
             sampling = pb.Sampling(seed=options.seed + number, temperature=temperature)
-            for k, worker in workers.items():
-                outputs[k] += generate(
-                    worker,
-                    [prompt],
-                    sampling=sampling,
-                    max_tokens=options.max_tokens,
-                    max_draft_length=k,
-                    eos_ids=model.facts.eos_ids,
-                )
+            for k in decoder.ks:
+                outputs[k].append(decoder.once(k, prompt, sampling=sampling, max_tokens=options.max_tokens))
                 if outputs[k][-1].tokens != outputs[0][-1].tokens:
                     raise TextsDiffer(f"Prompt {number + 1} gives another text with k={k} than without drafts.")
-            last = number + 1 == len(prompts)
-            show_progress(f"T={temperature:g}: prompt {number + 1} of {len(prompts)}", last=last)
         rows += [
             AcceptanceRow.of(
                 outputs[k],
@@ -159,39 +152,30 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
                 temperature=temperature,
                 max_drafts=k,
             )
-            for k in workers
+            for k in decoder.ks
         ]
-    facts: dict[str, object] = {
-        "model": model.facts.name,
-        "model hash": model.facts.model_hash[:12],
-        "dtype": model.facts.number_format,
-        "prompts": describe_prompts(options.prompts.name, prompts),
-        "new tokens": options.max_tokens,
-        "batch": 1,
-        "layout": options.layout,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-    }
+    known = model.facts
+    facts: dict[str, object] = {"model": known.name, "model hash": known.model_hash[:12], "dtype": known.number_format}
+    facts |= {"prompts": describe_prompts(options.prompts.name, prompts), "new tokens": options.max_tokens}
+    facts |= {"batch": 1, "layout": options.layout, "machine": torch_facts()}
     return rows, facts
+
+
+COLUMNS: Sequence[tuple[str, Callable[[AcceptanceRow], str]]] = (
+    ("T", lambda row: f"{row.temperature:g}"),
+    ("k", lambda row: str(row.max_drafts)),
+    ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
+    ("not looping", lambda row: f"{row.tokens_per_step_not_looping:.2f}"),
+    ("no blanks", lambda row: f"{row.tokens_per_step_no_blanks:.2f}"),
+    ("accepted at 1, 2, …", lambda row: " ".join(f"{share:.2f}" for share in row.accepted_by_position)),
+    ("repeated 4-grams", lambda row: f"{row.repeated_4grams:.2f}"),
+    ("looping", lambda row: f"{row.looping:.0%}"),
+    ("chars/step", lambda row: f"{row.characters_per_step:.1f}"),
+    ("accepted filler", lambda row: f"{row.accepted_filler:.2f}"),
+    ("speed-up", lambda row: f"{row.speedup:.2f}"),
+)
 
 
 def to_markdown(rows: Sequence[AcceptanceRow], facts: Mapping[str, object]) -> str:
     """Return the facts of the run and the table as Markdown."""
-    head = ["T", "k", "tokens/step", "not looping", "no blanks", "accepted at 1, 2, …", "repeated 4-grams", "looping"]
-    head += ["chars/step", "accepted filler", "speed-up"]
-    cells = [
-        [
-            f"{row.temperature:g}",
-            str(row.max_drafts),
-            f"{row.tokens_per_step:.2f}",
-            f"{row.tokens_per_step_not_looping:.2f}",
-            f"{row.tokens_per_step_no_blanks:.2f}",
-            " ".join(f"{share:.2f}" for share in row.accepted_by_position),
-            f"{row.repeated_4grams:.2f}",
-            f"{row.looping:.0%}",
-            f"{row.characters_per_step:.1f}",
-            f"{row.accepted_filler:.2f}",
-            f"{row.speedup:.2f}",
-        ]
-        for row in rows
-    ]
-    return markdown_facts(facts) + "\n" + markdown_table(head, cells)
+    return markdown_facts(facts) + "\n" + columns_table(COLUMNS, rows)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
@@ -19,13 +17,13 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tqdm import tqdm
 
-from space_eval.acceptance.generation import CompletionRequest, Generation, GenerationFailed, complete
-from space_eval.acceptance.model import describe_prompts, encode_prompts, load_tokenizer
-from space_eval.acceptance.scripted_drafts import DRAFTS, RIGHT, Future, ScriptedDrafts
-from space_eval.flag_values import number_in, whole
-from space_eval.prompts import load_prompts
-from space_eval.report.tables import markdown_facts, markdown_table, show_progress, write_report
+from space_eval.acceptance.generation import CompletionFailed, CompletionOutput, CompletionRequest, complete
+from space_eval.acceptance.texts import describe_prompts, encode_prompts, load_tokenizer, torch_facts
+from space_eval.data import load_prompts
+from space_eval.flags import number_in, whole
+from space_eval.report.tables import columns_table, markdown_facts, write_report
 
 DESCRIPTION = """\
 Every prompt is decoded plainly, alone, and then with k drafts per step, alone and in a batch whose sequences join one
@@ -42,6 +40,68 @@ BLOCK_SIZE = 16
 MOST_DRAFTS = 8
 
 
+Right = Callable[[int, int], int]
+"""(known ids, drafts of a whole chain) -> how many drafts are right before the first wrong one."""
+
+
+def all_right(num_known: int, k: int) -> int:
+    """All drafts are right."""
+    return k
+
+
+def half_right(num_known: int, k: int) -> int:
+    """A varying number of 1 to k-1 right drafts; for k = 1, every second draft is right."""
+    return 1 + num_known % (k - 1) if k > 1 else num_known % 2
+
+
+def none_right(num_known: int, k: int) -> int:
+    """No draft is right."""
+    return 0
+
+
+DRAFTS = ("own", "oracle", "half", "wrong")
+"""Kinds of drafts: the masks' own, and the scripted ones."""
+
+RIGHT: dict[str, Right] = {"oracle": all_right, "half": half_right, "wrong": none_right}
+
+
+@dataclass(frozen=True)
+class Future:
+    """The whole text of a sequence, known from a plain run."""
+
+    ids: Sequence[int]  # prompt and all of its output
+    k: int  # drafts of a whole chain of this sequence
+
+
+class ScriptedDrafts:
+    """A DraftSource that drafts the known plain text for the first `num_right` drafts, then a wrong token.
+
+    After the first wrong draft the rest is right again every second time, to test that only the longest prefix counts.
+    """
+
+    def __init__(self, num_right: Right, live_ids: Sequence[int]) -> None:
+        self._num_right = num_right
+        self._live_ids = list(live_ids)
+        self.futures: dict[int, Future] = {}  # by seq_id; a sequence without one gets no drafts
+
+    def propose(self, seq_id: int, ids: Sequence[int], max_drafts: int) -> Sequence[int]:
+        """Return `max_drafts` ids, arbitrary ones after the end of the plain text."""
+        future = self.futures.get(seq_id)
+        if future is None:
+            return ()
+        n = len(ids)
+        drafts = [*future.ids[n : n + max_drafts], *self._live_ids][:max_drafts]
+        stray = self._num_right(n, future.k)
+        for i in range(stray, max_drafts if n % 2 else min(stray + 1, max_drafts)):
+            drafts[i] = self._other(drafts[i])
+        return drafts
+
+    def _other(self, id_: int) -> int:
+        """Return another id that could be sampled."""
+        at = self._live_ids.index(id_) if id_ in self._live_ids else 0
+        return self._live_ids[(at + 1) % len(self._live_ids)]
+
+
 @dataclass(frozen=True)
 class EquivalenceCell:
     """One condition under which all prompts are decoded."""
@@ -53,10 +113,8 @@ class EquivalenceCell:
     company: str  # alone, batch
 
     def __str__(self) -> str:
-        return (
-            f"T={self.temperature:g}, seed {self.seed}, k={self.num_drafts}, {self.drafts} drafts, "
-            f"{'alone' if self.company == 'alone' else 'in a batch'}"
-        )
+        where = "alone" if self.company == "alone" else "in a batch"
+        return f"T={self.temperature:g}, seed {self.seed}, k={self.num_drafts}, {self.drafts} drafts, {where}"
 
 
 @dataclass
@@ -76,25 +134,26 @@ class CellResult:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval equivalence`."""
-    parser.add_argument("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
-    parser.add_argument("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
-    parser.add_argument("--limit", type=whole, default=4, help="prompts, and sequences of a batch (default: 4)")
-    parser.add_argument("--max-tokens", type=whole, default=48, help="new tokens per prompt (default: 48)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    add("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
+    add("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
+    add("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
+    add("--limit", type=whole, default=4, help="prompts, and sequences of a batch (default: 4)")
+    add("--max-tokens", type=whole, default=48, help="new tokens per prompt (default: 48)")
+    add(
         "--k", type=int, nargs="+", default=[1, 3, 5], help="drafts per step; own ones up to the masks (default: 1 3 5)"
     )
-    parser.add_argument(
+    add(
         "--temperature",
         type=number_in(0.0, 2.0),
         nargs="+",
         default=[0.0, 0.8],
         help="0 is greedy (default: 0 and 0.8)",
     )
-    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
-    parser.add_argument("--out", type=Path, help="folder for equivalence.md and equivalence.json")
+    add("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
+    add("--out", type=Path, help="folder for equivalence.md and equivalence.json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,30 +168,21 @@ def run(options: argparse.Namespace) -> int:
     prompts = encode_prompts(tokenizer, loaded, window=model.facts.window, max_tokens=options.max_tokens)
     check = EquivalenceCheck(model, prompts, options.max_tokens)
     cells = list(_cells(options, model.facts.num_masks))
-    results = []
-    for number, cell in enumerate(cells, start=1):
-        results.append(check.run(cell))
-        show_progress(f"cell {number} of {len(cells)}: {cell}", last=number == len(cells))
+    results = [check.run(cell) for cell in tqdm(cells, unit="cell", file=sys.stderr, disable=None)]
     known = model.facts
-    facts = {
-        "model": known.name,
-        "model hash": known.model_hash[:12],
-        "dtype": str(known.dtype).removeprefix("torch."),
-        "draft head": "yes" if known.has_draft_head else "no",
-        "machine": f"{known.device.type}, {platform.machine()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}",
+    dtype, has_head = str(known.dtype).removeprefix("torch."), "yes" if known.has_draft_head else "no"
+    facts = {"model": known.name, "model hash": known.model_hash[:12], "dtype": dtype, "draft head": has_head}
+    facts |= {
+        "machine": f"{known.device.type}, {torch_facts()}",
         "prompts": describe_prompts(options.prompts.stem, prompts),
         "new tokens": str(options.max_tokens),
         "compared": check.compared,
     }
     faults = faults_of(results)
-    if not faults:
-        tokens = sum(result.num_tokens for result in results)
-        texts = sum(result.num_texts for result in results)
-        facts["outcome"] = f"equal: {len(cells)} cells, {texts} texts, {tokens} tokens"
-    else:
-        facts["outcome"] = f"NOT PROVED: {faults[0]}"
-    markdown = markdown_facts(facts) + "\n" + _table(results)
+    num_texts, num_tokens = sum(one.num_texts for one in results), sum(one.num_tokens for one in results)
+    equal = f"equal: {len(cells)} cells, {num_texts} texts, {num_tokens} tokens"
+    facts["outcome"] = f"NOT PROVED: {faults[0]}" if faults else equal
+    markdown = markdown_facts(facts) + "\n" + columns_table(COLUMNS, results)
     print(markdown)
     for fault in faults:
         print(f"spaceserve eval: {fault}", file=sys.stderr)
@@ -160,12 +210,8 @@ class EquivalenceCheck:
         facts = model.facts
         self._live_ids = [v for v in range(facts.vocab_size) if v not in {*facts.mask_ids, *facts.eos_ids}]
         self._is_bitwise = facts.device.type == "cpu"
-        self._plain: dict[tuple[float, int], list[Generation]] = {}
-
-    @property
-    def compared(self) -> str:
-        """Describe what is compared."""
-        return "ids, ends, log-probabilities to the last bit" if self._is_bitwise else "ids and ends"
+        self.compared = "ids, ends, log-probabilities to the last bit" if self._is_bitwise else "ids and ends"
+        self._plain: dict[tuple[float, int], list[CompletionOutput]] = {}
 
     def run(self, cell: EquivalenceCell) -> CellResult:
         """Decode every prompt under the cell's conditions, and compare with plain decoding."""
@@ -182,7 +228,7 @@ class EquivalenceCheck:
                 source.futures = {seq_id: Future(ids, cell.num_drafts) for seq_id, ids in enumerate(texts, start=1)}
             try:
                 found = self._decode(group, *key, k=cell.num_drafts, source=source)
-            except GenerationFailed as error:
+            except CompletionFailed as error:
                 result.num_texts += len(group)
                 result.difference = result.difference or f"[{cell}] {error}"
                 continue
@@ -192,7 +238,7 @@ class EquivalenceCheck:
 
     def _decode(
         self, group: list[int], temperature: float, seed: int, *, k: int = 0, source: ScriptedDrafts | None = None
-    ) -> dict[int, Generation]:
+    ) -> dict[int, CompletionOutput]:
         """Decode one batch, whose prompts join one step after the other. Return the generations by prompt number."""
         longest = max(len(self._prompts[number]) for number in group)
         worker = Worker(
@@ -214,21 +260,21 @@ class EquivalenceCheck:
         )
         return {request.sample: generation for request, generation in made}
 
-    def _count(self, result: CellResult, number: int, ours: Generation, plain: Generation) -> None:
+    def _count(self, result: CellResult, number: int, ours: CompletionOutput, plain: CompletionOutput) -> None:
         result.num_texts += 1
         result.num_tokens += len(ours.tokens)
-        judged = [step for step in ours.steps[:-1] if step.num_drafted]
-        result.num_steps += len(judged)
-        result.accepted_none += sum(step.num_accepted == 0 for step in judged)
-        result.accepted_whole += sum(step.num_accepted == step.num_drafted for step in judged)
-        result.accepted_part += sum(0 < step.num_accepted < step.num_drafted for step in judged)
+        verified = [step for step in ours.steps[:-1] if step.num_drafted]
+        result.num_steps += len(verified)
+        result.accepted_none += sum(step.num_accepted == 0 for step in verified)
+        result.accepted_whole += sum(step.num_accepted == step.num_drafted for step in verified)
+        result.accepted_part += sum(0 < step.num_accepted < step.num_drafted for step in verified)
         difference = self._difference(ours, plain)
         if difference is None:
             result.num_equal += 1
         elif result.difference is None:
             result.difference = f"[{result.cell}, prompt {number + 1}] {difference}"
 
-    def _difference(self, ours: Generation, plain: Generation) -> str | None:
+    def _difference(self, ours: CompletionOutput, plain: CompletionOutput) -> str | None:
         start = len(plain.prompt_ids)
         if (at := first_difference(ours.tokens, plain.tokens)) is not None:
             return describe_difference(at, ours, plain, start=start)
@@ -273,37 +319,26 @@ def faults_of(results: list[CellResult]) -> list[str]:
     faults = [result.difference for result in results if result.difference is not None][:1]
     for k in sorted({result.cell.num_drafts for result in results}):
         of_k = [result for result in results if result.cell.num_drafts == k]
-        missing = [
-            name
-            for name, count in (
-                ("refused at once (a = 0)", sum(result.accepted_none for result in of_k)),
-                ("accepted in part (0 < a < k)", sum(result.accepted_part for result in of_k) if k > 1 else 1),
-                ("accepted whole (a = k)", sum(result.accepted_whole for result in of_k)),
-            )
-            if count == 0
-        ]
-        if missing:
+        counts = {
+            "refused at once (a = 0)": sum(result.accepted_none for result in of_k),
+            "accepted in part (0 < a < k)": sum(result.accepted_part for result in of_k) if k > 1 else 1,
+            "accepted whole (a = k)": sum(result.accepted_whole for result in of_k),
+        }
+        if missing := [name for name, count in counts.items() if count == 0]:
             faults.append(f"With k={k} no chain was {' or '.join(missing)}: nothing is proved. Raise --max-tokens.")
     return faults
 
 
-def _table(results: list[CellResult]) -> str:
-    """Return a table with one row per cell."""
-    head = ["T", "seed", "k", "drafts", "company", "texts equal", "tokens", "steps with drafts", "a=0", "0<a<k", "a=k"]
-    rows = [
-        [
-            f"{result.cell.temperature:g}",
-            "–" if result.cell.temperature == 0.0 else str(result.cell.seed),
-            str(result.cell.num_drafts),
-            result.cell.drafts,
-            result.cell.company,
-            f"{result.num_equal}/{result.num_texts}",
-            str(result.num_tokens),
-            str(result.num_steps),
-            str(result.accepted_none),
-            str(result.accepted_part),
-            str(result.accepted_whole),
-        ]
-        for result in results
-    ]
-    return markdown_table(head, rows)
+COLUMNS: Sequence[tuple[str, Callable[[CellResult], str]]] = (
+    ("T", lambda result: f"{result.cell.temperature:g}"),
+    ("seed", lambda result: "–" if result.cell.temperature == 0.0 else str(result.cell.seed)),
+    ("k", lambda result: str(result.cell.num_drafts)),
+    ("drafts", lambda result: result.cell.drafts),
+    ("company", lambda result: result.cell.company),
+    ("texts equal", lambda result: f"{result.num_equal}/{result.num_texts}"),
+    ("tokens", lambda result: str(result.num_tokens)),
+    ("steps with drafts", lambda result: str(result.num_steps)),
+    ("a=0", lambda result: str(result.accepted_none)),
+    ("0<a<k", lambda result: str(result.accepted_part)),
+    ("a=k", lambda result: str(result.accepted_whole)),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from space_proto import worker_pb2 as pb
 from space_server.worker import Worker
@@ -20,7 +21,7 @@ class DecodeStep:
 
 
 @dataclass
-class Generation:
+class CompletionOutput:
     """The generation of one prompt."""
 
     prompt_ids: list[int]
@@ -43,7 +44,7 @@ class Generation:
         return sum(len(step.tokens) for step in self.steps)
 
 
-class GenerationFailed(RuntimeError):
+class CompletionFailed(RuntimeError):
     """The worker reported an error for a sequence, or stopped before it was finished."""
 
 
@@ -59,28 +60,12 @@ class CompletionRequest:
 
 
 def generate(
-    worker: Worker,
-    prompts: Iterable[Sequence[int]],
-    *,
-    sampling: pb.Sampling,
-    max_tokens: int,
-    max_draft_length: int,
-    eos_ids: Iterable[int] = (),
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[Generation]:
-    """Yield the generation of each prompt in turn, each alone in the batch."""
+    worker: Worker, prompts: Iterable[Sequence[int]], *, sampling: pb.Sampling, **limits: Any
+) -> Iterator[CompletionOutput]:
+    """Yield the completion of each prompt in turn, each alone in the batch; `limits` as for `complete`."""
     for number, prompt in enumerate(prompts):
         request = CompletionRequest("", number, prompt, sampling)
-        for _, generation in complete(
-            worker,
-            [request],
-            max_tokens=max_tokens,
-            max_draft_length=max_draft_length,
-            eos_ids=eos_ids,
-            max_sequences=1,
-            clock=clock,
-        ):
-            yield generation
+        yield from (made for _, made in complete(worker, [request], max_sequences=1, **limits))
 
 
 def complete(
@@ -93,8 +78,7 @@ def complete(
     is_whole: Callable[[Sequence[int]], bool] = lambda ids: False,
     max_sequences: int | None = None,
     one_by_one: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[tuple[CompletionRequest, Generation]]:
+) -> Iterator[tuple[CompletionRequest, CompletionOutput]]:
     """Yield each request with its generation, running several at a time, in order of completion.
 
     The worker's pages are divided evenly among `max_sequences` (default: the worker's limit), so that each sequence
@@ -106,14 +90,14 @@ def complete(
     free = [range(n * share, (n + 1) * share) for n in range(at_once)]
     limits = pb.Limits(max_tokens=max_tokens, eos_ids=list(eos_ids))
     waiting = enumerate(requests, start=1)
-    running: dict[int, tuple[CompletionRequest, Generation, range]] = {}
+    running: dict[int, tuple[CompletionRequest, CompletionOutput, range]] = {}
     released: dict[int, range] = {}
     while True:
         while free and (item := next(waiting, None)) is not None:
             seq_id, request = item
             pages = free.pop()
             num_pages = -(-(len(request.ids) + max_tokens + max_draft_length + 1) // worker.block_size)
-            running[seq_id] = request, Generation(list(request.ids)), pages
+            running[seq_id] = request, CompletionOutput(list(request.ids)), pages
             worker.apply(
                 pb.Command(
                     admit=pb.Admit(
@@ -133,11 +117,11 @@ def complete(
                 break
         if not running and not released:
             return
-        started = clock()
+        started = time.perf_counter()
         report = worker.step()
-        seconds = clock() - started
+        seconds = time.perf_counter() - started
         if report is None:
-            raise GenerationFailed(f"{len(running)} sequences wait and the worker does nothing.")
+            raise CompletionFailed(f"{len(running)} sequences wait and the worker does nothing.")
         for seq_id in report.released:
             free.append(released.pop(seq_id))
         if report.stepped:
@@ -155,12 +139,12 @@ def complete(
                 yield request, generation
 
 
-def _add(generation: Generation, sequence: pb.SequenceReport, stats: pb.StepStats, seconds: float) -> None:
+def _add(generation: CompletionOutput, sequence: pb.SequenceReport, stats: pb.StepStats, seconds: float) -> None:
     """Add a step's report on the sequence; the step took `seconds`."""
     if sequence.finish == pb.FINISH_ERROR:
-        raise GenerationFailed(sequence.error)
+        raise CompletionFailed(sequence.error)
     if sequence.paused:
-        raise GenerationFailed("A sequence ran out of pages: give the worker more blocks.")
+        raise CompletionFailed("A sequence ran out of pages: give the worker more blocks.")
     if sequence.decoded:
         generation.decode_seconds += seconds
         generation.num_rows += stats.chain_rows + stats.mask_rows

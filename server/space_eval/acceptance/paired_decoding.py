@@ -13,8 +13,8 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.worker import Worker
 
-from space_eval.acceptance.generation import Generation, generate
-from space_eval.acceptance.text_statistics import is_looping
+from space_eval.acceptance.generation import CompletionOutput, generate
+from space_eval.acceptance.texts import is_looping
 from space_eval.report.estimates import Spread
 from space_eval.report.tables import ratio
 
@@ -49,7 +49,7 @@ class TimedAnswer:
         return cls(**fields)
 
     @classmethod
-    def of(cls, made: Sequence[Generation]) -> TimedAnswer:
+    def of(cls, made: Sequence[CompletionOutput]) -> TimedAnswer:
         """Build from several generations of the same ids."""
         first = made[0]
         return cls(
@@ -66,7 +66,7 @@ class TimedAnswer:
 
     @property
     def is_looping(self) -> bool:
-        """Whether the answer loops, see `text_statistics.is_looping`."""
+        """Whether the answer loops, see `texts.is_looping`."""
         return is_looping(self.ids)
 
 
@@ -91,26 +91,20 @@ class PairedDecoder:
 
         Raises TextsDiffer if a k's rounds differ from each other; `check_same_text` compares the ks.
         """
-        made: dict[int, list[Generation]] = {k: [] for k in self.ks}
+        made: dict[int, list[CompletionOutput]] = {k: [] for k in self.ks}
         for number in range(rounds):
             for k in self.ks if number % 2 == 0 else reversed(self.ks):
                 made[k].append(self.once(k, prompt, sampling=sampling, max_tokens=max_tokens))
                 if made[k][-1].tokens != made[k][0].tokens:
                     raise TextsDiffer(
-                        f"The same prompt gave two texts with k={k} in two rounds: this run cannot be trusted."
+                        f"The same prompt gave two texts with k={k} in two rounds: do not trust this run."
                     )
         return {k: TimedAnswer.of(of_k) for k, of_k in made.items()}
 
-    def once(self, k: int, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int) -> Generation:
+    def once(self, k: int, prompt: Sequence[int], *, sampling: pb.Sampling, max_tokens: int) -> CompletionOutput:
         """Generate one answer, timed once."""
-        (made,) = generate(
-            self._workers[k],
-            [prompt],
-            sampling=sampling,
-            max_tokens=max_tokens,
-            max_draft_length=k,
-            eos_ids=self.model.facts.eos_ids,
-        )
+        limits = {"max_tokens": max_tokens, "max_draft_length": k, "eos_ids": self.model.facts.eos_ids}
+        (made,) = generate(self._workers[k], [prompt], sampling=sampling, **limits)
         return made
 
 
@@ -135,7 +129,7 @@ def check_same_text(answers: Mapping[int, TimedAnswer], name: str) -> None:
     plain = answers[PLAIN].ids
     for k, answer in answers.items():
         if answer.ids != plain:
-            place = next((n for n, pair in enumerate(zip(answer.ids, plain, strict=False)) if pair[0] != pair[1]), None)
+            place = next((n for n, (a, b) in enumerate(zip(answer.ids, plain, strict=False)) if a != b), None)
             where = "in its length" if place is None else f"from token {place + 1} on"
             raise TextsDiffer(f"{name}: the text with k={k} differs from plain decoding's {where}.")
 
@@ -156,3 +150,35 @@ def speedup(answers: Sequence[TimedAnswer], others: Sequence[TimedAnswer], *, de
     """Return the rate of `answers` over that of `others`, paired by round."""
     pairs = zip(rates(answers, decode_only=decode_only), rates(others, decode_only=decode_only), strict=True)
     return Spread.of([ratio(rate, other) for rate, other in pairs])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedFigures:
+    """SPACE against plain decoding over several answers. Means are over steps; ranges are over rounds."""
+
+    tokens_per_step: float
+    tokens_per_forward: float  # including prefill, as in the published script
+    rows_per_step: float
+    accepted_share: float  # of verified drafts
+    looping: float  # share of answers
+    speedup: Spread  # tokens per second over plain decoding's, with prefill
+    decode_speedup: Spread  # without prefill
+    speedup_not_looping: Spread | None  # None if all answers loop
+    num_identical: int  # answers equal to plain decoding's
+
+    @staticmethod
+    def figures(space: Sequence[TimedAnswer], plain: Sequence[TimedAnswer]) -> dict[str, Any]:
+        """Return the fields; the answers are paired."""
+        steady = [pair for pair in zip(space, plain, strict=True) if not pair[0].is_looping]
+        num_steps = sum(answer.num_steps for answer in space)
+        return {
+            "tokens_per_step": tokens_per_step(space),
+            "tokens_per_forward": ratio(sum(len(answer.ids) for answer in space), num_steps + len(space)),
+            "rows_per_step": ratio(sum(answer.num_rows for answer in space), num_steps),
+            "accepted_share": ratio(sum(a.num_accepted for a in space), sum(a.num_drafted for a in space)),
+            "looping": 1 - ratio(len(steady), len(space)),
+            "speedup": speedup(space, plain),
+            "decode_speedup": speedup(space, plain, decode_only=True),
+            "speedup_not_looping": speedup(*zip(*steady, strict=True)) if steady else None,
+            "num_identical": sum(one.ids == other.ids for one, other in zip(space, plain, strict=True)),
+        }

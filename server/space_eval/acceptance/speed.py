@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,22 +15,22 @@ from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
 from space_eval.acceptance.assisted_generation import AssistedAnswer, AssistedDecoder, DraftMethod
-from space_eval.acceptance.model import describe_prompts, encode_prompts, environment_facts, load_tokenizer
 from space_eval.acceptance.paired_decoding import (
     PLAIN,
     PairedDecoder,
+    PairedFigures,
     TextsDiffer,
     TimedAnswer,
     check_same_text,
     rates,
     space_files,
-    speedup,
-    tokens_per_step,
 )
+from space_eval.acceptance.texts import describe_prompts, encode_prompts, environment_facts, load_tokenizer
+from space_eval.data import built_in, load_prompts
+from space_eval.flags import FlagError, given
 from space_eval.plots import Bar, PlotError, bar_plot
-from space_eval.prompts import PromptError, built_in, load_prompts
 from space_eval.report.estimates import Spread
-from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
+from space_eval.report.tables import columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Times plain decoding and SPACE on the same weights, machine and prompts: on each prompt they take turns, --rounds times,
@@ -50,33 +50,28 @@ own plain decoding, ours over ours; the absolute times, passes of both models, a
 """
 
 
-class FlagError(PromptError):
-    """A flag that cannot be used; the message names flag, value and cure."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval speed`."""
     parser.epilog = EPILOG
-    parser.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
-    parser.add_argument("--prompts", type=Path, help="JSONL (prompt, question, turns, …) or text [function heads]")
-    parser.add_argument("--limit", type=int, help="only so many prompts [all]")
-    parser.add_argument("--max-tokens", type=int, default=128, help="new tokens per prompt [128]")
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 3, 5], help="most drafts per step [1 3 5]")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy [0]")
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; each has its own [0]")
-    parser.add_argument("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
-    parser.add_argument("--layout", choices=["auto", "full"], default="auto", help="as served, or (k+1)² rows [auto]")
-    parser.add_argument("--against", action="append", default=[], metavar="HOW", help="assisted:DRAFT or prompt-lookup")
-    parser.add_argument("--draft-tokens", type=int, help="drafts per pass of --against [transformers'; 10 for lookup]")
-    parser.add_argument(
-        "--allow-ties", action="store_true", help="count texts that differ and go on: a GPU's products may tie"
-    )
-    parser.add_argument("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
-    parser.add_argument("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")
-    parser.add_argument("--num-threads", type=int, help="of a product [as torch has it]")
-    parser.add_argument("--out", type=Path, help="folder for speed.json, speed.md and speed.png [table only]")
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
+    add("--prompts", type=Path, help="JSONL (prompt, question, turns, …) or text [function heads]")
+    add("--limit", type=int, help="only so many prompts [all]")
+    add("--max-tokens", type=int, default=128, help="new tokens per prompt [128]")
+    add("--k", type=int, nargs="+", default=[1, 3, 5], help="most drafts per step [1 3 5]")
+    add("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy [0]")
+    add("--seed", type=int, default=0, help="of the first prompt; each has its own [0]")
+    add("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
+    add("--layout", choices=["auto", "full"], default="auto", help="as served, or (k+1)² rows [auto]")
+    add("--against", action="append", default=[], metavar="HOW", help="assisted:DRAFT or prompt-lookup")
+    add("--draft-tokens", type=int, help="drafts per pass of --against [transformers'; 10 for lookup]")
+    add("--allow-ties", action="store_true", help="count texts that differ and go on: a GPU's products may tie")
+    add("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
+    add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    add("--device", default="auto", help="auto, cpu, cuda, … [auto]")
+    add("--num-threads", type=int, help="of a product [as torch has it]")
+    add("--out", type=Path, help="folder for speed.json, speed.md and speed.png [table only]")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,14 +102,8 @@ def measure(
     options: argparse.Namespace, methods: Sequence[DraftMethod]
 ) -> tuple[list[SpeedRow], list[MethodRow], dict[str, object]]:
     """Measure all temperatures, ks and methods over all prompts."""
-    model = load_model(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        mask_ids=options.mask_ids,
-        num_masks=options.num_masks,
-        num_threads=options.num_threads,
-    )
+    chosen = given(options, "dtype", "device", "mask_ids", "num_masks", "num_threads")
+    model = load_model(options.model, **chosen)
     ks = sorted({min(k, model.facts.num_masks) for k in options.k} - {PLAIN})
     if not ks:
         raise FlagError(
@@ -138,9 +127,8 @@ def measure(
     for temperature in options.temperature:
         answers: list[dict[int, TimedAnswer]] = []
         pairs: list[list[list[tuple[AssistedAnswer, AssistedAnswer]]]] = []  # by prompt, method, round
-        for number, prompt in enumerate(
-            tqdm(prompts, desc=f"temperature {temperature:g}", unit="prompt", file=sys.stderr, disable=None)
-        ):
+        bar = tqdm(prompts, desc=f"temperature {temperature:g}", unit="prompt", file=sys.stderr, disable=None)
+        for number, prompt in enumerate(bar):
             sampling = pb.Sampling(seed=options.seed + number, temperature=temperature)
             made = decoder.run(prompt, sampling=sampling, max_tokens=options.max_tokens, rounds=options.rounds)
             if not options.allow_ties:
@@ -153,14 +141,8 @@ def measure(
             others.append(_ours(model, ks[-1], answers))
             longest = max(map(len, prompts)) + options.max_tokens
             others += [_row_of(one, [of[n] for of in pairs], longest) for n, one in enumerate(theirs)]
-    facts: dict[str, object] = {
-        "model": options.model,
-        "prompts": describe_prompts(name, prompts),
-        "new tokens": options.max_tokens,
-        "batch": 1,
-        "rounds": options.rounds,
-        "layout": options.layout,
-    }
+    facts = {"model": options.model, "prompts": describe_prompts(name, prompts), "new tokens": options.max_tokens}
+    facts |= {"batch": 1, "rounds": options.rounds, "layout": options.layout}
     return rows, others, facts | environment_facts(model)
 
 
@@ -170,25 +152,24 @@ def _paired(
     """Return (plain, assisted) of each round; they alternate in running first."""
     made = []
     for number in range(options.rounds):
-        order = [other.plain, other.assisted]
-        first, second = (run(prompt, options.max_tokens) for run in (order if number % 2 == 0 else reversed(order)))
-        made.append((first, second) if number % 2 == 0 else (second, first))
+        if number % 2:
+            assisted, plain = other.assisted(prompt, options.max_tokens), other.plain(prompt, options.max_tokens)
+        else:
+            plain, assisted = other.plain(prompt, options.max_tokens), other.assisted(prompt, options.max_tokens)
+        made.append((plain, assisted))
     return made
 
 
 def _ours(model: SpaceModel, k: int, answers: Sequence[Mapping[int, TimedAnswer]]) -> MethodRow:
     row = SpeedRow.of(0.0, k, answers)
-    space = [by_k[k] for by_k in answers]
-    num_passes = sum(answer.num_steps + 1 for answer in space)
-    num_drafted = sum(answer.num_drafted for answer in space)
     return MethodRow(
         name=f"SPACE, k={k}, {row.rows_per_step:.0f} rows per step",
         runtime=OURS,
-        num_prompts=len(space),
-        tokens_per_pass=sum(len(answer.ids) for answer in space) / num_passes,
-        num_passes=num_passes,
+        num_prompts=len(answers),
+        tokens_per_pass=row.tokens_per_forward,
+        num_passes=sum(by_k[k].num_steps + 1 for by_k in answers),
         num_other_passes=0,
-        accepted_share=ratio(sum(answer.num_accepted for answer in space), num_drafted),
+        accepted_share=row.accepted_share,
         speedup=row.speedup,
         ms_per_token=row.space_ms_per_token,
         plain_ms_per_token=row.plain_ms_per_token,
@@ -240,44 +221,29 @@ OURS = "ours"
 """Name of our own runtime."""
 
 
-@dataclass(frozen=True)
-class SpeedRow:
-    """One temperature and k over all prompts. Ranges are over rounds, each paired with plain decoding."""
+@dataclass(frozen=True, kw_only=True)
+class SpeedRow(PairedFigures):
+    """One temperature and k over all prompts, each paired with plain decoding."""
 
     temperature: float
     k: int
     num_prompts: int
     num_tokens: int  # emitted, in one round
-    tokens_per_step: float
-    rows_per_step: float
-    speedup: Spread  # tokens per second over plain decoding's, with prefill
-    decode_speedup: Spread  # without prefill
-    speedup_not_looping: Spread | None  # None if all outputs loop
     plain_ms_per_token: Spread
     space_ms_per_token: Spread
-    looping: float  # share of prompts
-    num_identical: int  # texts equal to plain decoding's
 
     @classmethod
     def of(cls, temperature: float, k: int, pairs: Sequence[Mapping[int, TimedAnswer]]) -> SpeedRow:
         """Build from each prompt's answers by k, including plain decoding's."""
-        space = [pair[k] for pair in pairs]
-        plain = [pair[PLAIN] for pair in pairs]
-        steady = [pair for pair in pairs if not pair[k].is_looping]
+        space, plain = [pair[k] for pair in pairs], [pair[PLAIN] for pair in pairs]
         return cls(
             temperature=temperature,
             k=k,
             num_prompts=len(pairs),
             num_tokens=sum(len(answer.ids) for answer in space),
-            tokens_per_step=tokens_per_step(space),
-            rows_per_step=ratio(sum(a.num_rows for a in space), sum(a.num_steps for a in space)),
-            speedup=speedup(space, plain),
-            decode_speedup=speedup(space, plain, decode_only=True),
-            speedup_not_looping=speedup([p[k] for p in steady], [p[PLAIN] for p in steady]) if steady else None,
             plain_ms_per_token=Spread.of([1000 / rate for rate in rates(plain)]),
             space_ms_per_token=Spread.of([1000 / rate for rate in rates(space)]),
-            looping=1 - len(steady) / len(pairs),
-            num_identical=sum(one.ids == other.ids for one, other in zip(space, plain, strict=True)),
+            **cls.figures(space, plain),
         )
 
 
@@ -300,48 +266,40 @@ class MethodRow:
     num_identical: int  # texts equal to plain decoding's of the same runtime
 
 
+COLUMNS: Sequence[tuple[str, Callable[[SpeedRow], str]]] = (
+    ("T", lambda row: f"{row.temperature:g}"),
+    ("k", lambda row: str(row.k)),
+    ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
+    ("rows/step", lambda row: f"{row.rows_per_step:.1f}"),
+    ("speed-up", lambda row: row.speedup.shown(2)),
+    ("decode only", lambda row: row.decode_speedup.shown(2)),
+    ("not looping", lambda row: "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}"),
+    ("ms/token plain", lambda row: row.plain_ms_per_token.shown(2)),
+    ("ms/token SPACE", lambda row: row.space_ms_per_token.shown(2)),
+    ("looping", lambda row: f"{row.looping:.0%}"),
+    ("same text", lambda row: f"{row.num_identical}/{row.num_prompts}"),
+)
+METHOD_COLUMNS: Sequence[tuple[str, Callable[[MethodRow], str]]] = (
+    ("how", lambda row: row.name),
+    ("runtime", lambda row: row.runtime),
+    ("tokens per pass of the base", lambda row: f"{row.tokens_per_pass:.2f}"),
+    ("passes of the base", lambda row: str(row.num_passes)),
+    ("other passes", lambda row: str(row.num_other_passes)),
+    ("over its own plain decoding", lambda row: row.speedup.shown(2)),
+    ("ms/token", lambda row: row.ms_per_token.shown(2)),
+    ("ms/token, its plain", lambda row: row.plain_ms_per_token.shown(2)),
+    ("extra weights", lambda row: size(row.extra_weight_bytes)),
+    ("extra KV", lambda row: size(row.extra_kv_bytes)),
+    ("same text", lambda row: f"{row.num_identical}/{row.num_prompts}"),
+)
+
+
 def to_markdown(rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> str:
     """Return the facts of the run, the tables and their column descriptions as Markdown."""
-    head = ["T", "k", "tokens/step", "rows/step", "speed-up", "decode only", "not looping"]
-    head += ["ms/token plain", "ms/token SPACE", "looping", "same text"]
-    cells = [
-        [
-            f"{row.temperature:g}",
-            str(row.k),
-            f"{row.tokens_per_step:.2f}",
-            f"{row.rows_per_step:.1f}",
-            row.speedup.shown(2),
-            row.decode_speedup.shown(2),
-            "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}",
-            row.plain_ms_per_token.shown(2),
-            row.space_ms_per_token.shown(2),
-            f"{row.looping:.0%}",
-            f"{row.num_identical}/{row.num_prompts}",
-        ]
-        for row in rows
-    ]
-    text = f"# Plain decoding against SPACE\n\n{markdown_facts(facts)}\n{markdown_table(head, cells)}{NOTES}"
+    text = f"# Plain decoding against SPACE\n\n{markdown_facts(facts)}\n{columns_table(COLUMNS, rows)}{NOTES}"
     if not others:
         return text
-    head = ["how", "runtime", "tokens per pass of the base", "passes of the base", "other passes"]
-    head += ["over its own plain decoding", "ms/token", "ms/token, its plain", "extra weights", "extra KV", "same text"]
-    cells = [
-        [
-            other.name,
-            other.runtime,
-            f"{other.tokens_per_pass:.2f}",
-            str(other.num_passes),
-            str(other.num_other_passes),
-            other.speedup.shown(2),
-            other.ms_per_token.shown(2),
-            other.plain_ms_per_token.shown(2),
-            size(other.extra_weight_bytes),
-            size(other.extra_kv_bytes),
-            f"{other.num_identical}/{other.num_prompts}",
-        ]
-        for other in others
-    ]
-    return f"{text}\n## Other ways of drafting\n\n{markdown_table(head, cells)}{NOTES_ON_OTHERS}"
+    return f"{text}\n## Other ways of drafting\n\n{columns_table(METHOD_COLUMNS, others)}{NOTES_ON_OTHERS}"
 
 
 NOTES = """
@@ -373,11 +331,7 @@ def write_speed(
     folder: Path, rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]
 ) -> list[Path]:
     """Write speed.json and speed.md."""
-    record = {
-        "facts": facts,
-        "rows": [asdict(row) for row in rows],
-        "rivals": [asdict(other) for other in others],
-    }
+    record = {"facts": facts, "rows": list(map(asdict, rows)), "rivals": list(map(asdict, others))}
     return write_report(folder, "speed", to_markdown(rows, others, facts), record)
 
 

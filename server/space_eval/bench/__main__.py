@@ -1,8 +1,8 @@
 import sys
 
 from space_eval.bench.command import main
-from space_eval.bench.server_process import unwind_when_told_to_end
+from space_eval.bench.server_process import exit_on_sigterm
 
 if __name__ == "__main__":
-    unwind_when_told_to_end()
+    exit_on_sigterm()
     sys.exit(main())

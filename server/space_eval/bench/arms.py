@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -157,32 +156,15 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class LoadApi(ABC):
-    """An HTTP API: its path, its request body, its events."""
+class OpenAI:
+    """`/v1/completions` or `/v1/chat/completions`."""
 
     name: str
     path: str
-
-    @abstractmethod
-    def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
-        """Return the fields that every server of this API accepts."""
-
-    @abstractmethod
-    def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
-        """Return the extra fields that only spaceserve accepts."""
-
-    @abstractmethod
-    def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
-        """Record an event `seconds` after the start. Return True if it is the last one. Raises LoadError."""
-
-
-@dataclass(frozen=True)
-class OpenAI(LoadApi):
-    """`/v1/completions` or `/v1/chat/completions`."""
-
     chat: bool = False
 
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
+        """Return the fields that every server of this API accepts."""
         messages: dict[str, Any] = {"messages": [{"role": "user", "content": request.prompt}]}
         body = messages if self.chat else {"prompt": request.prompt}
         body |= {"max_tokens": request.max_tokens, "temperature": arm.temperature, "seed": arm.seed + request.number}
@@ -190,10 +172,12 @@ class OpenAI(LoadApi):
         return {**body, "stream": True, **_without_none({"model": arm.model, "stream_options": options})}
 
     def spaceserve_fields(self, arm: Arm, salt: str | None, max_prompt_tokens: int | None) -> dict[str, Any]:
+        """Return the extra fields that only spaceserve accepts."""
         given = {"speculation": arm.speculation, "cache_salt": salt, "truncate_prompt_tokens": max_prompt_tokens}
         return {"return_token_ids": True, "ignore_eos": arm.ignore_eos, **_without_none(given)}
 
     def read(self, value: Mapping[str, Any], exchange: Exchange, seconds: float) -> bool:
+        """Record an event `seconds` after the start. Return True if it is the last one. Raises LoadError."""
         _raise_error(value)
         for choice in value.get("choices") or ():
             text = (choice.get("delta") or {}).get("content") if self.chat else choice.get("text")
@@ -209,8 +193,11 @@ class OpenAI(LoadApi):
 
 
 @dataclass(frozen=True)
-class Tgi(LoadApi):
+class Tgi:
     """`/generate_stream`: one event per token."""
+
+    name: str
+    path: str
 
     def body(self, request: LoadRequest, arm: Arm) -> dict[str, Any]:
         parameters: dict[str, Any] = {"max_new_tokens": request.max_tokens, "details": True}
@@ -239,6 +226,7 @@ class Tgi(LoadApi):
         return value.get("generated_text") is not None
 
 
+LoadApi = OpenAI | Tgi
 APIS: Mapping[str, LoadApi] = {
     "openai": OpenAI("openai", "/v1/completions"),
     "chat": OpenAI("chat", "/v1/chat/completions", chat=True),

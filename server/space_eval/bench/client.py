@@ -104,8 +104,8 @@ async def _request(
         status, headers = await _head(reader)
         pieces = _body(reader, headers)
         if status != 200:
-            said = b"".join([piece async for piece in pieces])[:500].decode(errors="replace")
-            raise LoadError(f"{method} {path} was answered with {status}: {said}", status)
+            refusal = b"".join([piece async for piece in pieces])[:500].decode(errors="replace")
+            raise LoadError(f"{method} {path} was answered with {status}: {refusal}", status)
         yield pieces
     except (OSError, EOFError, ValueError) as error:
         raise LoadError(f"{method} {path}: the server broke off its answer: {error or type(error).__name__}") from error

@@ -18,23 +18,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from space_common.module_process import cpu_seconds
+
 from space_eval.bench.arms import APIS, Arm, find, token_ids
 from space_eval.bench.client import Endpoint, LoadError
-from space_eval.bench.options import BenchError, BenchSettings, parse
-from space_eval.bench.plots import draw
-from space_eval.bench.report import BenchResult, markdown, record, summarize, synthetic_acceptance_label, table
+from space_eval.bench.options import BenchSettings, parse
+from space_eval.bench.report import BenchResult, draw, markdown, record, summarize, synthetic_acceptance_label, table
 from space_eval.bench.rounds import LoadRun, Round
-from space_eval.bench.server_process import ServerError, ServerProcess, cpu_seconds
+from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.bench.workload import Recorded, Workload, load_recorded
+from space_eval.data import built_in, long_text
+from space_eval.flags import EvalError, FlagError
 from space_eval.plots import PlotError
-from space_eval.prompts import PromptError, built_in, long_text
 from space_eval.report.facts import facts
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "make-model": (
-        "space_eval.make_model",
+        "space_model.make_model",
         "a checkpoint with random weights, to measure a size that one has no model of",
-    ),
+    )
 }
 """Subcommands of `spaceserve bench`: a module, imported on use, whose `main(argv)` returns the exit code."""
 
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with ExitStack() as stack:
                 servers = targets(settings, serve_flags, stack, number)
                 starts.append(asyncio.run(_measure(settings, work, servers, number)))
-    except (BenchError, PromptError) as error:
+    except EvalError as error:
         _log(str(error))
         return 2
     except (LoadError, ServerError) as error:
@@ -103,7 +105,7 @@ def targets(settings: BenchSettings, serve_flags: Sequence[str], stack: ExitStac
     flags = ["--model", settings.model, *serve_flags]
     wanted = {settings.model: (flags, "")}
     if settings.plain_server:
-        wanted[PLAIN_SERVER] = ([*_without_port(flags), "--speculation", PLAIN], " that never speculates")
+        wanted[PLAIN_SERVER] = ([*flags, "--port", "0", "--speculation", PLAIN], " that never speculates")
     started: dict[str, Target] = {}
     for name in list(wanted)[:: -1 if start % 2 else 1]:  # alternate the order
         words, what = wanted[name]
@@ -113,17 +115,8 @@ def targets(settings: BenchSettings, serve_flags: Sequence[str], stack: ExitStac
     return [started[name] for name in wanted]
 
 
-def _without_port(flags: Sequence[str]) -> list[str]:
-    """Return the flags without a port, for a second server on a free port."""
-    kept = list(flags)
-    while "--port" in kept:
-        place = kept.index("--port")
-        del kept[place : place + 2]
-    return [flag for flag in kept if not flag.startswith("--port=")]
-
-
 async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple[list[Arm], dict[str, dict[str, Any]]]:
-    """Return the arms in order, and their servers' /info by name. Raises LoadError, BenchError.
+    """Return the arms in order, and their servers' /info by name. Raises LoadError, FlagError.
 
     A single spaceserve gives several arms: plain, with a control plain again, and each speculation setting.
     """
@@ -183,10 +176,10 @@ async def tokenized(work: Workload, arms: Sequence[Arm]) -> Workload:
 
 
 def check_window(work: Workload, arms: Sequence[Arm]) -> None:
-    """Raise BenchError if the longest answer does not fit an arm's window."""
+    """Raise FlagError if the longest answer does not fit an arm's window."""
     for arm in arms:
         if arm.window is not None and work.max_output_tokens >= arm.window:
-            raise BenchError(
+            raise FlagError(
                 f"--output-tokens is up to {work.max_output_tokens}; it must be below the model's window of "
                 f"{arm.window}."
             )
@@ -199,7 +192,7 @@ def _api_key(file: Path | None) -> str | None:
     try:
         return file.read_text(encoding="utf-8").split()[0]
     except (OSError, IndexError):
-        raise BenchError(f"--api-key-file {file}: there is no key in it.") from None
+        raise FlagError(f"--api-key-file {file}: there is no key in it.") from None
 
 
 @dataclass(frozen=True)
@@ -221,13 +214,10 @@ async def _measure(settings: BenchSettings, work: Workload, servers: Sequence[Ta
 
 
 def _workload(settings: BenchSettings) -> Workload:
-    """Raises PromptError, BenchError."""
-    if settings.prompts is None:
-        recorded = [Recorded(prompt.text) for prompt in built_in()]
-    else:
-        recorded = load_recorded(settings.prompts)
+    """Raises EvalError."""
+    recorded = list(map(Recorded, built_in())) if settings.prompts is None else load_recorded(settings.prompts)
     if settings.rate == (None,) and recorded[0].arrival is None:
-        raise BenchError(f"--rate file: {settings.prompts} has no `arrival` (seconds) nor `timestamp` (milliseconds).")
+        raise FlagError(f"--rate file: {settings.prompts} has no `arrival` (seconds) nor `timestamp` (milliseconds).")
     texts = [] if settings.prompts is None else [one.text for one in recorded if one.text]
     return Workload(
         recorded=recorded,
@@ -255,22 +245,17 @@ def _report(settings: BenchSettings, serve_flags: Sequence[str], starts: Sequenc
 
 def _load(settings: BenchSettings, work: Workload) -> dict[str, Any]:
     """Return the load's settings for the record."""
+    names = ("num_starts", "num_rounds", "num_requests", "num_warm_up", "carbon_intensity", "api", "temperature")
     return {
         "shapes": [shape.name for shape in settings.shapes],
-        "num_starts": settings.num_starts,
-        "num_rounds": settings.num_rounds,
-        "num_requests": settings.num_requests,
+        **{name: getattr(settings, name) for name in names},
         "seconds": settings.duration,
-        "num_warm_up": settings.num_warm_up,
         "num_prompts": len(work.recorded),
         "prompt_tokens": None if work.prompt_tokens is None else work.prompt_tokens.form,
         "output_tokens": work.output_tokens.form,
         "prompts_are": "token ids" if work.ids else "text",
         "seed": work.seed,
-        "carbon_intensity": settings.carbon_intensity,
         "limits_seconds": None if settings.limits is None else dict(settings.limits.seconds),
-        "api": settings.api,
-        "temperature": settings.temperature,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from space_eval.bench.arms import APIS, Exchange
 from space_eval.bench.workload import FORMS, Closed, Lengths, LoadShape, Open, Swing
-from space_eval.flag_values import number_in, whole, whole_from
+from space_eval.flags import FlagError, number_in, whole, whole_from
 
 Read = TypeVar("Read")
 
@@ -47,10 +47,6 @@ of its own. Answers of one length end together and their successors' prompts are
 compare throughput with --output-tokens uniform:LOW:HIGH. Quote no figure without the facts
 that the record has: machine, commit, model, streams and k.
 """
-
-
-class BenchError(ValueError):
-    """Flags that cannot be used; the message names flag, value and cure."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +115,21 @@ def parse(argv: Sequence[str], commands: str) -> tuple[BenchSettings, list[str]]
     settings = BenchSettings(**{**preset, **given, "urls": tuple(options.urls or ())})
     serve_flags = list(argv[cut + 1 :])
     if settings.urls and serve_flags:
-        raise BenchError("Flags behind `--` are for a server that is started here; leave them out, or leave out --url.")
+        raise FlagError("Flags behind `--` are for a server that is started here; leave them out, or leave out --url.")
     if settings.urls and settings.num_starts > 1:
-        raise BenchError("--starts: only servers that are started here can be started again; leave out --url.")
+        raise FlagError("--starts: only servers that are started here can be started again; leave out --url.")
     if settings.urls and settings.plain_server:
-        raise BenchError("--plain-server starts the same model without drafts; give --model, and leave out --url.")
+        raise FlagError("--plain-server starts the same model without drafts; give --model, and leave out --url.")
     if settings.rate == (None,) and settings.prompts is None:
-        raise BenchError("--rate file takes the arrivals of --prompts FILE; give a JSONL file with `arrival` seconds.")
+        raise FlagError("--rate file takes the arrivals of --prompts FILE; give a JSONL file with `arrival` seconds.")
     if settings.swing is not None and settings.num_requests is not None:
-        raise BenchError("--requests: a swing ends with time; give --duration instead.")
+        raise FlagError("--requests: a swing ends with time; give --duration instead.")
     if len(settings.urls) > 1 and (settings.control or len(settings.speculation) > 1):
         flag = "--control" if settings.control else "--speculation with several values"
-        raise BenchError(f"{flag} is about one server; give one --url, or --model.")
+        raise FlagError(f"{flag} is about one server; give one --url, or --model.")
     names = [name for name, _ in settings.urls]
     if len(set(names)) < len(names):
-        raise BenchError(f"--url: two servers are called {names[-1]!r}; give each its own NAME=http://…")
+        raise FlagError(f"--url: two servers are called {names[-1]!r}; give each its own NAME=http://…")
     return settings, serve_flags
 
 
@@ -164,7 +160,7 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     _add(group, "--body", "JSON", _object, "fields of every request: '{\"ignore_eos\": true}'")
     _add(group, "--speculation", "auto|K[,...]", _speculations,
          "of each arm compared with plain, such as auto,1,3 [auto]; "
-         "of several servers: said to ours, one only [their default]")
+         "of several servers: sent to ours, one only [their default]")
     _switch(group, "--control", "measure plain decoding twice, on two arms: what their ratio lies off 1 is the "
             "machine's, not the drafts'")
     group = parser.add_argument_group("load")

@@ -120,10 +120,9 @@ def draft_figures(text: str) -> tuple[float, float] | None:
     """Return drafts and sequence steps so far; None if the text has no such series."""
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(DRAFTS))
     try:
-        drafted, steps = (float(values[name]) for name in DRAFTS)
+        return float(values[DRAFTS[0]]), float(values[DRAFTS[1]])
     except (KeyError, ValueError):
         return None
-    return drafted, steps
 
 
 async def idle(endpoint: Endpoint, *, is_ours: bool) -> None:

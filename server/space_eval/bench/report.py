@@ -1,4 +1,4 @@
-"""Summarises rounds: medians with ranges, ratios with bounds, a swing in time; as a table and a JSON record."""
+"""Summarises rounds: medians with ranges, ratios with bounds, a swing in time; as table, JSON record and plots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 from space_server.speculation.synthetic_acceptance import label
 
@@ -15,12 +16,11 @@ from space_eval.bench.options import BenchSettings, Limits
 from space_eval.bench.polling import JOULES_PER_KWH, DraftSample
 from space_eval.bench.rounds import PrefixIsolation, Round, num_identical
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing
+from space_eval.plots import Bar, bar_plot, line_plot
 from space_eval.report.estimates import Ratio, Spread, percentile
 from space_eval.report.tables import markdown_table
 
 PERCENTILES = (50, 90, 99)
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass
@@ -150,8 +150,8 @@ def _summary(
         ratios=ratios,
         ratio=next(iter(ratios.values()), None),
         latency_ratios=_ratios(rounds, bases, lambda one: one.request_seconds) if is_open else {},
-        tokens_per_step=_spread(_known(one.tokens_per_step for one in rounds)),
-        drafts_per_step=_spread(_known(one.drafts_per_step for one in rounds)),
+        tokens_per_step=_spread(one.tokens_per_step for one in rounds),
+        drafts_per_step=_spread(one.drafts_per_step for one in rounds),
         first_token_ms=_percentiles([exchange.first_token_seconds for exchange in answered]),
         token_gap_ms=_percentiles([gap for exchange in answered for gap in exchange.token_gaps]),
         event_gap_ms=_percentiles([gap for exchange in answered for gap in exchange.event_gaps]),
@@ -162,7 +162,7 @@ def _summary(
         late_ms=1000 * percentile([exchange.late for exchange in every], 0.99),
         cpu_shares={name: statistics.median(one.cpu_shares[name] for one in rounds) for name in rounds[0].cpu_shares},
         phases={name: half_ratios(shape, rounds, bases[name]) for name in ratios} if isinstance(shape, Swing) else {},
-        watts=_spread(_known(one.watts for one in rounds)),
+        watts=_spread(one.watts for one in rounds),
         joules_per_token=_spread(joules),
         grams_per_million_tokens=None
         if grams is None
@@ -170,12 +170,13 @@ def _summary(
     )
 
 
-def _known(values: Iterable[Number | None]) -> list[Number]:
+def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _spread(values: Sequence[float]) -> Spread | None:
-    return Spread.of(values) if values else None
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    known = _known(values)
+    return Spread.of(known) if known else None
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -392,3 +393,79 @@ def _tokens(swing: Swing, one: Round) -> tuple[int, int]:
             if at <= one.seconds:
                 counts[int(at / swing.period) % 2] += event.num_tokens
     return counts[0], counts[1]
+
+
+def draw(folder: Path, result: BenchResult, note: str) -> list[str]:
+    """Draw the plots. Return the file names. Raises PlotError."""
+    rows = result.rows
+    made = _plot_ratios(folder, rows, note)
+    closed = [row for row in rows if row.num_streams is not None]
+    opened = [row for row in rows if row.rate is not None]
+    for what, name in (("first token", "first_token"), ("per token", "per_token")):
+        if closed:
+            made.append(_plot_by_streams(folder / f"{name}.png", closed, what, note))
+        if opened:
+            made.append(_plot_by_rate(folder / f"{name}_by_rate.png", opened, what, note))
+    for load, moments in result.timelines.items():
+        made += _plot_swing(folder, load, moments, note)
+    return made
+
+
+def _plot_ratios(folder: Path, rows: Sequence[ArmSummary], note: str) -> list[str]:
+    series: dict[str, dict[str, float | Bar]] = {}
+    for row in rows:
+        for name, ratio in row.ratios.items():
+            group = str(row.num_streams or row.load)
+            series.setdefault(f"{row.arm} / {name}", {})[group] = Bar(ratio.median, ratio.low, ratio.high)
+    path, title, y = folder / "ratio.png", "Throughput ratio, 95 % bootstrap bounds", "tokens/s over the other arm's"
+    if series:
+        bar_plot(path, series, title=title, x="streams at once", y=y, level=1.0, digits=3, note=note)
+    return [path.name] if series else []
+
+
+FIGURES: Mapping[str, Callable[[ArmSummary], Mapping[str, float]]] = {
+    "first token": lambda row: row.first_token_ms,
+    "per token": lambda row: row.token_gap_ms,
+}
+
+
+def _plot_by_streams(path: Path, rows: Sequence[ArmSummary], what: str, note: str) -> str:
+    series: dict[str, dict[str, float | Bar]] = {}
+    for row in rows:
+        if figures := FIGURES[what](row):
+            bar = Bar(figures["p50"], figures["p50"], figures["p99"])
+            series.setdefault(row.arm, {})[str(row.num_streams)] = bar
+    title = f"Latency, {what}: half of all, and the line up to 99 %"
+    bar_plot(path, series, title=title, x="streams at once", y="ms", digits=1, note=note)
+    return path.name
+
+
+def _plot_by_rate(path: Path, rows: Sequence[ArmSummary], what: str, note: str) -> str:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        for share in ("p50", "p99") if FIGURES[what](row) else ():
+            series.setdefault(f"{row.arm}, {share}", []).append((row.rate or 0.0, FIGURES[what](row)[share]))
+    series = {name: sorted(points) for name, points in series.items()}
+    line_plot(path, series, title=f"Latency, {what}", x="requests per second that came", y="ms", note=note)
+    return path.name
+
+
+def _plot_swing(folder: Path, load: str, moments: Sequence[SwingTimeline], note: str) -> list[str]:
+    speed = {one.arm: list(zip(one.seconds, one.tokens_per_second, strict=True)) for one in moments}
+    made = [line_plot(folder / "swing.png", speed, title=f"Throughput, {load}", x="s", y="tokens/s", note=note)]
+    ratios = {
+        f"{one.arm} / {moments[0].arm}": list(zip(one.seconds, one.ratios, strict=True))
+        for one in moments
+        if one.ratios
+    }
+    if ratios:
+        level = {"1": [(second, 1.0) for second in moments[0].seconds]}
+        title = f"Throughput as a ratio, {load}"
+        made.append(line_plot(folder / "swing_ratio.png", ratios | level, title=title, x="s", y="ratio", note=note))
+    drafts = {one.arm: [(look[0], look[1]) for look in one.draft_lengths] for one in moments if one.draft_lengths}
+    if drafts:
+        bands = {one.arm: [(look[2], look[3]) for look in one.draft_lengths] for one in moments}
+        path = folder / "drafts.png"
+        title = f"Chosen draft length, {load}"
+        made.append(line_plot(path, drafts, title=title, x="s", y="drafts per step", ranges=bands, note=note))
+    return [path.name for path in made]

@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,8 +67,8 @@ class Round:
     @property
     def errors(self) -> dict[str, int]:
         """Failed requests by status."""
-        failed = [exchange.error for exchange in self.exchanges if exchange.error is not None]
-        return {status: failed.count(status) for status in sorted(set(failed))}
+        failed = sorted(exchange.error for exchange in self.exchanges if exchange.error is not None)
+        return dict(Counter(failed))
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -158,6 +159,9 @@ class PrefixIsolation:
         return cls(salted, salted or not shared)
 
 
+_RequestKey = tuple[Endpoint, str | tuple[int, ...], int]
+
+
 class PlainAnswers:
     """Tracks the requests, and their lengths, that a server with synthetic acceptance has answered without drafts.
 
@@ -166,11 +170,11 @@ class PlainAnswers:
     """
 
     def __init__(self) -> None:
-        self._lengths: dict[tuple[Endpoint, str | tuple[int, ...], int], int] = {}
+        self._lengths: dict[_RequestKey, int] = {}
 
     def missing(self, arm: Arm, requests: Iterable[LoadRequest]) -> list[LoadRequest]:
         """Return requests to send without drafts before `arm` gets `requests`: each new one once, at its longest."""
-        longest: dict[tuple[Endpoint, str | tuple[int, ...], int], LoadRequest] = {}
+        longest: dict[_RequestKey, LoadRequest] = {}
         for request in requests if arm.has_synthetic_acceptance and arm.speculation != "off" else ():
             key = arm.endpoint, request.prompt, arm.seed + request.number if arm.temperature else 0
             if request.max_tokens > self._lengths.get(key, 0):

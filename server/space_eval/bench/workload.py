@@ -6,19 +6,16 @@ import asyncio
 import itertools
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from space_eval.bench.arms import LoadRequest
 from space_eval.bench.client import LoadError
-from space_eval.prompts import FIELDS, PromptError, json_lines, load_prompts, text_of
-
-CHARACTERS_PER_TOKEN = 4.0
-"""For English with common vocabularies; used only if the server has no /tokenize."""
+from space_eval.data import FIELDS, json_lines, load_prompts, text_of
+from space_eval.flags import RecordError
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Workload:
     prompt_tokens: Lengths | None = None  # None: each prompt as it is
     text: str = ""  # source of prompts of a given length
     ids: Sequence[int] = ()  # `text` as token ids, for prompts of exact length; empty: text is sent
-    characters_per_token: float = CHARACTERS_PER_TOKEN
+    characters_per_token: float = 4.0  # as English has; used if the server has no /tokenize
     seed: int = 1
 
     @property
@@ -83,10 +80,6 @@ FORMS = "N, uniform:LOW:HIGH, normal:MEAN:SPREAD[:LOW:HIGH] or lognormal:MEDIAN:
 _NUM_PARAMETERS = {"fixed": (1,), "uniform": (2,), "normal": (2, 4), "lognormal": (2, 4)}
 
 
-class LengthError(ValueError):
-    """A length distribution that cannot be parsed; the message lists the known forms."""
-
-
 @dataclass(frozen=True)
 class Lengths:
     """A distribution of lengths in tokens, from `low` to `high`.
@@ -103,23 +96,23 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Parse a distribution. Raises LengthError."""
+        """Parse a distribution. Raises ValueError, which lists the known forms."""
         name, *rest = text.split(":") if ":" in text else ("fixed", text)
         try:
             given = [float(part) for part in rest]
         except ValueError:
             given = []
         if len(given) not in _NUM_PARAMETERS.get(name, ()) or not all(map(math.isfinite, given)):
-            raise LengthError(f"{text!r} is no length: give {FORMS}.")
+            raise ValueError(f"{text!r} is no length: give {FORMS}.")
         has_spread = name in ("normal", "lognormal")
         bounds = given[2:] if has_spread else given
         low, high = (min(bounds), max(bounds)) if bounds else (1.0, _four_deviations(name, *given))
         if low < 1 or any(bound != int(bound) for bound in bounds) or given[0] < 1 or given[-1] < 0:
-            raise LengthError(f"{text!r}: lengths are whole numbers of at least 1. Give {FORMS}.")
+            raise ValueError(f"{text!r}: lengths are whole numbers of at least 1. Give {FORMS}.")
         if bounds != sorted(bounds):
-            raise LengthError(f"{text!r}: the lower bound {bounds[0]:g} is above the upper one, {bounds[1]:g}.")
+            raise ValueError(f"{text!r}: the lower bound {bounds[0]:g} is above the upper one, {bounds[1]:g}.")
         if has_spread and given[1] < 0:
-            raise LengthError(f"{text!r}: the spread must be at least 0; got {given[1]:g}.")
+            raise ValueError(f"{text!r}: the spread must be at least 0; got {given[1]:g}.")
         return cls(text, name, tuple(given), int(low), int(high))
 
     def draw(self, source: random.Random) -> int:
@@ -156,29 +149,29 @@ class Recorded:
 
 
 def load_recorded(path: Path) -> list[Recorded]:
-    """Read the lines of `path`; a file that does not end in .jsonl is one prompt. Raises PromptError.
+    """Read the lines of `path`; a file that does not end in .jsonl is one prompt. Raises RecordError.
 
     A line has a text (`prompt`, `question`, `turns`, ...) or a length (`prompt_tokens`, `input_length`), and may have
     the answer's (`output_tokens`, `max_tokens`, `output_length`) and an arrival: `arrival` in seconds, or `timestamp`
     in milliseconds, as published traces have it.
     """
     if path.suffix != ".jsonl" or not path.is_file():
-        return [Recorded(prompt.text) for prompt in load_prompts(path)]
+        return [Recorded(text) for text in load_prompts(path)]
     recorded = [_recorded(record, f"{path}:{number}") for number, record in json_lines(path)]
     if not recorded:
-        raise PromptError(f"{path} holds no request. Give at least one JSON line with `prompt` or `prompt_tokens`.")
+        raise RecordError(f"{path} holds no request. Give at least one JSON line with `prompt` or `prompt_tokens`.")
     arrivals = [one.arrival for one in recorded if one.arrival is not None]
     if arrivals and len(arrivals) < len(recorded):
-        raise PromptError(f"{path}: {len(arrivals)} of {len(recorded)} lines have an arrival; give all or none.")
+        raise RecordError(f"{path}: {len(arrivals)} of {len(recorded)} lines have an arrival; give all or none.")
     if arrivals != sorted(arrivals):
-        raise PromptError(f"{path}: its arrivals do not ascend. Sort its lines by arrival.")
+        raise RecordError(f"{path}: its arrivals do not ascend. Sort its lines by arrival.")
     return recorded
 
 
 def _recorded(record: Mapping[str, Any], where: str) -> Recorded:
     text, prompt_tokens = text_of(record), _length(record, PROMPT_LENGTHS, where)
     if text is None and prompt_tokens is None:
-        raise PromptError(f"{where} has none of the fields turns, {', '.join((*FIELDS, *PROMPT_LENGTHS))}.")
+        raise RecordError(f"{where} has none of the fields turns, {', '.join((*FIELDS, *PROMPT_LENGTHS))}.")
     return Recorded(text, prompt_tokens, _length(record, OUTPUT_LENGTHS, where), _arrival(record, where))
 
 
@@ -188,7 +181,7 @@ def _length(record: Mapping[str, Any], names: tuple[str, ...], where: str) -> in
         return None
     value = record[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PromptError(f"{where}: `{name}` must be a whole number of at least 1; it is {value!r}.")
+        raise RecordError(f"{where}: `{name}` must be a whole number of at least 1; it is {value!r}.")
     return value
 
 
@@ -198,7 +191,7 @@ def _arrival(record: Mapping[str, Any], where: str) -> float | None:
     if value is None:
         return None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e12:
-        raise PromptError(f"{where}: `{name}` must be a number of at least 0; it is {value!r}.")
+        raise RecordError(f"{where}: `{name}` must be a number of at least 0; it is {value!r}.")
     return float(value) * unit
 
 
@@ -206,38 +199,12 @@ Send = Callable[[LoadRequest, float | None], Awaitable[None]]
 """Sends a request and waits for its end; the number is its due time after the round's start (None: now)."""
 
 
-class LoadShape(ABC):
-    """The arrival pattern of a round's requests."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str: ...
-
-    @property
-    def default_requests(self) -> int | None:
-        """Requests per round; None if time ends the round."""
-        return None
-
-    @property
-    def default_seconds(self) -> float | None:
-        """Duration of a round; None if the number of requests ends it."""
-        return None
-
-    @property
-    def warm_up_streams(self) -> int:
-        """Concurrent requests before the first round."""
-        return 4
-
-    @abstractmethod
-    async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
-        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises LoadError."""
-
-
 @dataclass(frozen=True)
-class Closed(LoadShape):
+class Closed:
     """Closed loop: each of `num_streams` streams sends its next request when the previous one is done."""
 
     num_streams: int
+    default_seconds: ClassVar[None] = None  # the number of requests ends a round
 
     @property
     def name(self) -> str:
@@ -249,9 +216,11 @@ class Closed(LoadShape):
 
     @property
     def warm_up_streams(self) -> int:
+        """Concurrent requests before the first round."""
         return self.num_streams
 
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
+        """Run until `requests` are done, or for `seconds`, then cancel running requests. Raises LoadError."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), _first_failure(), asyncio.TaskGroup() as group:
                 for _ in range(self.num_streams):
@@ -259,18 +228,17 @@ class Closed(LoadShape):
 
 
 @dataclass(frozen=True)
-class Open(LoadShape):
+class Open:
     """Open loop: requests are sent when due, regardless of the server. Failed ones are counted; the round continues."""
 
     rate: float | None  # per second, Poisson; None: arrivals of the file
+    default_requests: ClassVar[None] = None
+    default_seconds: ClassVar[float] = 10.0  # a few hundred requests at common rates
+    warm_up_streams: ClassVar[int] = 4
 
     @property
     def name(self) -> str:
         return "as recorded" if self.rate is None else f"{self.rate:g}/s"
-
-    @property
-    def default_seconds(self) -> float:
-        return 10.0  # a few hundred requests at common rates
 
     async def run(self, requests: Iterator[LoadRequest], send: Send, seconds: float | None) -> None:
         """Send arrivals for `seconds`, then wait for all of them."""
@@ -290,12 +258,13 @@ class Open(LoadShape):
 
 
 @dataclass(frozen=True)
-class Swing(LoadShape):
+class Swing:
     """Alternates `low` and `high` streams, `period` seconds each; surplus streams are cancelled."""
 
     low: int
     high: int
     period: float
+    default_requests: ClassVar[None] = None
 
     @property
     def name(self) -> str:
@@ -339,6 +308,10 @@ class Swing(LoadShape):
                     else:
                         for task in extra:
                             task.cancel()
+
+
+LoadShape = Closed | Open | Swing
+"""The arrival pattern of a round. `default_requests`, `default_seconds`: what ends a round if no flag says."""
 
 
 async def _stream(requests: Iterator[LoadRequest], send: Send) -> None:

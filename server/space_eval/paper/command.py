@@ -8,41 +8,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_train.training.published_options import TRAINING_OPTIONS, options_table
+from space_train.training.published_options import EVALUATION_OPTIONS, TRAINING_OPTIONS, options_table
 from tqdm import tqdm
 
-from space_eval.acceptance.model import environment_facts, load_tokenizer
 from space_eval.acceptance.paired_decoding import PairedDecoder
+from space_eval.acceptance.texts import environment_facts, load_tokenizer
+from space_eval.flags import FlagError, RecordError, given
+from space_eval.paper import table
 from space_eval.paper.protocol import (
-    Journal,
     MeasuredQuestion,
     PaperProtocol,
     PromptedModel,
-    StoppedEarly,
-    fingerprint,
-    measured_so_far,
+    open_journal,
     run_task,
+    weights_digest,
 )
-from space_eval.paper.published import EVALUATION_OPTIONS, PUBLISHED, PublishedModel, published_for
-from space_eval.paper.table import (
-    PaperRow,
-    TaskQuality,
-    draw,
-    exact_match_quality,
-    pass_quality,
-    rouge_quality,
-    summarise,
-    to_markdown,
-    write_paper,
-)
-from space_eval.paper.tasks import FAMILIES, TASKS, PaperTask, Question, family_of, load_questions, place_and_split
+from space_eval.paper.table import PUBLISHED, PaperRow, PublishedModel, TaskQuality, published_for
+from space_eval.paper.tasks import FAMILIES, TASKS, PaperTask, family_of, load_questions, place_and_split
 from space_eval.plots import PlotError
-from space_eval.prompts import PromptError
 from space_eval.quality.code_execution import FLAG, REFUSAL
 from space_eval.quality.humaneval import CodingProblem, load_problems
-from space_eval.records import RecordError
 
 DESCRIPTION = """\
 Measures a SPACE model by the protocol of arXiv 2402.11809: the paper's prompts for the model's family, 1,024 new
@@ -71,79 +57,57 @@ data, where --data does not say: {", ".join(f"{task.name} {task.hub_id or 'none'
 """
 
 
-class FlagError(PromptError):
-    """A flag that cannot be used; the message names flag, value and cure."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval paper`."""
     parser.epilog = EPILOG
-    parser.add_argument("--model", default="demo", help="folder of a SPACE checkpoint, hub id, or demo [demo]")
-    parser.add_argument(
-        "--base", help="what --model was trained from: its quality and speed go beside [the model itself]"
-    )
-    parser.add_argument(
-        "--tasks", default="xsum,human_eval,cip", metavar="T[,T...]", help=f"of {', '.join(TASKS)} [the paper's three]"
-    )
-    parser.add_argument(
-        "--data", action="append", default=[], metavar="T=SOURCE[,T=SOURCE]", help="JSONL, or hub id[:config][@split]"
-    )
-    parser.add_argument(
-        "--family", choices=["auto", *FAMILIES], default="auto", help="how it is prompted [by its name]"
-    )
-    parser.add_argument(
-        "--published", choices=list(PUBLISHED), help="row of Table 1 to show beside [by family and size]"
-    )
-    parser.add_argument("--k", type=int, default=5, help="most drafts per step [5, as published]")
-    parser.add_argument("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served [full]")
-    parser.add_argument("--max-tokens", default="1024", metavar="N[,T=N...]", help="new tokens per answer [1024]")
-    parser.add_argument("--limit", metavar="N[,T=N...]", help="first questions of each task only [all]")
-    parser.add_argument("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [0, as published]")
-    parser.add_argument("--seed", type=int, default=0, help="of the first question; each has its own [0]")
-    parser.add_argument(
-        "--pass-at",
-        type=int,
-        default=1,
-        metavar="K",
-        help="pass@K: K > 1 samples K answers at temperature 0.8 [1: greedy]",
-    )
-    parser.add_argument("--no-execution", action="store_true", help="leave out pass@K: run no generated code")
-    parser.add_argument(FLAG, action="store_true", help="run generated code for pass@K, with your rights; no sandbox")
-    parser.add_argument("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
-    parser.add_argument("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, … [auto]")
-    parser.add_argument("--num-threads", type=int, help="of a product [as torch has it]")
-    parser.add_argument("--stop-after", type=int, metavar="N", help="end after N new questions per task; go on later")
-    parser.add_argument("--out", type=Path, default=Path("paper"), help="folder of journal and report [paper]")
+    add = parser.add_argument
+    add("--model", default="demo", help="folder of a SPACE checkpoint, hub id, or demo [demo]")
+    add("--base", help="what --model was trained from: its quality and speed go beside [the model itself]")
+    tasks = f"of {', '.join(TASKS)} [the paper's three]"
+    add("--tasks", default="xsum,human_eval,cip", metavar="T[,T...]", help=tasks)
+    data = "JSONL, or hub id[:config][@split]"
+    add("--data", action="append", default=[], metavar="T=SOURCE[,T=SOURCE]", help=data)
+    add("--family", choices=["auto", *FAMILIES], default="auto", help="how it is prompted [by its name]")
+    add("--published", choices=list(PUBLISHED), help="row of Table 1 to show beside [by family and size]")
+    add("--k", type=int, default=5, help="most drafts per step [5, as published]")
+    add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served [full]")
+    add("--max-tokens", default="1024", metavar="N[,T=N...]", help="new tokens per answer [1024]")
+    add("--limit", metavar="N[,T=N...]", help="first questions of each task only [all]")
+    add("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
+    add("--temperature", type=float, default=0.0, help="0 is greedy [0, as published]")
+    add("--seed", type=int, default=0, help="of the first question; each has its own [0]")
+    samples = "pass@K: K > 1 samples K answers at temperature 0.8 [1: greedy]"
+    add("--pass-at", type=int, default=1, metavar="K", help=samples)
+    add("--no-execution", action="store_true", help="leave out pass@K: run no generated code")
+    add(FLAG, action="store_true", help="run generated code for pass@K, with your rights; no sandbox")
+    add("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
+    add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
+    add("--device", default="auto", help="auto, cpu, cuda, … [auto]")
+    add("--num-threads", type=int, help="of a product [as torch has it]")
+    add("--stop-after", type=int, metavar="N", help="end after N new questions per task; go on later")
+    add("--out", type=Path, default=Path("paper"), help="folder of journal and report [paper]")
 
 
 @dataclass(frozen=True)
 class Amounts:
     """A default number for all tasks, with overrides for some."""
 
-    general: int | None
-    special: Mapping[str, int]
+    by_task: Mapping[str, int]  # "": for all others
 
     @classmethod
     def parse(cls, text: str | None, flag: str) -> Amounts:
         """Parse `1024,cip=512`."""
-        general, special = None, {}
-        for part in (text or "").split(","):
+        by_task = {}
+        for part in filter(None, (text or "").split(",")):
             name, equals, number = part.rpartition("=")
-            if not part:
-                continue
             if not number.isdigit() or int(number) < 1 or (equals and name not in TASKS):
                 raise FlagError(f"{flag} is {text!r}; it must read N or N,TASK=N with N of at least 1.")
-            if equals:
-                special[name] = int(number)
-            else:
-                general = int(number)
-        return cls(general, special)
+            by_task[name] = int(number)
+        return cls(by_task)
 
     def of(self, task: PaperTask) -> int | None:
-        return self.special.get(task.name, self.general)
+        return self.by_task.get(task.name, self.by_task.get(""))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -156,26 +120,34 @@ def run(options: argparse.Namespace) -> int:
         if value < 1:
             raise FlagError(f"{flag} is {value}; it must be at least 1.")
     questions = {task.name: load_questions(task, sources[task.name], limits.of(task)) for task in tasks}
-    judged = [task for task in tasks if task.quality == "pass" and not options.no_execution]
-    if judged and not options.allow_code_execution:
+    scored = [task for task in tasks if task.quality == "pass" and not options.no_execution]
+    if scored and not options.allow_code_execution:
         raise FlagError(f"{REFUSAL} Or leave out pass@K with --no-execution.")
-    problems = {task.name: _problems(task, sources[task.name]) for task in judged}
+    problems = {task.name: _problems(task, sources[task.name]) for task in scored}
     protocol, facts = _prepare(options)
     family = protocol.model.family
     published = PUBLISHED[options.published] if options.published else published_for(family.name, options.model)
     settings = {name: facts[name] for name in ("weights", "base weights", "family", "k", "layout", "temperature")}
     settings |= {"seed": options.seed, "rounds": options.rounds, "dtype": facts["dtype"]}
 
-    journal = Journal(options.out / "answers.jsonl", settings)
+    journal = open_journal(options.out / "answers.jsonl", settings)
     rows: list[PaperRow] = []
     status = 0
     for task in tasks:
         asked = questions[task.name]
         amount = max_tokens.of(task) or 1024
-        measured, interrupted = _run_task(protocol, task, asked, journal, amount, options.stop_after)
+        results = run_task(protocol, task, asked, journal, max_tokens=amount, most_new=options.stop_after)
+        measured: list[MeasuredQuestion] = []
+        interrupted = False
+        try:
+            bar = tqdm(results, total=len(asked), desc=task.title, unit="question", file=sys.stderr, disable=None)
+            for one in bar:
+                measured.append(one)
+        except KeyboardInterrupt:
+            interrupted = True
         if measured:
-            quality = _judge(task, measured, problems.get(task.name, {}), chat=family.is_chat, pass_at=options.pass_at)
-            rows.append(summarise(task, measured, len(asked), quality, published))
+            quality = _score(task, measured, problems.get(task.name, {}), chat=family.is_chat, pass_at=options.pass_at)
+            rows.append(table.summarise(task, measured, len(asked), quality, published))
         if interrupted:
             _print("interrupted; the same command goes on where it was")
             status = 130
@@ -189,86 +161,47 @@ def run(options: argparse.Namespace) -> int:
     return status or int(differing > 0)
 
 
-def _run_task(
-    protocol: PaperProtocol,
-    task: PaperTask,
-    asked: Sequence[Question],
-    journal: Journal,
-    max_tokens: int,
-    most_new: int | None,
-) -> tuple[list[MeasuredQuestion], bool]:
-    """Run the task. Return the questions measured so far, and whether Ctrl-C stopped the run."""
-    interrupted = False
-    with tqdm(total=len(asked), desc=task.title, unit="question", file=sys.stderr, disable=None) as bar:
-        try:
-            run_task(
-                protocol,
-                task,
-                asked,
-                journal,
-                max_tokens=max_tokens,
-                most_new=most_new,
-                progress=bar.update,
-            )
-        except StoppedEarly:
-            pass
-        except KeyboardInterrupt:
-            interrupted = True
-    return measured_so_far(protocol, task, asked, journal, max_tokens=max_tokens), interrupted
-
-
 def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, object]]:
     """Load and warm up the models. Return the protocol and the environment facts."""
-    model = load_model(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        mask_ids=options.mask_ids,
-        num_masks=options.num_masks,
-        num_threads=options.num_threads,
-    )
+    chosen = given(options, "dtype", "device", "mask_ids", "num_masks", "num_threads")
+    model = load_model(options.model, **chosen)
     if model.facts.num_masks < options.k:
         raise FlagError(
             f"--k is {options.k}; {options.model} has {model.facts.num_masks} masks. Give --k of at most that, or a "
             "checkpoint with masks: spaceserve train makes one, --mask-ids and --num-masks declare a published one's."
         )
     family = family_of(options.model) if options.family == "auto" else FAMILIES[options.family]
-    speaker = PromptedModel(
-        PairedDecoder(model, [options.k], layout=options.layout), load_tokenizer(options.model), family
-    )
+    decoder = PairedDecoder(model, [options.k], layout=options.layout)
+    prompted = PromptedModel(decoder, load_tokenizer(options.model), family)
     base: PromptedModel | None = None
     if options.base is not None and options.base != options.model:
         loaded = load_model(options.base, dtype=options.dtype, device=options.device)
         base = PromptedModel(PairedDecoder(loaded, []), load_tokenizer(options.base), family)
-    for one in (speaker, base):
+    for one in (prompted, base):
         if one is not None:
             one.decoder.warm_up(one.tokenizer.encode("def add(a, b):").ids)
     num_samples = options.pass_at if options.pass_at > 1 and not options.no_execution else 0
-    protocol = PaperProtocol(speaker, options.k, options.rounds, options.temperature, options.seed, base, num_samples)
+    protocol = PaperProtocol(prompted, options.k, options.rounds, options.temperature, options.seed, base, num_samples)
     facts: dict[str, object] = {
         "model": options.model,
-        "weights": fingerprint(Checkpoint.open(options.model)),
+        "weights": weights_digest(options.model),
         "base": options.base or "the model itself",
-        "base weights": None if base is None else fingerprint(Checkpoint.open(options.base)),
+        "base weights": None if base is None else weights_digest(options.base),
         "family": family.name,
-        "k": options.k,
         "batch": 1,
-        "temperature": options.temperature,
-        "rounds": options.rounds,
-        "layout": options.layout,
+        **given(options, "k", "temperature", "rounds", "layout"),
     }
     return protocol, facts | environment_facts(model)
 
 
 def _problems(task: PaperTask, source: str) -> dict[str, CodingProblem]:
-    """Load the coding problems by task id."""
     try:
         return {problem.task_id: problem for problem in load_problems(place_and_split(source)[0])}
     except RecordError as error:
         raise FlagError(f"{task.title}: {error} Or leave out pass@K with --no-execution.") from error
 
 
-def _judge(
+def _score(
     task: PaperTask,
     measured: Sequence[MeasuredQuestion],
     problems: Mapping[str, CodingProblem],
@@ -277,20 +210,20 @@ def _judge(
     pass_at: int,
 ) -> TaskQuality | None:
     if task.quality == "ROUGE-L":
-        return rouge_quality(measured)
+        return table.rouge_quality(measured)
     if task.quality == "exact match":
-        return exact_match_quality(measured)
+        return table.exact_match_quality(measured)
     if not problems:
         return None
     with tqdm(total=len(measured), desc="tests", unit="problem", file=sys.stderr, disable=None) as bar:
-        return pass_quality(measured, problems, chat=chat, k=pass_at, progress=bar.update)
+        return table.pass_quality(measured, problems, chat=chat, k=pass_at, progress=bar.update)
 
 
 def _report(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> None:
-    print(to_markdown(rows, facts, published))
-    files = write_paper(folder, rows, facts, published)
+    print(table.to_markdown(rows, facts, published))
+    files = table.write_paper(folder, rows, facts, published)
     try:
-        files += draw(folder, rows, facts, published)
+        files += table.draw(folder, rows, facts, published)
     except PlotError as error:
         _print(f"no figure: {error}")
     _print(f"wrote {', '.join(map(str, files))}")

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
+from space_train.run_identity import fingerprint, parts_digest
 from tokenizers import Tokenizer
 
-from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer, space_files
-from space_eval.acceptance.text_statistics import text_behind
+from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer
+from space_eval.acceptance.texts import text_behind
 from space_eval.paper.tasks import PaperTask, PromptFamily, Question
-from space_eval.prompts import PromptError
-from space_eval.quality.answers import complete_lines
+from space_eval.report.journal import Journal, check_settings
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_P = 0.95
 """Top-p of the samples for pass@10, as in HumanEval."""
-
-
-class StoppedEarly(Exception):
-    """The run reached its limit of new questions; the journal has their results."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,17 @@ class MeasuredQuestion:
     samples: tuple[str, ...] = ()
     base_samples: tuple[str, ...] = ()
 
+    def as_line(self) -> dict[str, Any]:
+        """Return the line of the journal, without its key."""
+        samples = {"samples": self.samples, "base_samples": self.base_samples}
+        return {"name": self.question.name, "turns": list(map(asdict, self.turns)), **samples}
+
+    @classmethod
+    def parse(cls, question: Question, line: Mapping[str, Any]) -> MeasuredQuestion:
+        """The inverse of `as_line`, after JSON."""
+        turns = tuple(map(Turn.parse, line["turns"]))
+        return cls(question, turns, tuple(line["samples"]), tuple(line["base_samples"]))
+
 
 @dataclass(frozen=True)
 class FittedPrompt:
@@ -88,9 +94,9 @@ class PromptedModel:
         kept = ids[-max(window - max_tokens, window // 2) :]
         return FittedPrompt(kept, len(kept) < len(ids), min(max_tokens, window - len(kept)))
 
-    def answers(self, prompt: FittedPrompt, sampling: pb.Sampling, rounds: int) -> dict[int, TimedAnswer]:
-        """Return the answers by k, including plain decoding."""
-        return self.decoder.run(prompt.ids, sampling=sampling, max_tokens=prompt.room, rounds=rounds)
+    def answers(self, prompt: FittedPrompt, **how: Any) -> dict[int, TimedAnswer]:
+        """Return the answers by k, including plain decoding; `how`: sampling and rounds."""
+        return self.decoder.run(prompt.ids, max_tokens=prompt.room, **how)
 
     def text(self, prompt: FittedPrompt, answer: Sequence[int]) -> str:
         """Decode `answer` as it follows the prompt, without special tokens."""
@@ -112,14 +118,15 @@ class PaperProtocol:
     def measure(self, question: Question, number: int, max_tokens: int) -> MeasuredQuestion:
         """Measure all turns of a question; later prompts include each model's own earlier answers."""
         sampling = pb.Sampling(seed=self.seed + number, temperature=self.temperature)
+        how = {"sampling": sampling, "rounds": self.rounds}
         turns: list[Turn] = []
         while len(turns) < len(question.turns):
             prompt = self.model.prompt(question, [turn.text for turn in turns], max_tokens)
-            answers = self.model.answers(prompt, sampling, self.rounds)
+            answers = self.model.answers(prompt, **how)
             base, base_text = None, ""
             if self.base is not None:
                 base_prompt = self.base.prompt(question, [turn.base_text for turn in turns], max_tokens)
-                base = self.base.answers(base_prompt, sampling, self.rounds)[PLAIN]
+                base = self.base.answers(base_prompt, **how)[PLAIN]
                 base_text = self.base.text(base_prompt, base.ids)
             turns.append(
                 Turn(
@@ -136,155 +143,63 @@ class PaperProtocol:
 
     def with_samples(self, measured: MeasuredQuestion, number: int, max_tokens: int) -> MeasuredQuestion:
         """Return `measured` with `num_samples` sampled first answers of the model (with SPACE) and of the base."""
-        made = self._samples(self.model, self.k, measured.question, number, max_tokens)
-        base = self._samples(self.base, PLAIN, measured.question, number, max_tokens) if self.base is not None else ()
-        return replace(measured, samples=made, base_samples=base)
 
-    def _samples(
-        self, model: PromptedModel, k: int, question: Question, number: int, max_tokens: int
-    ) -> tuple[str, ...]:
-        prompt = model.prompt(question, [], max_tokens)
-        texts = []
-        for choice in range(self.num_samples):
-            sampling = pb.Sampling(
-                seed=self.seed + number, choice=choice, temperature=SAMPLE_TEMPERATURE, top_p=SAMPLE_TOP_P
-            )
-            answer = model.decoder.once(k, prompt.ids, sampling=sampling, max_tokens=prompt.room)
-            texts.append(model.text(prompt, answer.tokens))
-        return tuple(texts)
+        def samples(model: PromptedModel, k: int) -> Iterator[str]:
+            prompt = model.prompt(measured.question, [], max_tokens)
+            for choice in range(self.num_samples):
+                how = pb.Sampling(
+                    temperature=SAMPLE_TEMPERATURE, top_p=SAMPLE_TOP_P, seed=self.seed + number, choice=choice
+                )
+                answer = model.decoder.once(k, prompt.ids, sampling=how, max_tokens=prompt.room)
+                yield model.text(prompt, answer.tokens)
+
+        base = () if self.base is None else tuple(samples(self.base, PLAIN))
+        return replace(measured, samples=tuple(samples(self.model, self.k)), base_samples=base)
+
+
+def open_journal(file: Path, settings: Mapping[str, Any]) -> Journal[str]:
+    """Open or create the journal of finished questions; its first line has the settings. Raises JournalError."""
+    journal: Journal[str] = Journal(file, lambda line: str(line.get("key", "settings")))
+    wanted = json.loads(json.dumps(settings))
+    if "settings" in journal:
+        check_settings(journal["settings"]["settings"], wanted, file)
+    else:
+        journal.add({"settings": wanted})
+    return journal
 
 
 def run_task(
     protocol: PaperProtocol,
     task: PaperTask,
     questions: Sequence[Question],
-    journal: Journal,
+    journal: Journal[str],
     *,
     max_tokens: int,
     most_new: int | None = None,
-    progress: Callable[[], object] = lambda: None,
-) -> None:
-    """Measure every question not in the journal. Raises StoppedEarly before new question `most_new` + 1.
-
-    `progress` is called once for each finished question.
-    """
+) -> Iterator[MeasuredQuestion]:
+    """Yield every question's result, from the journal or measured now; stop before new question `most_new` + 1."""
     num_new = 0
     for number, question in enumerate(questions):
         key = _key(protocol, task, question, number, max_tokens)
         if key not in journal:
-            if most_new is not None and num_new >= most_new:
-                raise StoppedEarly
+            if num_new == most_new:
+                return
             measured = protocol.measure(question, number, max_tokens)
             if protocol.num_samples > 0 and task.quality == "pass":
                 measured = protocol.with_samples(measured, number, max_tokens)
-            journal.add(key, _as_line(measured))
+            journal.add({"key": key, **measured.as_line()})
             num_new += 1
-        progress()
-
-
-def measured_so_far(
-    protocol: PaperProtocol, task: PaperTask, questions: Sequence[Question], journal: Journal, *, max_tokens: int
-) -> list[MeasuredQuestion]:
-    """Return the journal's results for these questions."""
-    keys = [(q, _key(protocol, task, q, number, max_tokens)) for number, q in enumerate(questions)]
-    return [_of_line(question, journal[key]) for question, key in keys if key in journal]
+        yield MeasuredQuestion.parse(question, journal[key])
 
 
 def _key(protocol: PaperProtocol, task: PaperTask, question: Question, number: int, max_tokens: int) -> str:
     """Return a key of everything an answer depends on that may change between two calls on one journal."""
     samples = protocol.num_samples if task.quality == "pass" else 0
-    return f"{task.name} {number} {_digest(question)} {max_tokens}" + (f" {samples} samples" if samples else "")
+    digest = hashlib.sha256("\0".join((*question.turns, *question.plain_turns)).encode()).hexdigest()[:12]
+    return f"{task.name} {number} {digest} {max_tokens}" + (f" {samples} samples" if samples else "")
 
 
-def _digest(question: Question) -> str:
-    """Return a digest of the question, so that a journal is not reused for other questions."""
-    return hashlib.sha256("\0".join((*question.turns, *question.plain_turns)).encode()).hexdigest()[:12]
-
-
-def _as_line(measured: MeasuredQuestion) -> dict[str, object]:
-    return {
-        "name": measured.question.name,
-        "turns": [asdict(turn) for turn in measured.turns],
-        "samples": measured.samples,
-        "base_samples": measured.base_samples,
-    }
-
-
-def _of_line(question: Question, line: Mapping[str, Any]) -> MeasuredQuestion:
-    turns = tuple(Turn.parse(turn) for turn in line["turns"])
-    return MeasuredQuestion(question, turns, tuple(line["samples"]), tuple(line["base_samples"]))
-
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a hash of config, weights, adapter and draft head, from 64 samples of each file to be fast."""
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for file in [*checkpoint.weights, *space_files(checkpoint)]:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for place in range(_SAMPLES):
-                stream.seek(max(0, size - _SAMPLE_BYTES) * place // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:12]
-
-
-class JournalError(PromptError):
-    """The journal belongs to another run; the message names what differs and the cure."""
-
-
-class Journal:
-    """An append-only JSONL file: the settings first, then one line per key. An incomplete last line is dropped."""
-
-    def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
-        """Open or create `file`. Raises JournalError if its settings differ."""
-        self.file = file
-        self._lines: dict[str, dict[str, Any]] = {}
-        found = self._read()
-        wanted = json.loads(json.dumps(dict(settings)))
-        if found is None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._append({"settings": wanted})
-        elif found != wanted:
-            name = next(name for name in [*wanted, *found] if found.get(name) != wanted.get(name))
-            raise JournalError(
-                f"{file} was begun with {name} {found.get(name)!r}; this run has {wanted.get(name)!r}. "
-                "Give another --out, or the same flags as before."
-            )
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._lines
-
-    def __getitem__(self, key: str) -> dict[str, Any]:
-        return self._lines[key]
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def add(self, key: str, line: Mapping[str, Any]) -> None:
-        """Append a line and flush it to disk."""
-        self._append({"key": key, **line})
-        self._lines[key] = json.loads(json.dumps(dict(line)))
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-
-    def _read(self) -> dict[str, Any] | None:
-        """Read the journal. Return its settings, or None if it does not exist."""
-        settings: dict[str, Any] | None = None
-        for number, text in enumerate(complete_lines(self.file), start=1):
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise JournalError(f"{self.file}:{number} is not JSON: {error}. Give another --out.") from error
-            if "settings" in line:
-                settings = line["settings"]
-            else:
-                self._lines[line.pop("key")] = line
-        return settings
+def weights_digest(model: str) -> str:
+    """Return 24 hexadecimal digits of config, samples of the weights, adapter and draft head."""
+    checkpoint = Checkpoint.open(model)
+    return fingerprint(checkpoint) + parts_digest(checkpoint)

@@ -1,4 +1,4 @@
-"""The paper's Table 1 from our measurements: scores and one row per task, with the published figures."""
+"""The paper's Table 1: the published figures, and the same from our measurements, with scores, one row per task."""
 
 from __future__ import annotations
 
@@ -8,15 +8,68 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from space_eval.acceptance.paired_decoding import rates, speedup, tokens_per_step
+from space_eval.acceptance.paired_decoding import PairedFigures, rates, speedup, tokens_per_step
 from space_eval.paper.protocol import MeasuredQuestion
-from space_eval.paper.published import PublishedFigure, PublishedModel
 from space_eval.paper.tasks import PaperTask
 from space_eval.plots import Bar, bar_plot
 from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
 from space_eval.quality.rouge import rouge_l
 from space_eval.report.estimates import Spread
-from space_eval.report.tables import markdown_facts, markdown_table, ratio, write_report
+from space_eval.report.tables import columns_table, markdown_facts, write_report
+
+FOR_SCALE = "LLaMA-2-7B"
+"""Reference for models of families not in the paper."""
+
+
+@dataclass(frozen=True)
+class PublishedFigure:
+    """One cell of the table."""
+
+    tokens_per_step: float
+    speedup: float  # over plain decoding
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """One row of the table."""
+
+    name: str
+    family: str
+    figures: dict[str, PublishedFigure]  # by task
+
+
+def _published(name: str, family: str, *cells: tuple[float, float]) -> PublishedModel:
+    figures = [PublishedFigure(*cell) for cell in cells]
+    return PublishedModel(name, family, dict(zip(("xsum", "human_eval", "cip"), figures, strict=True)))
+
+
+# (tokens per step, speed-up) of each task; greedy, batch 1, k=5 (arXiv 2402.11809, Table 1)
+PUBLISHED = {
+    model.name: model
+    for model in (
+        _published("ChatGLM-3-6B", "chatglm", (2.04, 1.48), (3.34, 2.73), (1.80, 1.50)),
+        _published("LLaMA-2-7B", "llama-2", (2.23, 1.94), (3.54, 3.18), (1.85, 1.71)),
+        _published("LLaMA-2-13B", "llama-2", (2.36, 2.10), (3.76, 3.44), (1.99, 1.81)),
+        _published("Qwen-14B", "qwen", (2.15, 1.94), (3.51, 3.18), (1.85, 1.70)),
+        _published("InternLM-20B", "internlm", (2.15, 1.96), (3.31, 3.19), (1.80, 1.64)),
+        _published("Falcon-40B", "falcon", (2.17, 2.01), (3.58, 3.61), (1.96, 2.03)),
+        _published("LLaMA-2-70B", "llama-2", (2.54, 2.35), (4.32, 4.01), (2.09, 1.91)),
+    )
+}
+"""Published rows by model name."""
+
+
+def published_for(family: str, model_name: str) -> PublishedModel:
+    """Return the family's row of the size in `model_name` (such as 13b), else of its smallest size.
+
+    A family that the paper has not measured gets LLaMA-2-7B as a rough reference.
+    """
+    rows = [row for row in PUBLISHED.values() if row.family == family.removesuffix("-chat")]
+    sizes = {size.upper() for size in re.findall(r"\d+b(?![a-z])", model_name.lower())}
+    for row in rows:
+        if row.name.rpartition("-")[2] in sizes:
+            return row
+    return rows[0] if rows else PUBLISHED[FOR_SCALE]
 
 
 @dataclass(frozen=True)
@@ -87,28 +140,19 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-@dataclass(frozen=True)
-class PaperRow:
-    """One task. Means are over steps, not over prompts; ranges are over rounds."""
+@dataclass(frozen=True, kw_only=True)
+class PaperRow(PairedFigures):
+    """One task, SPACE against plain decoding of the same weights."""
 
     task: str
     title: str
     num_questions: int  # measured so far
     num_asked: int  # in total
     num_answers: int  # a question with two turns has two
-    tokens_per_step: float
     tokens_per_step_not_looping: float  # nan if all outputs loop
-    tokens_per_forward: float  # including prefill, as in the published script
-    rows_per_step: float
-    accepted_share: float  # of verified drafts
-    looping: float  # share of answers
-    speedup: Spread  # tokens per second over plain decoding's, with prefill, as published
-    decode_speedup: Spread  # without prefill
-    speedup_not_looping: Spread | None
     plain_tokens_per_second: Spread  # with prefill
     space_tokens_per_second: Spread
     speedup_over_base: Spread | None  # over plain decoding of the base
-    num_identical: int  # answers equal to plain decoding's
     num_truncated: int  # prompts truncated on the left
     quality: TaskQuality | None
     published: PublishedFigure | None
@@ -128,46 +172,60 @@ def summarise(
 ) -> PaperRow:
     """Return a task's row; `measured` has at least one question."""
     turns = [turn for one in measured for turn in one.turns]
-    steady = [turn for turn in turns if not turn.space.is_looping]
-    space = [turn.space for turn in turns]
-    plain = [turn.plain for turn in turns]
+    space, plain = [turn.space for turn in turns], [turn.plain for turn in turns]
     base = [turn.base for turn in turns if turn.base is not None]
-    names = sorted({one.question.category for one in measured} - {""})
+    categories = {
+        name: tokens_per_step([t.space for one in measured if one.question.category == name for t in one.turns])
+        for name in sorted({one.question.category for one in measured} - {""})
+    }
     return PaperRow(
         task=task.name,
         title=task.title,
         num_questions=len(measured),
         num_asked=num_asked,
         num_answers=len(turns),
-        tokens_per_step=tokens_per_step(space),
-        tokens_per_step_not_looping=tokens_per_step([turn.space for turn in steady]),
-        tokens_per_forward=ratio(sum(len(a.ids) for a in space), sum(a.num_steps + 1 for a in space)),
-        rows_per_step=ratio(sum(a.num_rows for a in space), sum(a.num_steps for a in space)),
-        accepted_share=ratio(sum(a.num_accepted for a in space), sum(a.num_drafted for a in space)),
-        looping=1 - ratio(len(steady), len(turns)),
-        speedup=speedup(space, plain),
-        decode_speedup=speedup(space, plain, decode_only=True),
-        speedup_not_looping=speedup([t.space for t in steady], [t.plain for t in steady]) if steady else None,
+        tokens_per_step_not_looping=tokens_per_step([answer for answer in space if not answer.is_looping]),
         plain_tokens_per_second=Spread.of(rates(plain)),
         space_tokens_per_second=Spread.of(rates(space)),
         speedup_over_base=speedup(space, base) if base else None,
-        num_identical=sum(turn.space.ids == turn.plain.ids for turn in turns),
         num_truncated=sum(turn.truncated for turn in turns),
         quality=quality,
         published=published.figures.get(task.name),
-        categories={
-            name: tokens_per_step([t.space for one in measured if one.question.category == name for t in one.turns])
-            for name in names
-        },
+        categories=categories,
+        **PaperRow.figures(space, plain),
     )
+
+
+COLUMNS: Sequence[tuple[str, Callable[[PaperRow], str]]] = (
+    ("task", lambda row: row.title),
+    ("questions", lambda row: str(row.num_questions) if row.is_whole else f"{row.num_questions} of {row.num_asked}"),
+    ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
+    ("not looping", lambda row: f"{row.tokens_per_step_not_looping:.2f}"),
+    ("published", lambda row: "–" if row.published is None else f"{row.published.tokens_per_step:.2f}"),
+    ("speed-up", lambda row: row.speedup.shown(2)),
+    ("not looping", lambda row: "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}"),
+    ("published", lambda row: "–" if row.published is None else f"{row.published.speedup:.2f}"),
+    ("looping", lambda row: f"{row.looping:.0%}"),
+    ("quality", lambda row: _quality(row.quality)),
+    ("base", lambda row: _base_quality(row.quality)),
+    ("same text", lambda row: f"{row.num_identical}/{row.num_answers}"),
+)
+
+
+def _quality(quality: TaskQuality | None) -> str:
+    if quality is None:
+        return "–"
+    return f"{quality.name} {quality.model:.3f}" if quality.has_signal else f"{quality.name}: no signal"
+
+
+def _base_quality(quality: TaskQuality | None) -> str:
+    shown = quality is not None and quality.has_signal and quality.base is not None
+    return f"{quality.base:.3f}" if quality is not None and shown else "–"
 
 
 def to_markdown(rows: Sequence[PaperRow], facts: Mapping[str, object], published: PublishedModel) -> str:
     """Return the facts of the run, the table and its column descriptions as Markdown."""
-    head = ["task", "questions", "tokens/step", "not looping", "published", "speed-up", "not looping", "published"]
-    head += ["looping", "quality", "base", "same text"]
-    text = f"# The paper's Table 1, measured here\n\n{markdown_facts(facts)}\n"
-    text += markdown_table(head, [_cells(row) for row in rows])
+    text = f"# The paper's Table 1, measured here\n\n{markdown_facts(facts)}\n{columns_table(COLUMNS, rows)}"
     for row in rows:
         if row.categories:
             parts = ", ".join(f"{name} {value:.2f}" for name, value in row.categories.items())
@@ -186,30 +244,6 @@ NOTES = """
 - quality, base: of the model's answers and of the base's; 'no signal' where both are 0.
 - same text: answers of SPACE equal to plain decoding's, id by id.
 """
-
-
-def _cells(row: PaperRow) -> list[str]:
-    quality, base = "–", "–"
-    if row.quality is not None and not row.quality.has_signal:
-        quality = f"{row.quality.name}: no signal"
-    elif row.quality is not None:
-        quality = f"{row.quality.name} {row.quality.model:.3f}"
-        base = "–" if row.quality.base is None else f"{row.quality.base:.3f}"
-    theirs = row.published
-    return [
-        row.title,
-        str(row.num_questions) if row.is_whole else f"{row.num_questions} of {row.num_asked}",
-        f"{row.tokens_per_step:.2f}",
-        f"{row.tokens_per_step_not_looping:.2f}",
-        "–" if theirs is None else f"{theirs.tokens_per_step:.2f}",
-        row.speedup.shown(2),
-        "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}",
-        "–" if theirs is None else f"{theirs.speedup:.2f}",
-        f"{row.looping:.0%}",
-        quality,
-        base,
-        f"{row.num_identical}/{row.num_answers}",
-    ]
 
 
 def write_paper(
@@ -233,9 +267,8 @@ def draw(folder: Path, rows: Sequence[PaperRow], facts: Mapping[str, object], pu
             steps[theirs][row.title] = row.published.tokens_per_step
             times[theirs][row.title] = row.published.speedup
     note = f"{facts.get('model', '')}: {facts.get('machine', '')}"
+    speed = folder / "paper-speed.png"
     return [
         bar_plot(folder / "paper.png", steps, title="Tokens per step", y="tokens per step", level=1.0, note=note),
-        bar_plot(
-            folder / "paper-speed.png", times, title="Over plain decoding", y="times as fast", level=1.0, note=note
-        ),
+        bar_plot(speed, times, title="Over plain decoding", y="times as fast", level=1.0, note=note),
     ]

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from space_eval.prompts import PromptError
-from space_eval.records import RecordError, load_records
+from space_eval.data import load_records
+from space_eval.flags import RecordError
 
 _CODE = (
     "Complete the following python code. Give the answer in a code block starts with '```python' and end with '``'\n"
 )
 _SUMMARY = "Document: {}\nBased on the previous text, provide a brief single summary:"
-
-
-class DataError(PromptError):
-    """Questions that cannot be found or parsed; the message names the place and the cure."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +93,18 @@ TASKS = {
 def load_questions(task: PaperTask, source: str, limit: int | None = None) -> list[Question]:
     """Load the first `limit` questions of `source`: a JSON(L) file, or a hub id with optional :CONFIG and @SPLIT."""
     if not source:
-        raise DataError(f"{task.title} has no home on the hub. Give --data {task.name}=FILE, a JSONL file.")
+        raise RecordError(f"{task.title} has no home on the hub. Give --data {task.name}=FILE, a JSONL file.")
     place, split = place_and_split(source)
     try:
         records = load_records(place, needs=((),), split=split)
     except RecordError as error:
-        raise DataError(f"{task.title}: {error} (--data {task.name}=FILE)") from error
+        raise RecordError(f"{task.title}: {error} (--data {task.name}=FILE)") from error
     questions = []
     for number, record in enumerate(records[:limit], start=1):
         try:
             questions.append(task.read(record, f"{task.name}/{number}"))
         except KeyError as missing:
-            raise DataError(
+            raise RecordError(
                 f"Record {number} of {source} has no field {missing.args[0]}, which {task.title} needs. "
                 f"It has: {', '.join(sorted(record))}."
             ) from None
@@ -153,8 +149,8 @@ class PromptFamily:
             parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
             return "".join([*(f"{part}\n" for part in parts), turns[len(answers)]])
         history = self.system
-        for said, answer in zip(turns, answers, strict=False):
-            history = f"{history}\n{self.turn.format(said)}\n{answer}{self.between}"
+        for asked, answer in zip(turns, answers, strict=False):
+            history = f"{history}\n{self.turn.format(asked)}\n{answer}{self.between}"
         return f"{history}\n{self.turn.format(turns[len(answers)])}"
 
 

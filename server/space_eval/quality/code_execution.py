@@ -48,7 +48,7 @@ class ExecutionLimits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExecutionResult:
     """How a program ended, and why."""
 
     end: End
@@ -95,7 +95,7 @@ os._exit(0)
 """
 
 
-def run_program(program: str, limits: ExecutionLimits | None = None) -> Outcome:
+def run_program(program: str, limits: ExecutionLimits | None = None) -> ExecutionResult:
     """Run `program` in an empty folder and environment. It passes if it runs to its last line."""
     bounds = limits or ExecutionLimits()
     cpu_seconds = math.ceil(bounds.seconds) if bounds.cpu_seconds is None else bounds.cpu_seconds
@@ -130,8 +130,8 @@ def run_program(program: str, limits: ExecutionLimits | None = None) -> Outcome:
             _kill(process)
     seconds = time.monotonic() - started
     if late:
-        return Outcome(End.TIMED_OUT, f"more than {bounds.seconds:g} s", seconds)
-    return Outcome(*_judge(reported, secret, process.returncode, cpu_seconds, bounds.memory), seconds)
+        return ExecutionResult(End.TIMED_OUT, f"more than {bounds.seconds:g} s", seconds)
+    return ExecutionResult(*_end_of(reported, secret, process.returncode, cpu_seconds, bounds.memory), seconds)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -146,7 +146,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _judge(reported: bytes, secret: str, status: int, cpu_seconds: int, memory: int) -> tuple[End, str]:
+def _end_of(reported: bytes, secret: str, status: int, cpu_seconds: int, memory: int) -> tuple[End, str]:
     """Return the outcome and its detail from the process's report and exit status."""
     lines = [words for line in reported.splitlines() if isinstance(words := _parsed(line), dict)]
     last = lines[-1] if lines else {}

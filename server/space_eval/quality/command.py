@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import platform
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import ModelError
 from space_model.precision import KV_DTYPES, WEIGHTS
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import GenerationFailed
-from space_eval.flag_values import number_in, whole
+from space_eval.acceptance.generation import CompletionFailed
+from space_eval.acceptance.texts import torch_facts
+from space_eval.flags import EvalError, FlagError, JournalError, given, number_in, whole
 from space_eval.plots import PlotError
 from space_eval.quality import humaneval
-from space_eval.quality.answers import Answer, AnswerFile, SettingsDiffer, open_folder
-from space_eval.quality.code_execution import FLAG, REFUSAL, Outcome
-from space_eval.quality.model import QualityError, QualityModel, WritingSettings, fingerprint
-from space_eval.quality.report import draw, generation_facts, rows_of, to_markdown
-from space_eval.quality.tasks import HumanEval, Perplexity, Summarise
-from space_eval.records import RecordError
+from space_eval.quality.code_execution import FLAG, REFUSAL, ExecutionResult
+from space_eval.quality.model import QualityModel, WritingSettings
+from space_eval.quality.scores import draw, generation_facts, rows_of, to_markdown
+from space_eval.quality.tasks import Answer, HumanEval, Perplexity, Summarise, open_answers
+from space_eval.report.journal import check_settings
 from space_eval.report.tables import write_report
 
 QualityTask = HumanEval | Summarise | Perplexity
@@ -55,76 +56,55 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval quality`."""
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
-    what.add_argument("--base", help="the model to compare with, decoded plainly (default: none)")
-    what.add_argument("--tasks", type=_tasks, metavar="NAME=DATA[,…]", help="humaneval, summarise, perplexity")
-    what.add_argument("--limit", type=whole, help="only the first records of each task (default: all)")
-    what.add_argument("--out", type=Path, help="folder for answers and report; a killed run goes on from it")
-    texts = parser.add_argument_group("how texts are written")
-    texts.add_argument("--samples", type=whole, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
-    texts.add_argument(
-        "--temperature", type=number_in(0.0, 2.0), help="0 is greedy (default: 0, or 0.8 with more than one sample)"
-    )
-    texts.add_argument("--top-p", type=number_in(0.01, 1.0), default=1.0, help="(default: 1, off)")
-    texts.add_argument("--max-tokens", type=whole, default=512, help="new tokens per text (default: 512)")
-    texts.add_argument("--chat", action="store_true", help="ask through the chat template, and read code blocks")
-    texts.add_argument("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
-    texts.add_argument(
-        "--layout",
-        choices=["full", "auto"],
-        default="full",
-        help="all (k+1)² rows in every step, or as served, where large batches are not drafted (default: full)",
-    )
-    texts.add_argument(
-        "--batch",
-        type=whole,
-        help="texts at once; never changes a text (default: 8, or 1 with the full layout on a CPU, which it fills)",
-    )
-    reading = parser.add_argument_group("how texts are read (perplexity)")
-    reading.add_argument(
-        "--window", type=whole, default=1024, help="most tokens at once, within the model's own (default: 1024)"
-    )
-    reading.add_argument("--stride", type=whole, help="tokens between windows (default: half a window)")
-    programs = parser.add_argument_group("programs (humaneval)")
-    programs.add_argument(
-        FLAG, action="store_true", help="run the programs that the model writes, with your rights; no sandbox"
-    )
-    programs.add_argument(
-        "--seconds",
-        type=number_in(0.1, 3600.0),
-        default=10.0,
-        help="per program: tests take milliseconds (default: 10)",
-    )
-    programs.add_argument("--memory", type=whole, default=1024, help="MiB per program (default: 1024)")
-    programs.add_argument("--self-check", action="store_true", help="prove the harness on --data, without a model")
-    programs.add_argument("--data", help="for --self-check: HumanEval records with canonical_solution")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    machine.add_argument(
-        "--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)"
-    )
-    machine.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="the same (default: auto)")
-    machine.add_argument("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
-    machine.add_argument("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
-    machine.add_argument("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
-    machine.add_argument("--num-threads", type=whole, help="of a product (default: as torch has it)")
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--model", default="demo", help="folder of a checkpoint, hub id, or demo (default: demo)")
+    add("--base", help="the model to compare with, decoded plainly (default: none)")
+    add("--tasks", type=_tasks, metavar="NAME=DATA[,…]", help="humaneval, summarise, perplexity")
+    add("--limit", type=whole, help="only the first records of each task (default: all)")
+    add("--out", type=Path, help="folder for answers and report; a killed run goes on from it")
+    add = parser.add_argument_group("how texts are written").add_argument
+    add("--samples", type=whole, default=1, help="texts per record; pass@10 needs 10 (default: 1)")
+    heat = "0 is greedy (default: 0, or 0.8 with more than one sample)"
+    add("--temperature", type=number_in(0.0, 2.0), help=heat)
+    add("--top-p", type=number_in(0.01, 1.0), default=1.0, help="(default: 1, off)")
+    add("--max-tokens", type=whole, default=512, help="new tokens per text (default: 512)")
+    add("--chat", action="store_true", help="ask through the chat template, and read code blocks")
+    add("--seed", type=int, default=0, help="of the first record; each has its own (default: 0)")
+    full = "all (k+1)² rows in every step, or as served, where large batches are not drafted (default: full)"
+    add("--layout", choices=["full", "auto"], default="full", help=full)
+    batch = "texts at once; never changes a text (default: 8, or 1 with the full layout on a CPU, which it fills)"
+    add("--batch", type=whole, help=batch)
+    add = parser.add_argument_group("how texts are read (perplexity)").add_argument
+    add("--window", type=whole, default=1024, help="most tokens at once, within the model's own (default: 1024)")
+    add("--stride", type=whole, help="tokens between windows (default: half a window)")
+    add = parser.add_argument_group("programs (humaneval)").add_argument
+    add(FLAG, action="store_true", help="run the programs that the model writes, with your rights; no sandbox")
+    seconds = "per program: tests take milliseconds (default: 10)"
+    add("--seconds", type=number_in(0.1, 3600.0), default=10.0, help=seconds)
+    add("--memory", type=whole, default=1024, help="MiB per program (default: 1024)")
+    add("--self-check", action="store_true", help="prove the harness on --data, without a model")
+    add("--data", help="for --self-check: HumanEval records with canonical_solution")
+    add = parser.add_argument_group("machine").add_argument
+    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
+    add("--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)")
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="the same (default: auto)")
+    add("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
+    add("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
+    add("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
+    add("--num-threads", type=whole, help="of a product (default: as torch has it)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table. Return 0, 1 if the self-check or a sequence fails, or 2 for unusable settings or data."""
     try:
         return _self_check(options) if options.self_check else _measure(options)
-    except (QualityError, RecordError, SettingsDiffer, ModelError) as error:
+    except (EvalError, ModelError, CompletionFailed) as error:
         print(f"spaceserve eval quality: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, CompletionFailed) else 2
     except OSError as error:
         kept = "" if options.out is None else f" Finished answers are kept in {options.out}."
         print(f"spaceserve eval quality: {error}.{kept}", file=sys.stderr)
         return 2
-    except GenerationFailed as error:
-        print(f"spaceserve eval quality: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("\ninterrupted; with --out the same command goes on where it was", file=sys.stderr)
         return 130
@@ -132,72 +112,59 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     if options.tasks is None:
-        raise QualityError("There is nothing to measure: give --tasks, such as humaneval=PATH,perplexity=PATH.")
+        raise FlagError("There is nothing to measure: give --tasks, such as humaneval=PATH,perplexity=PATH.")
     if "humaneval" in options.tasks and not options.allow_code_execution:
-        raise QualityError(REFUSAL)
+        raise FlagError(REFUSAL)
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.samples == 1 else 0.8
     if temperature == 0.0 and options.samples > 1:
-        raise QualityError(
+        raise FlagError(
             f"--temperature 0 gives the same text {options.samples} times. Give --temperature 0.8, or --samples 1."
         )
-    for flag, given in (("--base-weights", options.base_weights), ("--base-kv-dtype", options.base_kv_dtype)):
-        if given and not options.base:
-            raise QualityError(f"{flag} does nothing without --base.")
+    for flag, value in (("--base-weights", options.base_weights), ("--base-kv-dtype", options.base_kv_dtype)):
+        if value and not options.base:
+            raise FlagError(f"{flag} does nothing without --base.")
     weights = {"model": options.weights, "base": options.base_weights or options.weights}
     kv_dtypes = {"model": options.kv_dtype, "base": options.base_kv_dtype or options.kv_dtype}
     tasks = [_load(name, source, options) for name, source in options.tasks.items()]
     paths = {"model": options.model} | ({"base": options.base} if options.base else {})
     settings: dict[str, object] = {
-        **{label: fingerprint(path) for label, path in paths.items()},
+        **{label: _fingerprint(path) for label, path in paths.items()},
         **{f"data of {name}": _digest(source) for name, source in options.tasks.items()},
         "temperature": temperature,
-        **{name: getattr(options, name) for name in ("top_p", "max_tokens", "chat", "seed", "seconds", "memory")},
-        **{name: getattr(options, name) for name in ("dtype", "layout", "window", "stride")},
+        **given(options, "top_p", "max_tokens", "chat", "seed", "seconds", "memory"),
+        **given(options, "dtype", "layout", "window", "stride"),
         **{f"weights of {label}": weights[label] for label in paths},
         **{f"keys and values of {label}": kv_dtypes[label] for label in paths},
     }
     if options.out is not None:
-        open_folder(options.out, settings)
+        _open_folder(options.out, settings)
 
     found: dict[str, dict[str, list[Answer]]] = {task.name: {} for task in tasks}
     facts: dict[str, object] = {}
     for label, path in paths.items():
-        model = QualityModel(
-            label,
-            path,
-            dtype=options.dtype,
-            weights=weights[label],
-            kv_dtype=kv_dtypes[label],
-            device=_device(options.device),
-            num_threads=options.num_threads,
-        )
+        chosen = given(options, "dtype", "num_threads") | {"device": _device(options.device)}
+        model = QualityModel(label, path, weights=weights[label], kv_dtype=kv_dtypes[label], **chosen)
         speculate = label == "model" and model.model.facts.most_masks > 0
         on_cpu = model.model.facts.device.type == "cpu"
         writing = WritingSettings(
-            samples=options.samples,
+            **given(options, "samples", "top_p", "max_tokens", "seed", "chat", "layout"),
             temperature=temperature,
-            top_p=options.top_p,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-            chat=options.chat,
             speculate=speculate,
-            layout=options.layout,
             batch=options.batch or (1 if speculate and options.layout == "full" and on_cpu else 8),
         )
         for task in tasks:
             file = None if options.out is None else options.out / f"{label}.{task.name}.jsonl"
-            with AnswerFile(file) as answers:
-                if isinstance(task, Perplexity):
-                    model.read(task, answers, length=options.window, stride=options.stride)
-                    keys = set(task.texts)
-                else:
-                    model.write(task, answers, writing)
-                    keys = set(task.keys)
-                found[task.name][label] = [
-                    a for a in answers.sorted() if a["record"] in keys and a["sample"] < options.samples
-                ]
+            answers = open_answers(file)
+            if isinstance(task, Perplexity):
+                model.read(task, answers, length=options.window, stride=options.stride)
+                keys = set(task.texts)
+            else:
+                model.write(task, answers, writing)
+                keys = set(task.keys)
+            kept = [a for a in answers.lines if a["record"] in keys and a["sample"] < options.samples]
+            found[task.name][label] = sorted(kept, key=lambda answer: int(answer["sample"]))
         known = model.model.facts
         how = f"SPACE, k={known.most_masks}, layout {options.layout}" if speculate else "plain decoding"
         facts[label] = f"{known.name} ({known.model_hash[:12]}), {known.number_format}, {how}"
@@ -207,7 +174,7 @@ def _measure(options: argparse.Namespace) -> int:
         f"{options.max_tokens} new tokens, {'chat template' if options.chat else 'prompt alone'}, seed {options.seed}"
     )
     facts["data"] = ", ".join(f"{name} {Path(source).name}" for name, source in options.tasks.items())
-    facts["machine"] = f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    facts["machine"] = torch_facts()
 
     rows = []
     details: dict[str, Mapping[str, Mapping[str, object]]] = {}
@@ -239,14 +206,14 @@ def _load(name: str, source: str, options: argparse.Namespace) -> QualityTask:
 
 def _self_check(options: argparse.Namespace) -> int:
     if options.data is None:
-        raise QualityError("--self-check needs --data: a JSONL file of HumanEval records with canonical_solution.")
+        raise FlagError("--self-check needs --data: a JSONL file of HumanEval records with canonical_solution.")
     if not options.allow_code_execution:
-        raise QualityError(REFUSAL)
+        raise FlagError(REFUSAL)
     problems = humaneval.load_problems(options.data, options.limit)
     total = len(problems) * (1 + len(humaneval.BROKEN))
     with tqdm(total=total, unit="program", file=sys.stderr, disable=None) as progress:
 
-        def checked(kind: str, problem: humaneval.CodingProblem, outcome: Outcome) -> None:
+        def checked(kind: str, problem: humaneval.CodingProblem, outcome: ExecutionResult) -> None:
             progress.set_description(kind)
             progress.update()
 
@@ -262,6 +229,28 @@ def _self_check(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _open_folder(folder: Path, settings: Mapping[str, object]) -> None:
+    """Create the folder, or check that its answers have the same settings. Raises JournalError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    if not file.exists():
+        file.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        return
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise JournalError(f"{file} is not JSON: {error}. Give another --out, or delete the folder.") from error
+    check_settings(known, settings, folder)
+
+
+def _fingerprint(path: str) -> dict[str, object]:
+    """Return facts that distinguish checkpoints of the same name, without reading weights."""
+    checkpoint = Checkpoint.open(path)
+    files = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return {"model": path, "hash": checkpoint.model_hash(), "files": stats}
+
+
 def _device(name: str) -> str:
     return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -272,10 +261,9 @@ def _digest(source: str) -> str:
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     if path.is_dir():
-        names = [
-            f"{file.relative_to(path)} {file.stat().st_size}" for file in sorted(path.rglob("*")) if file.is_file()
-        ]
-        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        names = "\n".join(f"{file.relative_to(path)} {file.stat().st_size}" for file in files)
+        return hashlib.sha256(names.encode()).hexdigest()
     return source
 
 

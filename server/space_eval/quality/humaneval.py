@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from space_eval.quality.code_execution import ExecutionLimits, Outcome, run_program
-from space_eval.records import RecordError, load_records
+from space_eval.data import load_records
+from space_eval.flags import RecordError
+from space_eval.quality.code_execution import ExecutionLimits, ExecutionResult, run_program
 
 FIELDS = (("task_id", "prompt", "test"),)
 
@@ -67,15 +69,8 @@ def load_problems(source: str, limit: int | None = None) -> list[CodingProblem]:
                 )
             entry_point = names[-1]
         solution = record.get("canonical_solution")
-        problems.append(
-            CodingProblem(
-                task_id=record["task_id"],
-                prompt=record["prompt"],
-                test=record["test"],
-                entry_point=entry_point,
-                canonical_solution=solution if isinstance(solution, str) else None,
-            )
-        )
+        known = solution if isinstance(solution, str) else None
+        problems.append(CodingProblem(record["task_id"], record["prompt"], record["test"], entry_point, known))
     repeated = {problem.task_id for problem in problems if sum(p.task_id == problem.task_id for p in problems) > 1}
     if repeated:
         raise RecordError(f"{source} has the task_id {min(repeated)} twice; each must be its own.")
@@ -104,7 +99,7 @@ def extract(answer: str, entry_point: str) -> str:
 
 def check(
     problem: CodingProblem, completion: str, *, seconds: float = 10.0, memory: int = 1 << 30, chat: bool = False
-) -> Outcome:
+) -> ExecutionResult:
     """Run the problem's tests on this completion, cut at the first stop or (`chat`) extracted from its code block.
 
     `seconds` of clock and processor and `memory` bytes bound it. The program runs with the user's rights."""
@@ -148,7 +143,7 @@ def self_check(
     *,
     seconds: float = 10.0,
     memory: int = 1 << 30,
-    checked: Callable[[str, CodingProblem, Outcome], object] = lambda kind, problem, outcome: None,
+    checked: Callable[[str, CodingProblem, ExecutionResult], object] = lambda kind, problem, outcome: None,
 ) -> list[SelfCheck]:
     """Check completions whose result is known: canonical solutions, then each kind of broken one.
 
@@ -159,21 +154,16 @@ def self_check(
         raise RecordError(
             f"{missing[0]} has no canonical_solution ({len(missing)} records lack it); the self-check needs it."
         )
-    kinds: dict[str, Callable[[CodingProblem], str]] = {
-        "canonical": lambda problem: problem.canonical_solution or "",
-        **BROKEN,
-    }
+    kinds = {"canonical": lambda problem: problem.canonical_solution or "", **BROKEN}
     checks = []
     for kind, complete in kinds.items():
-        passed: list[str] = []
-        ends: dict[str, int] = {}
+        outcomes: dict[str, ExecutionResult] = {}
         for problem in problems:
-            outcome = check(problem, complete(problem), seconds=seconds, memory=memory)
+            outcome = outcomes[problem.task_id] = check(problem, complete(problem), seconds=seconds, memory=memory)
             checked(kind, problem, outcome)
-            ends[outcome.end] = ends.get(outcome.end, 0) + 1
-            if outcome.passed:
-                passed.append(problem.task_id)
-        checks.append(SelfCheck(kind, len(problems), tuple(passed), ends))
+        passed = tuple(task_id for task_id, outcome in outcomes.items() if outcome.passed)
+        ends = dict(Counter(str(outcome.end) for outcome in outcomes.values()))
+        checks.append(SelfCheck(kind, len(problems), passed, ends))
     return checks
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -18,23 +17,19 @@ from space_server.worker import Worker
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from space_eval.acceptance.generation import CompletionRequest, Generation, complete
-from space_eval.acceptance.text_statistics import is_looping, text_behind
-from space_eval.quality.answers import Answer, AnswerFile
+from space_eval.acceptance.generation import CompletionOutput, CompletionRequest, complete
+from space_eval.acceptance.texts import is_looping, text_behind
+from space_eval.flags import FlagError
 from space_eval.quality.perplexity import PerplexityMeter
-from space_eval.quality.tasks import Perplexity, TaskPrompt, WritingTask
+from space_eval.quality.tasks import Answer, Answers, Perplexity, TaskPrompt, WritingTask
 
 _BLOCK = 16
 _TAIL = 32  # ids at the end of the output that are searched for a stop after each step
 
 
-class QualityError(ValueError):
-    """A setting that this model does not support; the message names bound, value and cure."""
-
-
 @dataclass(frozen=True)
 class WritingSettings:
-    """Generation settings."""
+    """CompletionOutput settings."""
 
     samples: int  # per record
     temperature: float  # 0 is greedy
@@ -68,7 +63,7 @@ class QualityModel:
         )
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(path).folder), local_files_only=True)
 
-    def write(self, task: WritingTask, answers: AnswerFile, writing: WritingSettings) -> None:
+    def write(self, task: WritingTask, answers: Answers, writing: WritingSettings) -> None:
         """Generate and score every text of the task that is missing in `answers`."""
         wanted = [(key, sample) for key in task.keys for sample in range(writing.samples)]
         missing = [pair for pair in wanted if pair not in answers]
@@ -83,10 +78,7 @@ class QualityModel:
                 sample,
                 prompts[key],
                 pb.Sampling(
-                    seed=writing.seed + order[key],
-                    choice=sample,
-                    temperature=writing.temperature,
-                    top_p=writing.top_p,
+                    seed=writing.seed + order[key], choice=sample, temperature=writing.temperature, top_p=writing.top_p
                 ),
             )
             for key, sample in missing
@@ -101,15 +93,15 @@ class QualityModel:
         )
         with (
             _progress(f"{self.label}: {task.name}", len(missing), "text") as progress,
-            ThreadPoolExecutor(max_workers=2) as judges,
+            ThreadPoolExecutor(max_workers=2) as scorers,
         ):
             pending: set[Future[Answer]] = set()
             for request, generation in finished:
-                pending.add(judges.submit(self._judged, task, request, generation))
+                pending.add(scorers.submit(self._scored, task, request, generation))
                 pending = _collect(pending, answers, progress, most_left=8)
             _collect(pending, answers, progress, most_left=0)
 
-    def read(self, task: Perplexity, answers: AnswerFile, *, length: int, stride: int | None) -> None:
+    def read(self, task: Perplexity, answers: Answers, *, length: int, stride: int | None) -> None:
         """Score every text of the task that is missing in `answers`."""
         missing = [key for key in task.texts if (key, 0) not in answers]
         if not missing:
@@ -117,7 +109,7 @@ class QualityModel:
         meter = PerplexityMeter(self.model, self.tokenizer, length=length, stride=stride)
         with _progress(f"{self.label}: {task.name}", len(missing), "text") as progress:
             for key in missing:
-                answers.add({"record": key, "sample": 0, **task.verify_sequences(key, meter)})
+                answers.add({"record": key, "sample": 0, **task.score_answer(key, meter)})
                 progress.update()
 
     def prompt_ids(self, asked: TaskPrompt, writing: WritingSettings) -> list[int]:
@@ -125,7 +117,7 @@ class QualityModel:
         room = self.model.facts.window - writing.max_tokens
         empty = len(self._encoded(asked.template.replace("{prompt}", ""), chat=writing.chat))
         if room <= empty:
-            raise QualityError(
+            raise FlagError(
                 f"--max-tokens {writing.max_tokens} leaves {room} of the {self.model.facts.window} positions of "
                 f"{self.model.facts.name} for a prompt. Give fewer."
             )
@@ -144,7 +136,7 @@ class QualityModel:
         if not chat:
             return list(self.tokenizer(text, verbose=False)["input_ids"])
         if self.tokenizer.chat_template is None:
-            raise QualityError(f"{self.model.facts.name} has no chat template. Leave out --chat.")
+            raise FlagError(f"{self.model.facts.name} has no chat template. Leave out --chat.")
         turn = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
         )
@@ -163,7 +155,7 @@ class QualityModel:
             controller=FixedLayout.full(most_drafts) if full else None,
         )
 
-    def _judged(self, task: WritingTask, request: CompletionRequest, generation: Generation) -> Answer:
+    def _scored(self, task: WritingTask, request: CompletionRequest, generation: CompletionOutput) -> Answer:
         text = text_behind(self._text, generation.prompt_ids, generation.tokens)
         return {
             "record": request.key,
@@ -174,7 +166,7 @@ class QualityModel:
             "num_steps": len(generation.steps),
             "finish": pb.Finish.Name(generation.finish),  # FINISH_NONE: stopped early because complete
             "looping": is_looping(generation.tokens),
-            **task.verify_sequences(request.key, text),
+            **task.score_answer(request.key, text),
         }
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -182,31 +174,14 @@ class QualityModel:
         return text
 
 
-def fingerprint(path: str) -> dict[str, object]:
-    """Return facts that distinguish checkpoints of the same name, without reading weights."""
-    checkpoint = Checkpoint.open(path)
-    files: Iterable[Path] = sorted({*checkpoint.folder.glob("*.safetensors"), *checkpoint.weights})
-    return {
-        "model": path,
-        "hash": checkpoint.model_hash(),
-        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
-    }
-
-
-def _collect(
-    pending: set[Future[Answer]], answers: AnswerFile, progress: Any, *, most_left: int
-) -> set[Future[Answer]]:
+def _collect(pending: set[Future[Answer]], answers: Answers, progress: Any, *, most_left: int) -> set[Future[Answer]]:
     """Store finished scores; wait while more than `most_left` are pending."""
-    while True:
-        done = {future for future in pending if future.done()}
-        if not done and len(pending) > most_left:
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+    while len(pending) > most_left or any(future.done() for future in pending):
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             answers.add(future.result())
             progress.update()
-        pending = pending - done
-        if len(pending) <= most_left and not any(future.done() for future in pending):
-            return pending
+    return pending
 
 
 def _progress(text: str, total: int, unit: str) -> Any:

@@ -19,7 +19,8 @@ import torch
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
 
-from space_eval.records import RecordError, load_records
+from space_eval.data import load_records
+from space_eval.flags import RecordError
 
 TEXT_FIELDS = (("text",), ("content",), ("document",), ("article",), ("code",))
 _ROWS = 256  # per forward pass and logits matmul: 256 rows of a vocabulary of 128k are 131 MB of logits
@@ -112,13 +113,9 @@ class PerplexityMeter:
         return total
 
     def _hidden(self, ids: Sequence[int], start: int) -> torch.Tensor:
-        facts = self._model.facts
-        batch = ForwardBatch.build(
-            [Segment(ids=ids, start=start, pages=self._pages)],
-            block_size=_BLOCK,
-            mask_ids=(),
-            device=facts.device,
-        )
+        segment = Segment(ids=ids, start=start, pages=self._pages)
+        device = self._model.facts.device
+        batch = ForwardBatch.build([segment], block_size=_BLOCK, mask_ids=(), device=device)
         return self._model.forward(batch, self._kv)
 
 

@@ -4,6 +4,7 @@ Words are runs of a-z and 0-9 after lowercasing, as in the reference implementat
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 _NO_WORD = re.compile(r"[^a-z0-9]+")
@@ -24,12 +25,12 @@ def rouge_l_sum(reference: str, candidate: str) -> float:
     """Return the summary-level F-measure: sentences are lines; each reference line scores the union of its common
     subsequences with all candidate lines, with each word occurrence used at most once on either side."""
     wanted, given = ([words(line) for line in text.split("\n") if line] for text in (reference, candidate))
-    left_wanted, left_given = _counts(wanted), _counts(given)
+    left_wanted, left_given = (Counter(word for line in lines for word in line) for lines in (wanted, given))
     num_common = 0
     for line in wanted:
         in_union = sorted({at for other in given for at in _lcs_positions(line, other)})
         for word in (line[at] for at in in_union):
-            if left_wanted.get(word, 0) > 0 and left_given.get(word, 0) > 0:
+            if left_wanted[word] > 0 and left_given[word] > 0:
                 num_common += 1
                 left_wanted[word] -= 1
                 left_given[word] -= 1
@@ -39,14 +40,6 @@ def rouge_l_sum(reference: str, candidate: str) -> float:
 def _f_measure(num_common: int, num_wanted: int, num_given: int) -> float:
     """Return the harmonic mean of recall (common / wanted) and precision (common / given)."""
     return 2 * num_common / (num_wanted + num_given) if num_common else 0.0
-
-
-def _counts(lines: Sequence[Sequence[str]]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for line in lines:
-        for word in line:
-            counts[word] = counts.get(word, 0) + 1
-    return counts
 
 
 def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:

@@ -5,15 +5,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
+from space_eval.data import load_records
 from space_eval.quality import humaneval
-from space_eval.quality.answers import Answer
-from space_eval.quality.bootstrap import Score
 from space_eval.quality.humaneval import pass_at_k
 from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts
 from space_eval.quality.rouge import rouge_l, rouge_l_sum
-from space_eval.records import load_records
+from space_eval.quality.scores import Score
+from space_eval.report.journal import Journal
+
+Answer = dict[str, Any]
+"""Has `record`, `sample` and the task's own fields."""
+
+Answers = Journal[tuple[str, int]]
+
+
+def open_answers(file: Path | None) -> Answers:
+    """Return the finished answers of one model to one task, by record and sample. Raises JournalError."""
+    return Journal(file, lambda answer: (str(answer["record"]), int(answer["sample"])))
+
 
 PASS_AT = (1, 10, 100)
 SUMMARY_FIELDS = (("document", "summary"), ("article", "highlights"), ("text", "summary"), ("dialogue", "summary"))
@@ -26,34 +38,6 @@ class TaskPrompt:
     template: str
     text: str
     keep_end: bool  # a text that is too long keeps its end (True) or its beginning
-
-
-class WritingTask(Protocol):
-    """A task with generated answers."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def keys(self) -> list[str]:
-        """Return the records' names."""
-        ...
-
-    def asked(self, key: str) -> TaskPrompt:
-        """Return the prompt of a record."""
-        ...
-
-    def is_whole(self, text: str) -> bool:
-        """Return whether the answer is complete, so that generation can stop."""
-        ...
-
-    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
-        """Score an answer. Return the fields to store."""
-        ...
-
-    def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """Return the task's scores."""
-        ...
 
 
 def _by_record(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
@@ -80,15 +64,19 @@ class HumanEval:
 
     @property
     def keys(self) -> list[str]:
+        """The records' names."""
         return list(self.problems)
 
     def asked(self, key: str) -> TaskPrompt:
+        """Return the prompt of a record."""
         return TaskPrompt(humaneval.CHAT_REQUEST if self.chat else "{prompt}", self.problems[key].prompt, keep_end=True)
 
     def is_whole(self, text: str) -> bool:
+        """Return whether the answer is complete, so that generation can stop."""
         return not self.chat and humaneval.is_whole(text)
 
-    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
+    def score_answer(self, key: str, text: str) -> dict[str, Any]:
+        """Return the score's fields of an answer."""
         outcome = humaneval.check(self.problems[key], text, seconds=self.seconds, memory=self.memory, chat=self.chat)
         return {"passed": outcome.passed, "end": outcome.end, "detail": outcome.detail}
 
@@ -133,7 +121,7 @@ class Summarise:
         """A base model's summary is its first paragraph."""
         return not self.chat and "\n\n" in text.lstrip()
 
-    def verify_sequences(self, key: str, text: str) -> dict[str, Any]:
+    def score_answer(self, key: str, text: str) -> dict[str, Any]:
         summary = text.strip() if self.chat else text.lstrip().partition("\n\n")[0].strip()
         reference = self.texts[key][1]
         return {"rouge_l": rouge_l(reference, summary), "rouge_l_sum": rouge_l_sum(reference, summary)}
@@ -145,6 +133,10 @@ class Summarise:
         if 0 < len(steady) < len(answers):
             scores.append(_mean_score("ROUGE-L, not looping", steady, "rouge_l"))
         return scores
+
+
+WritingTask = HumanEval | Summarise
+"""The tasks with generated answers."""
 
 
 def _mean_score(name: str, answers: Sequence[Answer], field: str) -> Score:
@@ -163,7 +155,7 @@ class Perplexity:
     def load(cls, source: str, limit: int | None) -> Perplexity:
         return cls(dict(list(load_texts(source).items())[:limit]))
 
-    def verify_sequences(self, key: str, meter: PerplexityMeter) -> dict[str, Any]:
+    def score_answer(self, key: str, meter: PerplexityMeter) -> dict[str, Any]:
         return asdict(meter.score(self.texts[key]))
 
     def scores(self, answers: Sequence[Answer]) -> list[Score]:

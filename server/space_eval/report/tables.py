@@ -1,19 +1,25 @@
-"""Tables, records and progress of an evaluation."""
+"""Tables and records of an evaluation."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; nan cells become dashes."""
     lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
     return "\n".join(lines).replace("| nan ", "| – ") + "\n"
+
+
+def columns_table(columns: Sequence[tuple[str, Callable[[Item], str]]], rows: Sequence[Item]) -> str:
+    """Return a Markdown table of `rows`: each column has a head and a function that formats its cell of a row."""
+    return markdown_table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
 
 
 def markdown_facts(facts: Mapping[str, object]) -> str:
@@ -42,9 +48,3 @@ def without_nan(value: Any) -> Any:
 def ratio(numerator: float, denominator: float) -> float:
     """Return the quotient, or nan if the denominator is 0."""
     return numerator / denominator if denominator else math.nan
-
-
-def show_progress(text: str, *, last: bool) -> None:
-    """Rewrite one terminal line; without a terminal print only the last text."""
-    if sys.stderr.isatty() or last:
-        print(f"\r{text}\x1b[K" if sys.stderr.isatty() else text, end="\n" if last else "", file=sys.stderr, flush=True)

@@ -153,7 +153,7 @@ def _sharegpt(fields: Fields, where: str) -> DataConversation:
         # LIMA: bare strings that alternate, the user first.
         roles = (Role.USER, Role.ASSISTANT)
         return DataConversation(
-            tuple(ConversationTurn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns)),
+            tuple(ConversationTurn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns))
         )
     if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
         return _conversation(fields, name, ("role", "content"), where)

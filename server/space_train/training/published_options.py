@@ -58,6 +58,20 @@ TRAINING_OPTIONS: tuple[PublishedOption, ...] = (
 )
 """Of run_sft_multi_node.sh and its data arguments (github.com/cteant/SPACE); the values are those published."""
 
+EVALUATION_OPTIONS = (
+    PublishedOption("--llm_dir DIR", "--model DIR", "reports went into DIR; ours go into --out"),
+    PublishedOption("--dataset NAME", "--tasks NAME[,NAME...]", "xsum, human_eval, cip; mt-bench is mt_bench"),
+    PublishedOption("--model_type NAME", "--family NAME", "llama is llama-2 (Vicuna too), llama-2-chat, qwen, chatglm"),
+    PublishedOption("--mask_id N", "--mask-ids N", "only for checkpoints whose config.json does not say it"),
+    PublishedOption("--mask_num N", "--num-masks N, --k N", "how many masks the model has; how many are used"),
+    PublishedOption("--mask_diff true", "--mask-ids N N+1 ...", "one id per mask; one id alone is shared by all"),
+    PublishedOption("--do_sample true", "--temperature 1", "theirs is not exact when sampling; ours always is"),
+    PublishedOption("--use_cache BOOL", "(always on)", "theirs computes the prompt again each step without it"),
+    PublishedOption("--save_data true", "(always)", "OUT/answers.jsonl: ids, text, steps and seconds of every prompt"),
+    PublishedOption("--assist_generation", "spaceserve eval speed --against assisted:DRAFT", "transformers' own loop"),
+)
+"""Options of tests/eval_infer.py in the paper's repository."""
+
 
 def options_table(options: tuple[PublishedOption, ...] = TRAINING_OPTIONS) -> str:
     """Three columns of plain text, for --help."""

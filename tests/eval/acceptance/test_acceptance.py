@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.command import AcceptanceRow
-from space_eval.acceptance.generation import DecodeStep, Generation
+from space_eval.acceptance.generation import CompletionOutput, DecodeStep
 from space_model.testing import tiny_checkpoint
 
 
-def text(*steps: tuple[int, int]) -> Generation:
+def text(*steps: tuple[int, int]) -> CompletionOutput:
     """From (drafted, accepted) of each step; ids that do not repeat; a second a step."""
     ids = iter(range(1000))
     made = [DecodeStep(tuple(next(ids) for _ in range(a + 1)), d, a) for d, a in steps]
-    return Generation([0], first=[next(ids)], steps=made, decode_seconds=float(len(made)))
+    return CompletionOutput([0], first=[next(ids)], steps=made, decode_seconds=float(len(made)))
 
 
 def test_a_row_counts_tokens_per_step_and_acceptance_by_position() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance import paired_decoding, speed
-from space_eval.acceptance.assisted_generation import AssistedDecoder, AssistedError, DraftMethod
-from space_eval.acceptance.generation import Generation, generate
+from space_eval.acceptance.assisted_generation import AssistedDecoder, DraftMethod
+from space_eval.acceptance.generation import CompletionOutput, generate
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TextsDiffer, TimedAnswer, check_same_text
 from space_eval.acceptance.speed import OURS, MethodRow, SpeedRow, size, to_markdown, write_speed
+from space_eval.flags import FlagError
 from space_eval.report.estimates import Spread
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
@@ -47,7 +48,7 @@ def test_ks_take_turns_and_every_other_round_runs_backwards(checkpoint: Path, mo
     order: list[int] = []
     once = decoder.once
 
-    def seen(k: int, prompt: list[int], **words: Any) -> Generation:
+    def seen(k: int, prompt: list[int], **words: Any) -> CompletionOutput:
         order.append(k)
         return once(k, prompt, **words)
 
@@ -91,7 +92,7 @@ def test_a_prompt_that_gives_two_texts_in_two_rounds_is_not_averaged(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = PairedDecoder(load_model(checkpoint), [])
-    texts = iter([Generation([20], [1, 2]), Generation([20], [1, 3])])
+    texts = iter([CompletionOutput([20], [1, 2]), CompletionOutput([20], [1, 3])])
     monkeypatch.setattr(decoder, "once", lambda *given, **words: next(texts))
     with pytest.raises(TextsDiffer, match="two texts with k=0 in two rounds"):
         decoder.run([20], sampling=GREEDY, max_tokens=2, rounds=2)
@@ -167,7 +168,7 @@ def test_a_model_that_assists_itself_has_every_draft_accepted() -> None:
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(AssistedError, match="has another vocabulary"):
+    with pytest.raises(FlagError, match="has another vocabulary"):
         AssistedDecoder(Checkpoint.open(checkpoint), load_model(checkpoint).facts, DraftMethod.parse("assisted:demo"))
 
 

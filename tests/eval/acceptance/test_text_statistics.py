@@ -1,4 +1,4 @@
-from space_eval.acceptance.text_statistics import is_blank, is_filler, is_looping, repeated_share
+from space_eval.acceptance.texts import is_blank, is_filler, is_looping, repeated_share
 
 
 def test_a_text_without_repetition_repeats_nothing() -> None:

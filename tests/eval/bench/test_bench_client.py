@@ -201,11 +201,7 @@ def test_our_fields_go_to_our_servers_only() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "ids"),
-    [
-        ({"tokens": [5, 6]}, [5, 6]),
-        ([{"id": 5, "text": "a"}, {"id": 6, "text": "b"}], [5, 6]),
-        ({"detail": "?"}, None),
-    ],
+    [({"tokens": [5, 6]}, [5, 6]), ([{"id": 5, "text": "a"}, {"id": 6, "text": "b"}], [5, 6]), ({"detail": "?"}, None)],
 )
 def test_a_server_that_tokenizes_is_asked_for_ids(answer: object, ids: list[int] | None) -> None:
     async def asked() -> list[int] | None:

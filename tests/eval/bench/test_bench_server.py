@@ -8,18 +8,18 @@ import time
 import psutil
 import pytest
 from processes import free_port
-from space_eval.bench.server_process import children
+from space_common.module_process import children
 
 BENCHMARK = """
 import sys, time
-from space_eval.bench.server_process import ServerProcess, unwind_when_told_to_end
+from space_eval.bench.server_process import ServerProcess, exit_on_sigterm
 
 class Sleeper(ServerProcess):
     def start(self):
         self._command = [sys.executable, "-c", "import time; time.sleep(600)"]
         super().start()
 
-unwind_when_told_to_end()
+exit_on_sigterm()
 with Sleeper([], wait_ready=False) as server:
     print(server.pid, flush=True)
     {inside}
@@ -51,7 +51,7 @@ class Popen(subprocess.Popen):
         print(self.pid, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
-server_process.unwind_when_told_to_end()
+server_process.exit_on_sigterm()
 server_process.subprocess.Popen = Popen
 with server_process.ServerProcess([], wait_ready=False) as server:
     print("not to be reached", flush=True)

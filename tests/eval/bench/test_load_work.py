@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_eval.bench.workload import LengthError, Lengths, Recorded, Workload, load_recorded
-from space_eval.prompts import PromptError, load_prompts
+from space_eval.bench.workload import Lengths, Recorded, Workload, load_recorded
+from space_eval.data import load_prompts
+from space_eval.flags import RecordError
 
 
 def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
@@ -53,7 +54,7 @@ def test_lengths_keep_their_law_and_bounds(text: str, low: int, high: int, mean:
     ],
 )
 def test_lengths_that_are_none_are_refused(text: str, words: str) -> None:
-    with pytest.raises(LengthError, match=words):
+    with pytest.raises(ValueError, match=words):
         Lengths.parse(text)
 
 
@@ -101,7 +102,7 @@ def test_a_line_ends_where_json_lines_says_and_not_at_marks_inside_a_text(tmp_pa
     path = tmp_path / "work.jsonl"
     path.write_bytes("".join(json.dumps({"prompt": t}, ensure_ascii=False) + end for t in texts).encode())
     assert [one.text for one in load_recorded(path)] == texts
-    assert [one.text for one in load_prompts(path)] == texts
+    assert load_prompts(path) == texts
 
 
 @pytest.mark.parametrize(
@@ -117,5 +118,5 @@ def test_a_line_ends_where_json_lines_says_and_not_at_marks_inside_a_text(tmp_pa
     ],
 )
 def test_a_file_that_cannot_be_used_names_the_line_and_the_cure(tmp_path: Path, records: Any, words: str) -> None:
-    with pytest.raises(PromptError, match=words):
+    with pytest.raises(RecordError, match=words):
         load_recorded(lines(tmp_path, *records))

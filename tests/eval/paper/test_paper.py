@@ -7,19 +7,12 @@ from typing import Any, cast
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.paired_decoding import TimedAnswer
+from space_eval.flags import JournalError
 from space_eval.paper import command
 from space_eval.paper import table as table_module
-from space_eval.paper.protocol import (
-    FittedPrompt,
-    Journal,
-    JournalError,
-    MeasuredQuestion,
-    PromptedModel,
-    Turn,
-    fingerprint,
-)
-from space_eval.paper.published import PUBLISHED
+from space_eval.paper.protocol import FittedPrompt, MeasuredQuestion, PromptedModel, Turn, open_journal, weights_digest
 from space_eval.paper.table import (
+    PUBLISHED,
     PaperRow,
     draw,
     exact_match_quality,
@@ -31,7 +24,6 @@ from space_eval.paper.table import (
 )
 from space_eval.paper.tasks import FAMILIES, TASKS, Question
 from space_eval.quality.code_execution import FLAG
-from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models
 
@@ -126,7 +118,7 @@ def test_a_journal_of_another_setting_is_refused_by_name(
 ) -> None:
     assert measure(checkpoint, data, tmp_path / "out", "--tasks", "xsum") == 0
     assert measure(checkpoint, data, tmp_path / "out", "--tasks", "xsum", "--seed", "5") == 2
-    assert "begun with seed 0; this run has 5" in capsys.readouterr().err
+    assert "holds answers for seed 0; this run has 5" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -166,11 +158,11 @@ def test_samples_for_pass_at_k_are_drawn_apart_and_kept(checkpoint: Path, data: 
 def test_changed_weights_of_the_same_shape_have_another_fingerprint(tmp_path: Path) -> None:
     folders = [tiny_checkpoint(tmp_path / str(seed), num_layers=1, seed=seed) for seed in (0, 1)]
     again = tiny_checkpoint(tmp_path / "again", num_layers=1, seed=0)
-    first, second, same = (fingerprint(Checkpoint.open(folder)) for folder in (*folders, again))
+    first, second, same = (weights_digest(str(folder)) for folder in (*folders, again))
     assert first != second
     assert first == same
     (again / "draft_head.safetensors").write_bytes((folders[1] / "draft_head.safetensors").read_bytes())
-    assert fingerprint(Checkpoint.open(again)) not in (first, second)
+    assert weights_digest(str(again)) not in (first, second)
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -302,10 +294,10 @@ def test_a_model_without_masks_is_told_how_to_get_some(
 
 
 def test_a_journal_with_a_broken_line_in_its_middle_is_not_guessed_at(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "a.jsonl", {"k": 5})
-    journal.add("one", {"text": "line\u2028separator"})
-    assert Journal(tmp_path / "a.jsonl", {"k": 5})["one"] == {"text": "line\u2028separator"}
+    line = {"key": "one", "text": "line\u2028separator"}
+    open_journal(tmp_path / "a.jsonl", {"k": 5}).add(line)
+    assert open_journal(tmp_path / "a.jsonl", {"k": 5})["one"] == line
     with (tmp_path / "a.jsonl").open("a") as stream:
         stream.write("{broken\n")
-    with pytest.raises(JournalError, match=r"a\.jsonl:3 is not JSON"):
-        Journal(tmp_path / "a.jsonl", {"k": 5})
+    with pytest.raises(JournalError, match=r"a\.jsonl:3 is no answer"):
+        open_journal(tmp_path / "a.jsonl", {"k": 5})

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from space_eval.__main__ import main
+from space_eval.flags import RecordError
 from space_eval.paper import command
-from space_eval.paper.published import EVALUATION_OPTIONS, PUBLISHED, PublishedFigure, published_for
-from space_eval.paper.tasks import FAMILIES, TASKS, DataError, family_of, load_questions, place_and_split
+from space_eval.paper.table import PUBLISHED, PublishedFigure, published_for
+from space_eval.paper.tasks import FAMILIES, TASKS, family_of, load_questions, place_and_split
+from space_train.training.published_options import EVALUATION_OPTIONS
 
 ADD = {"task_id": "t/0", "prompt": 'def add(a, b):\n    """Their sum."""\n', "test": "check(add)\n"}
 
@@ -136,7 +138,7 @@ def test_instructions_may_have_an_input() -> None:
 
 def test_a_missing_field_is_named_with_those_that_are_there(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "x.jsonl", {"document": "d", "headline": "h"})
-    with pytest.raises(DataError, match=r"has no field summary, which XSum needs. It has: document, headline"):
+    with pytest.raises(RecordError, match=r"has no field summary, which XSum needs. It has: document, headline"):
         load_questions(TASKS["xsum"], str(file))
 
 

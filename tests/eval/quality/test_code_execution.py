@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import main
 from space_eval.quality import command
-from space_eval.quality.code_execution import FLAG, End, ExecutionLimits, Outcome, run_program
+from space_eval.quality.code_execution import FLAG, End, ExecutionLimits, ExecutionResult, run_program
 
 SMALL = ExecutionLimits(seconds=20.0, memory=256 << 20, file_bytes=1 << 16)
 
@@ -124,7 +124,7 @@ def test_the_environment_is_empty_of_ours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_programs_run_side_by_side() -> None:
-    def run(n: int) -> Outcome:
+    def run(n: int) -> ExecutionResult:
         return run_program(f"assert {n} % 2 == 0, {n}", SMALL)
 
     with ThreadPoolExecutor(4) as pool:

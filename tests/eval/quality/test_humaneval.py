@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from space_eval.flags import RecordError
 from space_eval.quality import command
 from space_eval.quality.code_execution import FLAG, End
 from space_eval.quality.humaneval import BROKEN, CodingProblem, check, cut, extract, is_whole, load_problems, self_check
-from space_eval.records import RecordError
 
 RECORDS: list[dict[str, Any]] = [
     {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from space_eval.flags import RecordError
 from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts, windows
-from space_eval.records import RecordError
 from space_model.heads.output_head import OutputHead
 from space_model.loading.load import load_model
 from space_model.testing import END, tiny_checkpoint

@@ -11,11 +11,11 @@ import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.generation import CompletionRequest, complete
 from space_eval.quality import command
-from space_eval.quality.answers import AnswerFile
-from space_eval.quality.bootstrap import Finding, Score, compare, interval
 from space_eval.quality.code_execution import FLAG
 from space_eval.quality.model import QualityModel, WritingSettings
-from space_eval.quality.tasks import HumanEval, Summarise, TaskPrompt
+from space_eval.quality.scores import ComparisonOutcome, Score, compare, interval
+from space_eval.quality.tasks import Answers, HumanEval, Summarise, TaskPrompt, open_answers
+from space_eval.report.journal import Journal
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.worker import Worker
@@ -171,7 +171,7 @@ def test_answers_of_other_settings_are_not_mixed_in(
 def test_a_file_that_is_no_answers_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"record": "x"}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl:1 is no answer .* Give another --out"):
-        AnswerFile(tmp_path / "a.jsonl")
+        open_answers(tmp_path / "a.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -228,15 +228,15 @@ def test_a_full_disk_and_an_interruption_lose_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
-    add = AnswerFile.add
+    add = Journal.add
 
-    def add_two(self: AnswerFile, answer: dict[str, Any]) -> None:
+    def add_two(self: Answers, answer: dict[str, Any]) -> None:
         if len(self) == 2:
             raise error
         add(self, answer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(AnswerFile, "add", add_two)
+        patched.setattr(Journal, "add", add_two)
         assert run(model, data, "--out", str(out), tasks=("perplexity=texts",)) == status
     assert words in capsys.readouterr().err
     kept = (out / "model.perplexity.jsonl").read_bytes()
@@ -267,9 +267,9 @@ WRITING = WritingSettings(
 
 def texts(side: QualityModel, writing: WritingSettings, data: Path) -> dict[tuple[str, int], str]:
     task = HumanEval.load(str(data / "he.jsonl"), None, chat=writing.chat, seconds=5, memory=1 << 30)
-    with AnswerFile(None) as answers:
-        side.write(task, answers, writing)
-        return {(a["record"], a["sample"]): a["text"] for a in answers.sorted()}
+    answers = open_answers(None)
+    side.write(task, answers, writing)
+    return {(a["record"], a["sample"]): a["text"] for a in answers.lines}
 
 
 def test_the_batch_changes_no_text(side: QualityModel, data: Path) -> None:
@@ -322,7 +322,7 @@ def test_pass_at_ten_needs_ten_samples_of_every_problem() -> None:
 
 def test_a_base_models_summary_is_its_first_paragraph() -> None:
     task = Summarise({"0": ("document", "a cat sat")}, chat=False)
-    assert task.verify_sequences("0", "\n\n a cat sat\n\nand so on and on")["rouge_l"] == 1.0
+    assert task.score_answer("0", "\n\n a cat sat\n\nand so on and on")["rouge_l"] == 1.0
     assert task.is_whole("\n\n a cat sat\n\n")
     assert not task.is_whole("\n\n a cat")
 
@@ -343,15 +343,17 @@ def scores(*values: float, **flags: Any) -> Score:
 
 def test_a_clear_difference_is_better_or_worse_by_the_scores_own_sense() -> None:
     high, low = scores(*[0.9, 0.8, 0.7, 0.9] * 5), scores(*[0.1, 0.3, 0.2, 0.2] * 5)
-    assert compare(high, low).finding is Finding.BETTER
-    assert compare(low, high).finding is Finding.WORSE
+    assert compare(high, low).finding is ComparisonOutcome.BETTER
+    assert compare(low, high).finding is ComparisonOutcome.WORSE
     lower = {"lower_is_better": True}
-    assert compare(scores(*[1.0, 2.0] * 5, **lower), scores(*[3.0, 5.0] * 5, **lower)).finding is Finding.BETTER
+    assert (
+        compare(scores(*[1.0, 2.0] * 5, **lower), scores(*[3.0, 5.0] * 5, **lower)).finding is ComparisonOutcome.BETTER
+    )
 
 
 def test_a_small_difference_is_not_told_apart() -> None:
     found = compare(scores(*[0.0, 1.0] * 10), scores(*[1.0, 0.0] * 9, 0.0, 0.0))
-    assert found.finding is Finding.OPEN
+    assert found.finding is ComparisonOutcome.OPEN
     assert found.difference.low < 0 < found.difference.high
 
 
@@ -359,18 +361,18 @@ def test_pairing_sees_what_two_intervals_apart_do_not() -> None:
     model, base = scores(*[0.1 + n / 20 for n in range(20)]), scores(*[n / 20 for n in range(20)])
     assert interval(model).low < interval(base).high
     found = compare(model, base)
-    assert found.finding is Finding.BETTER
+    assert found.finding is ComparisonOutcome.BETTER
     assert (found.difference.low, found.difference.high) == pytest.approx((0.1, 0.1))
 
 
 def test_nothing_on_both_sides_is_no_signal_and_something_equal_is_equal() -> None:
-    assert compare(scores(0, 0), scores(0, 0)).finding is Finding.NO_SIGNAL
-    assert compare(scores(0, 1), scores(0, 1)).finding is Finding.EQUAL
+    assert compare(scores(0, 0), scores(0, 0)).finding is ComparisonOutcome.NO_SIGNAL
+    assert compare(scores(0, 1), scores(0, 1)).finding is ComparisonOutcome.EQUAL
 
 
 def test_one_record_has_no_interval() -> None:
     found = compare(scores(1.0), scores(0.0))
-    assert found.finding is Finding.TOO_FEW
+    assert found.finding is ComparisonOutcome.TOO_FEW
     assert math.isnan(found.difference.low)
 
 

@@ -107,10 +107,7 @@ def test_examples_learn_the_output_and_come_in_the_order_of_their_seeds(tmp_path
     with OwnTextFile(path, RECIPE) as file:
         file.append(TEXT)
         file.append(OwnText((5,), (6, 7), 0.0, 8))
-    assert own_examples(path) == [
-        Example([5, 6, 7], [False, True, True]),
-        Example([1, 2, 3], [False, False, True]),
-    ]
+    assert own_examples(path) == [Example([5, 6, 7], [False, True, True]), Example([1, 2, 3], [False, False, True])]
 
 
 def test_of_a_file_only_what_is_asked_for_under_the_same_law_is_kept(tmp_path: Path) -> None:

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles.training import (
-    decoder_rows,
-    random_ids,
-    read_model,
-    run,
-    tiny_plan,
-)
+from doubles.training import decoder_rows, random_ids, read_model, run, tiny_plan
 from safetensors.torch import load_file
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection

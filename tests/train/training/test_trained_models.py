@@ -110,8 +110,7 @@ def test_adapters_change_no_text_of_the_base(folders: dict[Method, Path], tmp_pa
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["gemma3", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+    "family", ["gemma3", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
 @pytest.mark.parametrize("method", [Method.FULL, Method.GATED_LORA])
 def test_every_family_is_trained_and_served(family: str, method: Method, tmp_path: Path) -> None:

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.training import (
-    random_examples,
-    random_ids,
-    rows_for,
-    run,
-    tiny_plan,
-)
+from doubles.training import random_examples, random_ids, rows_for, run, tiny_plan
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts, TrainBatch

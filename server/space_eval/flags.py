@@ -1,10 +1,27 @@
-"""Types of command-line flags that several commands share."""
+"""Command-line flags that several evaluations share, and what stops an evaluation before it measures."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
+
+
+class EvalError(ValueError):
+    """`spaceserve eval` prints it and exits with status 2; it names the place, the value and the cure."""
+
+
+class FlagError(EvalError):
+    """Flags that cannot be used."""
+
+
+class RecordError(EvalError):
+    """Prompts, questions or other data that cannot be found or parsed."""
+
+
+class JournalError(EvalError):
+    """The output folder holds another run, or a file that is not a run's."""
 
 
 def whole_from(low: int) -> Callable[[str], int]:
@@ -34,3 +51,8 @@ def number_in(low: float, high: float, what: str = "a number") -> Callable[[str]
         return value
 
     return parse
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return some flags by name, as keyword arguments."""
+    return {name: getattr(options, name) for name in names}

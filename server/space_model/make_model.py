@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from space_model.testing import tiny_checkpoint
 from transformers.utils import logging as transformers_logging
+
+from space_model.testing import tiny_checkpoint
 
 NUM_MASKS = 5
 
@@ -99,12 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         random_llama(options.folder, SIZES[options.size], draft_head=not options.no_draft_head, seed=options.seed)
     except OSError as error:
         return _fail(f"{options.folder} cannot be written: {error.strerror or error}.")
-    print(options.folder)
+    sys.stdout.write(f"{options.folder}\n")
     return 0
 
 
 def _fail(reason: str) -> int:
-    print(f"spaceserve bench make-model: {reason}", file=sys.stderr)
+    sys.stderr.write(f"spaceserve bench make-model: {reason}\n")
     return 2
 
 
