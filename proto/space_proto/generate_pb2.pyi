@@ -810,7 +810,7 @@ class GenerateEvent(_message.Message):
 
     @_builtins.property
     def token_drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """whether each was a draft that came true"""
+        """whether each was an accepted draft"""
 
     def __init__(
         self,
@@ -988,7 +988,7 @@ class Statistics(_message.Message):
     drafted: _builtins.int
     """drafts that were verified"""
     accepted: _builtins.int
-    """of these, drafts that came true"""
+    """of these, accepted"""
     tokens_per_step: _builtins.float
     """not set without a decode step"""
     system_fingerprint: _builtins.str
@@ -1200,7 +1200,7 @@ class InfoReply(_message.Message):
 
     @_builtins.property
     def synthetic_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """not empty: drafts come true by decree; speed says nothing of the model's masks"""
+        """not empty: drafts are accepted at these rates; speed says nothing of the model's masks"""
 
     def __init__(
         self,

@@ -703,7 +703,7 @@ class Hello(_message.Message):
 
     @_builtins.property
     def synthetic_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """not empty: drafts come true by decree, with these chances by mask depth; speed says nothing of the checkpoint's masks"""
+        """not empty: drafts are accepted at these rates by mask depth; speed says nothing of the checkpoint's masks"""
 
     def __init__(
         self,

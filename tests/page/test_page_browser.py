@@ -92,7 +92,7 @@ def test_both_ways_give_the_same_text_in_the_colours_of_their_steps(
     shown = max(place for place, one in enumerate(drafted[:-16]) if one["draft"])  # one that is in sight at the end
     page.point(f'.pane:last-child [data-token="{shown}"]')
     assert f"token {shown + 1} of 64" in page.text("#inspector")
-    assert "a draft that came true" in page.text("#inspector")
+    assert "an accepted draft" in page.text("#inspector")
     page.picture(pictures / "page.png")
     page.click("#replay")
     page.wait(f"!{IDLE}")

@@ -333,9 +333,9 @@ async function showServer() {
 
 function showFacts({ info, models }) {
   $("facts").replaceChildren(...factsLine(info));
-  const decree = info.synthetic_acceptance;
-  $("decree").hidden = !decree;
-  if (decree) $("decree").textContent = `Synthetic acceptance: drafts come true by decree (${decree.join(", ")}). Speeds say nothing about the checkpoint.`;
+  const acceptance = info.synthetic_acceptance;
+  $("synthetic").hidden = !acceptance;
+  if (acceptance) $("synthetic").textContent = `Synthetic acceptance: drafts are accepted at fixed rates (${acceptance.join(", ")}). Speeds say nothing about the checkpoint.`;
   $("fallback").hidden = !info.model_fallback;
   if (info.model_fallback) $("fallback").textContent = info.model_fallback;
   offer($("model"), models.map(({ id, parent }) => [id, parent ? `${id} (adapter)` : id]));

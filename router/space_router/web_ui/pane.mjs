@@ -6,7 +6,7 @@ const FIGURES = [
   ["tokens/s", (answer) => fixed(answer.tokensPerSecond, 1)],
   ["tokens per step", (answer) => fixed(answer.statistics?.tokens_per_step ?? answer.tokensPerStep, 2)],
   ["ms per token", (answer) => fixed(answer.timePerToken, 1)],
-  ["drafts came true", (answer) => (answer.verified ? `${answer.accepted} of ${answer.verified}` : "–")],
+  ["accepted drafts", (answer) => (answer.verified ? `${answer.accepted} of ${answer.verified}` : "–")],
 ];
 
 const fixed = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
@@ -165,7 +165,7 @@ export function description(answer, index) {
   if (token.step === 0) parts.push(element("b", {}, "the prompt's step"));
   else parts.push(element("b", {}, `step ${token.step}`));
   if (step.size > 1) parts.push(`, ${ORDINALS[place] ?? `${place + 1}th`} of its ${step.size} tokens`);
-  if (token.step > 0) parts.push(token.draft ? ", a draft that came true" : ", the step's own token");
+  if (token.step > 0) parts.push(token.draft ? ", an accepted draft" : ", the step's own token");
   if (token.logprob !== null) {
     parts.push(` · logprob ${token.logprob.toFixed(3)} (${percent(token.logprob)})`);
     const others = token.top.filter(([text]) => text !== token.text);
