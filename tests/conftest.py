@@ -1,7 +1,10 @@
-"""How the tests are shared out among processes, and where Triton's kernels run."""
+"""How the tests are shared out among processes, where Triton's kernels run, and how async tests do."""
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +60,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
             return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own, with the context managers it asks for entered in the same loop.
+
+    By asyncio.run, for grpc's one poller per process may still tell the loop of an earlier test something, which
+    only asyncio itself takes lightly.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(whole())
+    return True
 
 
 @pytest.fixture(params=[1, 2, 3])

@@ -58,44 +58,38 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_pages_within_two_steps(tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        # One block holds a whole request, so that the one that stays holds one all the while.
-        script = Script(block_size=128, num_blocks=8, accepts=never, **SCRIPT)
-        async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
-            _, stays = await ask(port, prompt="one that stays and keeps the worker stepping", stream=True)
-            await until(lambda: engine.load().num_running == 1)
-            assert engine.load().blocks_held == 1
-            _, goes = await ask(port, prompt="one that goes", stream=stream)
-            await until(lambda: worker.figures.num_admits == 2)
-            both_since = worker.figures.num_steps
-            await until(lambda: worker.figures.num_steps >= both_since + 2)
-            assert engine.load().blocks_held == 2
-            step_in_flight = worker.figures.num_steps + 1
-            goes.close()
-            await until(lambda: engine.load().blocks_held == 1)
-            assert worker.figures.num_steps <= step_in_flight + 2
-            stays.close()
-            await until(lambda: engine.load().blocks_held == 0)
-            engine.check()
-            worker.check()
-
-    asyncio.run(scenario())
+async def test_a_client_that_disconnects_frees_its_pages_within_two_steps(tmp_path: Path, stream: bool) -> None:
+    # One block holds a whole request, so that the one that stays holds one all the while.
+    script = Script(block_size=128, num_blocks=8, accepts=never, **SCRIPT)
+    async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
+        _, stays = await ask(port, prompt="one that stays and keeps the worker stepping", stream=True)
+        await until(lambda: engine.load().num_running == 1)
+        assert engine.load().blocks_held == 1
+        _, goes = await ask(port, prompt="one that goes", stream=stream)
+        await until(lambda: worker.figures.num_admits == 2)
+        both_since = worker.figures.num_steps
+        await until(lambda: worker.figures.num_steps >= both_since + 2)
+        assert engine.load().blocks_held == 2
+        step_in_flight = worker.figures.num_steps + 1
+        goes.close()
+        await until(lambda: engine.load().blocks_held == 1)
+        assert worker.figures.num_steps <= step_in_flight + 2
+        stays.close()
+        await until(lambda: engine.load().blocks_held == 0)
+        engine.check()
+        worker.check()
 
 
-def test_a_client_that_disconnects_in_the_queue_never_reaches_the_worker(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        script = Script(max_sequences=1, **SCRIPT)
-        async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
-            _, runs = await ask(port, prompt="one", stream=True)
-            await until(lambda: engine.load().num_running == 1)
-            _, waits = await ask(port, prompt="two", stream=True)
-            await until(lambda: engine.load().num_queued == 1)
-            waits.close()
-            await until(lambda: engine.load().num_queued == 0)
-            runs.close()
-            await until(lambda: engine.load().blocks_held == 0)
-            assert worker.figures.num_admits == 1
-            worker.check()
-
-    asyncio.run(scenario())
+async def test_a_client_that_disconnects_in_the_queue_never_reaches_the_worker(tmp_path: Path) -> None:
+    script = Script(max_sequences=1, **SCRIPT)
+    async with ScriptedWorker(script) as worker, listening(tmp_path, worker) as (engine, port):
+        _, runs = await ask(port, prompt="one", stream=True)
+        await until(lambda: engine.load().num_running == 1)
+        _, waits = await ask(port, prompt="two", stream=True)
+        await until(lambda: engine.load().num_queued == 1)
+        waits.close()
+        await until(lambda: engine.load().num_queued == 0)
+        runs.close()
+        await until(lambda: engine.load().blocks_held == 0)
+        assert worker.figures.num_admits == 1
+        worker.check()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -83,26 +83,19 @@ async def serving(
         await server.stop(grace=0)
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))  # type: ignore[arg-type]
-
-
-def test_a_sequence_from_admission_to_release(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
-            peer = connect()
-            hello = await peer.hear()
-            assert hello is not None
-            assert (hello.hello.num_blocks, hello.hello.protocol_major) == (256, 1)
-            await peer.say(start(), admit(1))
-            reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
-            tokens = [token for report in reports for s in report.sequences for token in s.tokens]
-            assert tokens == [ScriptedModel().text(position) for position in range(3, 11)]
-            await peer.say(release(1), release(44))
-            reports = await peer.hear_until(lambda report: 44 in report.released)
-            assert [n for report in reports for n in report.released] == [1, 44]
-
-    run(scenario)
+async def test_a_sequence_from_admission_to_release(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        peer = connect()
+        hello = await peer.hear()
+        assert hello is not None
+        assert (hello.hello.num_blocks, hello.hello.protocol_major) == (256, 1)
+        await peer.say(start(), admit(1))
+        reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
+        tokens = [token for report in reports for s in report.sequences for token in s.tokens]
+        assert tokens == [ScriptedModel().text(position) for position in range(3, 11)]
+        await peer.say(release(1), release(44))
+        reports = await peer.hear_until(lambda report: 44 in report.released)
+        assert [n for report in reports for n in report.released] == [1, 44]
 
 
 class Battery:
@@ -118,257 +111,213 @@ class Battery:
         return 5.0 * self.num_readings
 
 
-def test_what_the_machine_draws_is_said_now_and_then_and_not_what_it_drew_before(
+async def test_what_the_machine_draws_is_said_now_and_then_and_not_what_it_drew_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "ENERGY_SECONDS", 1e9)
 
-    async def scenario() -> None:
-        battery = Battery()
-        async with serving(tmp_path, heartbeat_seconds=0.3, meter=Meter([battery], "here")) as (_, connect):
-            peer = connect()
-            await peer.hear()
-            first = await peer.hear_until(lambda report: bool(report.energy))
-            assert [(one.machine, one.device) for one in first[0].energy] == [("here", "package-0")]
-            begun = battery.num_readings
-            await peer.say(start(), admit(1))
-            reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
-            assert not any(report.energy for report in reports)  # they come too soon after the first
-            assert battery.num_readings == begun
-            monkeypatch.setattr(service, "ENERGY_SECONDS", 0.0)
-            reports = await peer.hear_until(lambda report: bool(report.energy))
-            assert [one.joules for one in reports[-1].energy] == [5.0]
-
-    run(scenario)
+    battery = Battery()
+    async with serving(tmp_path, heartbeat_seconds=0.3, meter=Meter([battery], "here")) as (_, connect):
+        peer = connect()
+        await peer.hear()
+        first = await peer.hear_until(lambda report: bool(report.energy))
+        assert [(one.machine, one.device) for one in first[0].energy] == [("here", "package-0")]
+        begun = battery.num_readings
+        await peer.say(start(), admit(1))
+        reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
+        assert not any(report.energy for report in reports)  # they come too soon after the first
+        assert battery.num_readings == begun
+        monkeypatch.setattr(service, "ENERGY_SECONDS", 0.0)
+        reports = await peer.hear_until(lambda report: bool(report.energy))
+        assert [one.joules for one in reports[-1].energy] == [5.0]
 
 
-def test_port_0_takes_a_free_port_and_says_which() -> None:
-    async def scenario() -> None:
-        worker = Worker(ScriptedModel(), num_blocks=8)
-        server, address = await start_server(WorkerService(worker), "127.0.0.1:0")
-        assert address.startswith("127.0.0.1:")
-        assert not address.endswith(":0")
-        with pytest.raises(OSError, match="Cannot listen on"):
-            await start_server(WorkerService(worker), address)
-        async with grpc.aio.insecure_channel(address) as channel:
-            hello = await Peer(worker_pb2_grpc.WorkerStub(channel).Serve()).hear()  # type: ignore[no-untyped-call]
-            assert hello is not None
-            assert hello.hello.num_blocks == 8
-        await server.stop(grace=0)
-
-    run(scenario)
+async def test_port_0_takes_a_free_port_and_says_which() -> None:
+    worker = Worker(ScriptedModel(), num_blocks=8)
+    server, address = await start_server(WorkerService(worker), "127.0.0.1:0")
+    assert address.startswith("127.0.0.1:")
+    assert not address.endswith(":0")
+    with pytest.raises(OSError, match="Cannot listen on"):
+        await start_server(WorkerService(worker), address)
+    async with grpc.aio.insecure_channel(address) as channel:
+        hello = await Peer(worker_pb2_grpc.WorkerStub(channel).Serve()).hear()  # type: ignore[no-untyped-call]
+        assert hello is not None
+        assert hello.hello.num_blocks == 8
+    await server.stop(grace=0)
 
 
-def test_a_heartbeat_breaks_every_silence(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, heartbeat_seconds=0.01) as (_, connect):
-            peer = connect()
-            await peer.hear()
-            for _ in range(3):
-                message = await peer.hear()
-                assert message is not None
-                assert not message.report.stepped
-
-    run(scenario)
+async def test_a_heartbeat_breaks_every_silence(tmp_path: Path) -> None:
+    async with serving(tmp_path, heartbeat_seconds=0.01) as (_, connect):
+        peer = connect()
+        await peer.hear()
+        for _ in range(3):
+            message = await peer.hear()
+            assert message is not None
+            assert not message.report.stepped
 
 
-def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
-            peer = connect()
-            await peer.say(start(major=7))
-            last = await peer.last_word()
-            assert last is not None
-            assert "speaks protocol 7.0, this worker 1.7" in last.refusal.reason
-            peer = connect()
-            await peer.say(admit(1))
-            last = await peer.last_word()
-            assert last is not None
-            assert last.refusal.reason == "The router sent admit before Start."
-
-    run(scenario)
-
-
-def test_a_message_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        worker = Worker(ScriptedModel(), num_blocks=256, block_size=4)
-        server, address = await start_server(WorkerService(worker), f"unix:{tmp_path / 'w'}")
-        async with grpc.aio.insecure_channel(address) as channel:
-            call = channel.stream_stream(
-                "/spaceserve.v1.Worker/Serve", response_deserializer=pb.WorkerMessage.FromString
-            )()
-            peer = Peer(call)
-            await peer.hear()
-            await call.write(b"\xff")
-            last = await peer.last_word()
+async def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        peer = connect()
+        await peer.say(start(major=7))
+        last = await peer.last_word()
         assert last is not None
-        assert last.refusal.reason.startswith("The router sent a message that cannot be read")
-        await server.stop(grace=0)
-
-    run(scenario)
-
-
-def test_the_next_router_finds_an_empty_worker(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
-            first = connect()
-            await first.say(start(), admit(1, max_tokens=900), admit(2, max_tokens=900))
-            await first.hear_until(lambda report: report.stepped)
-            first.call.cancel()
-            second = connect()
-            await second.say(start(), admit(1))
-            reports = await second.hear_until(lambda report: any(s.finish for s in report.sequences))
-            assert {s.seq_id for report in reports for s in report.sequences} == {1}
-
-    run(scenario)
+        assert "speaks protocol 7.0, this worker 1.7" in last.refusal.reason
+        peer = connect()
+        await peer.say(admit(1))
+        last = await peer.last_word()
+        assert last is not None
+        assert last.refusal.reason == "The router sent admit before Start."
 
 
-def test_the_newest_router_ends_the_conversation_before(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
-            first = connect()
-            await first.say(start(), admit(1))
-            await first.hear_until(lambda report: report.stepped)
-            second = connect()
-            await second.say(start(), admit(1))
-            last = await first.last_word()
-            assert last is not None
-            assert last.refusal.reason == "Another router has connected to this worker."
-            await second.hear()
-            await second.hear_until(lambda report: any(s.finish for s in report.sequences))
-
-    run(scenario)
+async def test_a_message_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    worker = Worker(ScriptedModel(), num_blocks=256, block_size=4)
+    server, address = await start_server(WorkerService(worker), f"unix:{tmp_path / 'w'}")
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream("/spaceserve.v1.Worker/Serve", response_deserializer=pb.WorkerMessage.FromString)()
+        peer = Peer(call)
+        await peer.hear()
+        await call.write(b"\xff")
+        last = await peer.last_word()
+    assert last is not None
+    assert last.refusal.reason.startswith("The router sent a message that cannot be read")
+    await server.stop(grace=0)
 
 
-def test_half_closing_ends_the_stream(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (_, connect):
-            peer = connect()
-            await peer.say(start())
-            await peer.hear()
-            await peer.call.done_writing()
-            await peer.last_word()
-            assert await peer.call.code() == grpc.StatusCode.OK
+async def test_the_next_router_finds_an_empty_worker(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        first = connect()
+        await first.say(start(), admit(1, max_tokens=900), admit(2, max_tokens=900))
+        await first.hear_until(lambda report: report.stepped)
+        first.call.cancel()
+        second = connect()
+        await second.say(start(), admit(1))
+        reports = await second.hear_until(lambda report: any(s.finish for s in report.sequences))
+        assert {s.seq_id for report in reports for s in report.sequences} == {1}
 
-    run(scenario)
+
+async def test_the_newest_router_ends_the_conversation_before(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        first = connect()
+        await first.say(start(), admit(1))
+        await first.hear_until(lambda report: report.stepped)
+        second = connect()
+        await second.say(start(), admit(1))
+        last = await first.last_word()
+        assert last is not None
+        assert last.refusal.reason == "Another router has connected to this worker."
+        await second.hear()
+        await second.hear_until(lambda report: any(s.finish for s in report.sequences))
+
+
+async def test_half_closing_ends_the_stream(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, connect):
+        peer = connect()
+        await peer.say(start())
+        await peer.hear()
+        await peer.call.done_writing()
+        await peer.last_word()
+        assert await peer.call.code() == grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_signal: bool) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (service, connect):
-            peer = connect()
-            await peer.say(start(), admit(1, max_tokens=20))
-            await peer.hear()
-            if by_signal:
-                service.drain()
-            else:
-                await peer.say(pb.Command(drain=pb.Drain()))
-            reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
-            assert not any(s.error for report in reports for s in report.sequences) or by_signal
-            farewell = await peer.last_word()
-            assert farewell is not None
-            assert farewell.report.leaving
-            await asyncio.wait_for(service.finished.wait(), 30)
-            last = await connect().last_word()  # the process still listens, and ends
-            assert last is not None
-            assert last.refusal.reason == "The worker is draining."
-
-    run(scenario)
-
-
-def test_a_router_that_hangs_up_while_draining_leaves_nothing_to_finish(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (service, connect):
-            peer = connect()
-            await peer.say(start(), admit(1, max_tokens=900), pb.Command(drain=pb.Drain()))
-            await peer.hear()
-            await peer.hear_until(lambda report: any(s.paused for s in report.sequences))
-            assert not service.finished.is_set()
-            peer.call.cancel()
-            await asyncio.wait_for(service.finished.wait(), 30)
-
-    run(scenario)
-
-
-def test_draining_without_a_router_is_over_at_once(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as (service, connect):
+async def test_draining_finishes_what_runs_and_then_the_process(tmp_path: Path, by_signal: bool) -> None:
+    async with serving(tmp_path) as (service, connect):
+        peer = connect()
+        await peer.say(start(), admit(1, max_tokens=20))
+        await peer.hear()
+        if by_signal:
             service.drain()
-            assert service.finished.is_set()
-            last = await connect().last_word()
-            assert last is not None
-            assert last.refusal.reason == "The worker is draining."
-
-    run(scenario)
-
-
-def test_a_router_that_does_not_read_is_not_run_ahead_of() -> None:
-    async def scenario() -> None:
-        worker = Worker(ScriptedModel(num_masks=0), num_blocks=256, block_size=4)
-        conversation = RouterSession(worker)
-        conversation.receive([start(), admit(1, max_tokens=900)])
-        conversation.receive([pb.Command(extend=pb.Extend(seq_id=1, pages=range(20, 256)))])
-        conversation.start()
-        said = [await conversation.message(10) for _ in range(MAX_UNSENT)]
-        assert [len(message.report.sequences) for message in said if message is not None] == [1] * MAX_UNSENT
-        assert await conversation.message(0.05) == pb.WorkerMessage(report=pb.StepReport())  # a heartbeat: no step
-        assert worker.num_forwards == MAX_UNSENT
-        for message in said:
-            assert message is not None
-            conversation.sent(message)
-        assert await conversation.message(10) != pb.WorkerMessage(report=pb.StepReport())
-        await conversation.stop()
-        assert len(worker.batch) == 0
-
-    run(scenario)
+        else:
+            await peer.say(pb.Command(drain=pb.Drain()))
+        reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
+        assert not any(s.error for report in reports for s in report.sequences) or by_signal
+        farewell = await peer.last_word()
+        assert farewell is not None
+        assert farewell.report.leaving
+        await asyncio.wait_for(service.finished.wait(), 30)
+        last = await connect().last_word()  # the process still listens, and ends
+        assert last is not None
+        assert last.refusal.reason == "The worker is draining."
 
 
-def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_worker() -> None:
-    async def scenario() -> None:
-        model = SlowModel()
-        worker = Worker(model, num_blocks=256, block_size=4)
-        conversation = RouterSession(worker)
-        conversation.receive([start(), admit(1, max_tokens=900)])
-        conversation.start()
-        await asyncio.to_thread(model.begun.wait, 10)
-        stopping = asyncio.create_task(conversation.stop())
-        for _ in range(2):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            stopping.cancel()
-        assert not stopping.done()
-        model.go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await stopping
-        assert len(worker.batch) == 0
+async def test_a_router_that_hangs_up_while_draining_leaves_nothing_to_finish(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (service, connect):
+        peer = connect()
+        await peer.say(start(), admit(1, max_tokens=900), pb.Command(drain=pb.Drain()))
+        await peer.hear()
+        await peer.hear_until(lambda report: any(s.paused for s in report.sequences))
+        assert not service.finished.is_set()
+        peer.call.cancel()
+        await asyncio.wait_for(service.finished.wait(), 30)
 
-    run(scenario)
+
+async def test_draining_without_a_router_is_over_at_once(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (service, connect):
+        service.drain()
+        assert service.finished.is_set()
+        last = await connect().last_word()
+        assert last is not None
+        assert last.refusal.reason == "The worker is draining."
+
+
+async def test_a_router_that_does_not_read_is_not_run_ahead_of() -> None:
+    worker = Worker(ScriptedModel(num_masks=0), num_blocks=256, block_size=4)
+    conversation = RouterSession(worker)
+    conversation.receive([start(), admit(1, max_tokens=900)])
+    conversation.receive([pb.Command(extend=pb.Extend(seq_id=1, pages=range(20, 256)))])
+    conversation.start()
+    said = [await conversation.message(10) for _ in range(MAX_UNSENT)]
+    assert [len(message.report.sequences) for message in said if message is not None] == [1] * MAX_UNSENT
+    assert await conversation.message(0.05) == pb.WorkerMessage(report=pb.StepReport())  # a heartbeat: no step
+    assert worker.num_forwards == MAX_UNSENT
+    for message in said:
+        assert message is not None
+        conversation.sent(message)
+    assert await conversation.message(10) != pb.WorkerMessage(report=pb.StepReport())
+    await conversation.stop()
+    assert len(worker.batch) == 0
+
+
+async def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_worker() -> None:
+    model = SlowModel()
+    worker = Worker(model, num_blocks=256, block_size=4)
+    conversation = RouterSession(worker)
+    conversation.receive([start(), admit(1, max_tokens=900)])
+    conversation.start()
+    await asyncio.to_thread(model.begun.wait, 10)
+    stopping = asyncio.create_task(conversation.stop())
+    for _ in range(2):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stopping.cancel()
+    assert not stopping.done()
+    model.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert len(worker.batch) == 0
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_the_worker_only_where_its_device_is_lost(
+async def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_the_worker_only_where_its_device_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_lost: bool
 ) -> None:
     monkeypatch.setattr(service, "is_lost", lambda device: is_lost)
 
-    async def scenario() -> None:
-        async with serving(tmp_path) as (served, connect):
-            first = connect()
-            await first.hear()
-            with monkeypatch.context() as patch:
-                patch.setattr(Worker, "step", lambda worker, report: 1 / 0)
-                await first.say(start(), admit(1))
-                with pytest.raises(grpc.aio.AioRpcError) as failure:
-                    await first.last_word()
-            assert failure.value.code() == grpc.StatusCode.INTERNAL
-            assert served.finished.is_set() == served.has_lost_device == is_lost
-            if is_lost:
-                return
-            second = connect()
-            await second.say(start(), admit(1))
-            await second.hear()
-            await second.hear_until(lambda report: any(s.finish for s in report.sequences))
-
-    run(scenario)
+    async with serving(tmp_path) as (served, connect):
+        first = connect()
+        await first.hear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "step", lambda worker, report: 1 / 0)
+            await first.say(start(), admit(1))
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await first.last_word()
+        assert failure.value.code() == grpc.StatusCode.INTERNAL
+        assert served.finished.is_set() == served.has_lost_device == is_lost
+        if is_lost:
+            return
+        second = connect()
+        await second.say(start(), admit(1))
+        await second.hear()
+        await second.hear_until(lambda report: any(s.finish for s in report.sequences))
     assert "stepping failed" in caplog.text

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -28,27 +26,6 @@ USER = [{"role": "user", "content": "Hi"}]
 
 Start = Callable[..., AbstractAsyncContextManager[Any]]
 """Of the fixture `start`: `async with start("the reply", config=..., chat=...) as router`."""
-
-
-def run_async_test(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an async test in a loop of its own, with the routers it asks for started in the same loop.
-
-    By asyncio.run, for grpc's one poller per process may still tell the loop of an earlier test something, which
-    only asyncio itself takes lightly.
-    """
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-
-    async def whole() -> None:
-        async with AsyncExitStack() as stack:
-            for name, value in arguments.items():
-                if isinstance(value, AbstractAsyncContextManager):
-                    arguments[name] = await stack.enter_async_context(value)
-            await pyfuncitem.obj(**arguments)
-
-    asyncio.run(whole())
-    return True
 
 
 def script(reply: str | None = None, **changes: Any) -> Script:
