@@ -13,8 +13,9 @@ from torch import Tensor
 from space_kernels.attention import flash_attn_backend as attention_flash
 from space_kernels.attention import flashinfer_backend as attention_flashinfer
 from space_kernels.attention import torch_backend as torch_attention
+from space_kernels.attention.attention import Attention
 from space_kernels.attention.flash_attn_backend import PAGE_2
-from space_kernels.dispatch import Attention, ops_for
+from space_kernels.dispatch import ops_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class AttentionNeed:
     device: torch.device
     capability: tuple[int, int] | None  # compute capability of a GPU; None: no GPU
     exact: bool = False  # a row's bits must not depend on the rest of the batch
-    float8_kv: bool = False  # the KV cache is fp8
+    fp8_kv: bool = False  # the KV cache is fp8
 
     @classmethod
     def on(
@@ -42,11 +43,11 @@ class AttentionNeed:
         dtype: torch.dtype,
         block_size: int,
         exact: bool = False,
-        float8_kv: bool = False,
+        fp8_kv: bool = False,
     ) -> AttentionNeed:
         """Build with the compute capability of the device."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, float8_kv)
+        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, fp8_kv)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -68,7 +69,7 @@ class Backend:
     page_multiple: int = 1  # the block size must be a multiple of this many slots
     row_invariant: bool = False  # a row's bits do not depend on the rest of the batch (torch: only on a CPU)
     takes_stored: bool = False  # can attend pages that already hold the step's keys: see `attend`
-    float8_kv: bool = False  # supports an fp8 KV cache
+    fp8_kv: bool = False  # supports an fp8 KV cache
     captures: bool = True  # can be captured in a CUDA graph whose sequence lengths the host does not know
     limits: str = ""  # other limits, in one line
 
@@ -104,7 +105,7 @@ class Backend:
                 f"takes pages of a multiple of {self.page_multiple} slots; these have {need.block_size}: use "
                 f"--block-size {self.page_multiple}"
             )
-        if need.float8_kv and not self.float8_kv:
+        if need.fp8_kv and not self.fp8_kv:
             return "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"
         if need.exact and not (self.row_invariant and (need.capability is None or self.capabilities is not None)):
             return "gives results that depend on the rest of the batch: leave out --exact"
@@ -183,7 +184,7 @@ BACKENDS: Mapping[str, Backend] = {
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             heads=range(1, 1 << 20),
             row_invariant=True,
-            float8_kv=True,
+            fp8_kv=True,
             captures=False,
             limits="what the CPU runs; on a GPU the reference, not fast, and its plan is made on the host",
         ),
@@ -197,7 +198,7 @@ BACKENDS: Mapping[str, Backend] = {
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             heads=range(1, 257),
             row_invariant=True,
-            float8_kv=True,
+            fp8_kv=True,
             limits="our own kernel: one read of the prefix for all rows of a sequence",
         ),
         Backend(
@@ -247,7 +248,7 @@ class UnusableAttention(ValueError):
     """The requested attention backend is unavailable; the message says why and gives the remedy."""
 
 
-def usable(
+def available_backends(
     need: AttentionNeed,
     *,
     installed: Callable[[str], str | None] = installed_version,
@@ -261,7 +262,7 @@ def usable(
     )
 
 
-def named(
+def backend_named(
     name: str,
     need: AttentionNeed,
     *,

@@ -3,7 +3,7 @@
     operation         CPU                              CUDA                        CUDA without triton
     space_attention   torch_backend                    attention_triton            torch_backend
                       bfloat16: cpu_backend
-    rms_norm, …       norm, rotary, swiglu             norm_triton, …              norm, rotary, swiglu
+    rms_norm, …       norm, rotary, activation         norm_triton, …              norm, rotary, activation
     linear            packed_linear.PackedLinear       cuda_linear.CudaLinear      cuda_linear.CudaLinear
                       bfloat16: cpu_linear.CompiledLinear
       exact           (always exact)                   cuda_linear.ExactLinear     ValueError
@@ -25,37 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from space_kernels.attention import torch_backend as torch_attention
+from space_kernels.attention.attention import QKV, Attention, KVPages
 from space_kernels.attention.cpu_backend import CompiledAttention
 from space_kernels.build.cpu_library import cpu_library
-from space_kernels.layers import norm, rotary, swiglu
-from space_kernels.layers.rotary import HeadNorm
+from space_kernels.layers import activation, norm, rotary
+from space_kernels.layers.rotary import HeadCounts, HeadNorm
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
-from space_kernels.paging.slots import StepRows
 
 _log = logging.getLogger(__name__)
 
 _CURE = "Install it with `pip install triton` (Linux; it comes with torch's CUDA builds)."
-
-
-class Attention(Protocol):
-    """`space_attention` of one attention backend, also for pages that already hold the step's keys."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        rows: StepRows,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """[R, H, D]"""
-        ...
 
 
 class RotaryStore(Protocol):
@@ -64,17 +44,13 @@ class RotaryStore(Protocol):
     def __call__(
         self,
         fused: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
+        angles: tuple[Tensor, Tensor],
+        pages: KVPages,
         slots: Tensor,
-        *,
-        num_heads: int,
-        kv_heads: int,
+        heads: HeadCounts,
         norm: HeadNorm | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(query [R, H, D], key [R, G, D], value [R, G, D])"""
+    ) -> QKV:
+        """Return views of `fused`."""
         ...
 
 
@@ -103,20 +79,20 @@ def ops_for(
     attention: str = "auto",
     exact: bool = False,
     dtype: torch.dtype = torch.float32,
-    float8_kv: bool = False,
+    fp8_kv: bool = False,
 ) -> Ops:
     """Return the operations for a device and dtype.
 
     `attention`: "torch", "triton" (GPU only) or "auto", the fastest built-in one; library backends are chosen in
     attention_backends. `exact`: a row's bits do not depend on the rest of the batch (always so on a CPU).
-    `float8_kv`: the KV cache is fp8, which rules out compiled CPU attention.
+    `fp8_kv`: the KV cache is fp8, which rules out compiled CPU attention.
     Raises ValueError, with the remedy, for an unavailable combination.
     """
-    return _ops(torch.device(device).type, attention, exact, dtype, float8_kv)
+    return _ops(torch.device(device).type, attention, exact, dtype, fp8_kv)
 
 
 @cache
-def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, float8_kv: bool) -> Ops:
+def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, fp8_kv: bool) -> Ops:
     if attention not in ("auto", "torch", "triton"):
         raise ValueError(
             f"There is no attention implementation {attention!r} of our own; there are auto, torch and triton."
@@ -124,14 +100,14 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, float8_kv: 
     if kind != "cuda":
         if attention == "triton":
             raise ValueError("Triton's attention needs a CUDA device; a CPU has auto and torch.")
-        library = cpu_library() if attention == "auto" and dtype == torch.bfloat16 and not float8_kv else None
+        library = cpu_library() if attention == "auto" and dtype == torch.bfloat16 and not fp8_kv else None
         ops = reference_ops(cpu_linear)
         return (
             ops if library is None else replace(ops, attention="compiled", space_attention=CompiledAttention(library))
         )
     if find_spec("triton") is None:
         if exact or attention == "triton":
-            asked = "exact products on a GPU" if exact else "attention 'triton'"
+            asked = "exact matmuls on a GPU" if exact else "attention 'triton'"
             raise ValueError(f"triton is not installed, which {asked} need. {_CURE}")
         _log.warning("triton is not installed: torch's own operations stand in for it, several times slower. %s", _CURE)
         return reference_ops(CudaLinear)
@@ -154,7 +130,7 @@ def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         rotary_store=rotary.rotary_store,
-        swiglu=swiglu.swiglu,
+        swiglu=activation.swiglu,
         linear=linear,
     )
 
@@ -164,29 +140,11 @@ def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default value; setting it silences triton 3.9
     from space_kernels.attention import attention_triton
     from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
-    from space_kernels.paging.step_tables import StepTables
-
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        rows: StepRows,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        tables = StepTables.of(rows)
-        return attention_triton.attend(
-            query, key, value, key_pages, value_pages, tables, scale=scale, window=window, softcap=softcap
-        )
 
     return Ops(
         attention="triton",
         space_attention=attention_triton.space_attention,
-        attend=attend,
+        attend=attention_triton.attend_stored,
         rms_norm=norm_triton.rms_norm,
         add_rms_norm=norm_triton.add_rms_norm,
         rotary_store=rotary_triton.rotary_store,

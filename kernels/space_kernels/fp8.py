@@ -75,10 +75,10 @@ def nearest(x: Tensor) -> Tensor:
     return x.float().clamp(-GREATEST, GREATEST).to(FORMAT)
 
 
-def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: the reference. Float32 sums, rounded once."""
-    product = (x.float() @ weight.float().T) * scale
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] fp8, scale [out] -> [R, out]: the reference. Float32 sums, rounded once."""
+    out = (x.float() @ weight.float().T) * scale
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 # -------------------------------------------------------------------------------------------------- in pages

@@ -8,9 +8,9 @@ import torch
 from space_kernels.fp8 import FORMAT
 
 
-def number_format(dtype: torch.dtype, weights: str, *, float8_kv: bool) -> str:
+def number_format(dtype: torch.dtype, weights: str, *, fp8_kv: bool) -> str:
     """Return a description such as `bfloat16 with fp8 weights and fp8 keys and values`."""
-    small = ([] if weights == "plain" else [f"{weights} weights"]) + ["fp8 keys and values"] * float8_kv
+    small = ([] if weights == "plain" else [f"{weights} weights"]) + ["fp8 keys and values"] * fp8_kv
     form = str(dtype).removeprefix("torch.")
     return f"{form} with {' and '.join(small)}" if small else form
 
@@ -52,22 +52,22 @@ class ModelFacts:
     acceptance: tuple[float, ...] = ()  # conditional, of draft 1, 2, …, as the checkpoint declares; empty: unknown
     adapters: tuple[AdapterFacts, ...] = ()  # rows refer to an adapter by its index
     weights: str = "plain"  # storage of linears: one of precision.WEIGHTS
-    float8_kv: bool = False  # the KV cache is 8-bit
+    fp8_kv: bool = False  # the KV cache is 8-bit
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property
     def number_format(self) -> str:
         """Return the formats of weights and KV cache, which two workers must share to generate the same text."""
-        return number_format(self.dtype, self.weights, float8_kv=self.float8_kv)
+        return number_format(self.dtype, self.weights, fp8_kv=self.fp8_kv)
 
     @property
     def kv_dtype(self) -> torch.dtype:
         """Return the dtype of the KV cache."""
-        return FORMAT if self.float8_kv else self.dtype
+        return FORMAT if self.fp8_kv else self.dtype
 
     @property
-    def eight_bits(self) -> bool:
+    def int8(self) -> bool:
         """Return whether linears and the output head are int8 with scales."""
         return self.weights == "int8"
 

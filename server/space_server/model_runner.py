@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_kernels.sampling.choice import IdLogprobs
+from space_kernels.sampling.sampler import IdLogprobs
 
 from space_server.batch.sequence import RunningSequence, SequenceEnd
 from space_server.drafts.drafts import BY_MASKS, Origin, Proposal

@@ -102,7 +102,7 @@ def test_the_published_rule_fails_the_test_that_rejection_sampling_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling = pb.Sampling(temperature=0.9)
-    monkeypatch.setattr("space_server.host_runner.host_runner.choose_rows", RejectionRule(1, residual=residual))
+    monkeypatch.setattr("space_server.host_runner.host_runner.sample_rows", RejectionRule(1, residual=residual))
     draws = draw(octal[0], PROMPT, sampling, depth=DEPTH, num_runs=8_000, draft_source=UniformDrafts(2))
     assert draws.num_accepted > 1_000
     p = p_values(draws, distribution_of(sampling))

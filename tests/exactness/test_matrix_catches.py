@@ -8,8 +8,8 @@ import pytest
 import torch
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_common.worker_client import WorkerClientError
-from space_kernels.paging.row_pattern import Ints
-from space_kernels.paging.slots import StepRows
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
+from space_kernels.paging.step_rows import Ints, StepRows
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -25,7 +25,7 @@ def noise_of_the_root(patch: Patch) -> None:
     """Every row of a chain draws the noise of the chain's first position."""
 
     def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
-        runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
+        runs = zip(rows.run_params, rows.run_positions, rows.run_counts, strict=True)
         return [first for sampling_params, first, count in runs if wanted(sampling_params) for _ in range(count)]
 
     patch.setattr(SamplingRows, "positions", of_the_root)
@@ -101,12 +101,12 @@ def leaking_masks(patch: Patch) -> None:
     """The keys of chain rows know a little of the mask rows."""
     attend = llama_network.space_attention
 
-    def leak(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        rows = next(argument for argument in args if isinstance(argument, StepRows))
+    def leak(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
+        key = qkv.key
         masks = key[rows.num_chain_rows : len(rows.positions)]
         if len(masks):
             key = torch.cat([key[: rows.num_chain_rows] + 1e-3 * masks[0], key[rows.num_chain_rows :]])
-        return attend(query, key, value, *args, **kwargs)
+        return attend(qkv._replace(key=key), pages, rows, spec)
 
     patch.setattr(llama_network, "space_attention", leak)
 
@@ -122,7 +122,7 @@ def agreement_anywhere(patch: Patch) -> None:
 
 def one_seed_for_all(patch: Patch) -> None:
     """The batch shares the noise of its first row."""
-    patch.setattr("space_kernels.sampling.choice.row_streams", _shared_streams)
+    patch.setattr("space_kernels.sampling.sampler.row_streams", _shared_streams)
 
 
 def _shared_streams(keys: Tensor, positions: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.heads.output_head import OutputHead
 from space_model.model_facts import ModelFacts
 from space_model.networks.compact_network import compact_network
-from space_model.networks.paged_attention_interface import ATTENTION_NAME
-from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
 from space_model.space_model import SpaceModel
 from space_server.batch.sequence import RunningSequence
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance

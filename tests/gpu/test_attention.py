@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.torch_backend import space_attention as reference
-from space_kernels.attention_backends import BACKENDS, AttentionNeed, Backend, usable
-from space_kernels.dispatch import Attention
-from space_kernels.paging.slots import StepRows
+from space_kernels.attention_backends import BACKENDS, AttentionNeed, Backend, available_backends
+from space_kernels.paging.step_rows import StepRows
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from torch import Tensor
@@ -49,11 +49,8 @@ class Step:
     """One layer's attention of a made-up step: `num_rows` rows of each of `batch` sequences of `context` positions."""
 
     rows: StepRows
-    query: Tensor  # [R, H, D]
-    key: Tensor  # [R, G, D]
-    value: Tensor
-    key_pages: Tensor  # [num_blocks, G, block_size, D]
-    value_pages: Tensor
+    qkv: QKV
+    pages: KVPages
     num_rows: int
     least_bytes: int
 
@@ -82,20 +79,16 @@ class Step:
         queries = 2 * made.num_rows * sizes.num_heads  # and results
         return cls(
             made.rows,
-            drawn(num_padded, sizes.num_heads),
-            drawn(num_padded, sizes.kv_heads),
-            drawn(num_padded, sizes.kv_heads),
-            drawn(batch * each, sizes.kv_heads, block_size),
-            drawn(batch * each, sizes.kv_heads, block_size),
+            QKV(*(drawn(num_padded, count) for count in (sizes.num_heads, sizes.kv_heads, sizes.kv_heads))),
+            KVPages(*(drawn(batch * each, sizes.kv_heads, block_size) for _ in range(2))),
             made.num_rows,
             (prefix + in_step + queries) * sizes.head_dim * item,
         )
 
     def run(self, attention: Attention) -> Tensor:
         """[rows, H, D] without padding."""
-        scale = self.query.shape[-1] ** -0.5
-        out = attention(self.query, self.key, self.value, self.key_pages, self.value_pages, self.rows, scale=scale)
-        return out[: self.num_rows]
+        spec = AttentionSpec(self.qkv.query.shape[-1] ** -0.5)
+        return attention(self.qkv, self.pages, self.rows, spec)[: self.num_rows]
 
 
 def test_attention(notes: Notes) -> None:
@@ -158,7 +151,7 @@ def _usable(notes: Notes, sizes: Sizes, device: torch.device) -> Mapping[str, tu
         if backend.name == "torch":
             continue
         need = _need(sizes, backend, device)
-        refusal = usable(need, backends={backend.name: backend})[1].get(backend.name)
+        refusal = available_backends(need, backends={backend.name: backend})[1].get(backend.name)
         try:
             if refusal is None:
                 found[backend.name] = (backend.load(need), need.block_size)
@@ -195,5 +188,5 @@ def _wrong(step: Step, attention: Attention) -> str | None:
     """What is off, by the rule of `space_server.startup.attention_choice`; None: nothing."""
     found, expected = step.run(attention).float(), step.run(reference).float()
     off = (found - expected).abs().max().item()
-    bound = 16 * torch.finfo(step.query.dtype).eps
+    bound = 16 * torch.finfo(step.qkv.query.dtype).eps
     return None if off <= bound else f"off by {off:.3g} from the reference; the bound is {bound:.3g}"

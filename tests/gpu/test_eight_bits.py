@@ -16,7 +16,7 @@ from pairwise import covering_cases
 from space_kernels.dispatch import ops_for
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
-from space_model.quantization.fp8_model import hold_float8
+from space_model.quantization.fp8_model import quantize_to_fp8
 from space_model.space_model import SpaceModel
 from space_server.machine.memory import free_bytes
 
@@ -133,9 +133,9 @@ def _model(shape: Shape, device: torch.device, held: Held) -> SpaceModel:
     facts = facts_of(shape, device)
     small = held.kv_dtype == "fp8"
     kv_bytes = facts.kv_bytes_per_token // (2 if small else 1)
-    facts = replace(facts, weights=held.weights, float8_kv=small, kv_bytes_per_token=kv_bytes)
+    facts = replace(facts, weights=held.weights, fp8_kv=small, kv_bytes_per_token=kv_bytes)
     made = random_llama(shape, device)
     if held.weights == "fp8":
-        hold_float8(made.base_model, device)
-    ops = ops_for(device, dtype=facts.dtype, float8_kv=small)
+        quantize_to_fp8(made.base_model, device)
+    ops = ops_for(device, dtype=facts.dtype, fp8_kv=small)
     return space_llama(made, facts, ops, draft_head(shape, device))

@@ -12,7 +12,7 @@ import torch
 from space_kernels import dispatch
 from space_kernels.attention import torch_backend as attention
 from space_kernels.dispatch import ops_for
-from space_kernels.layers import norm, rotary, swiglu
+from space_kernels.layers import activation, norm, rotary
 from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
 from space_kernels.linear.packed_linear import PackedLinear
 
@@ -37,7 +37,7 @@ def test_a_cpu_gets_the_references(name: str, exact: bool) -> None:
     assert ops.space_attention is attention.space_attention
     assert ops.attend is None
     assert (ops.rms_norm, ops.add_rms_norm) == (norm.rms_norm, norm.add_rms_norm)
-    assert (ops.rotary_store, ops.swiglu) == (rotary.rotary_store, swiglu.swiglu)
+    assert (ops.rotary_store, ops.swiglu) == (rotary.rotary_store, activation.swiglu)
     assert type(ops.linear(torch.zeros(4, 4), None)) is PackedLinear
 
 

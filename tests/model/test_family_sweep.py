@@ -10,24 +10,26 @@ from pathlib import Path
 
 import pytest
 import transformers
+from family_sweep import EQUAL, TRIED_ON_GPU, FamilyResult, families, sweep, to_page
 from gpu.models import FAMILIES as ON_A_GPU
-from space_model.family_sweep import EQUAL, TRIED_ON_GPU, Outcome, families, sweep, to_page
 from space_model.testing import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "server" / "MODELS.md"
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[FamilyResult]:
     return [sweep(model_type, tmp_path_factory.mktemp("family")) for model_type in families()]
 
 
 @pytest.mark.timeout(900)
-def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceback(outcomes: list[Outcome]) -> None:
-    served = [one for one in outcomes if "served" in (one.cpu, one.gpu)]
+def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceback(
+    results: list[FamilyResult],
+) -> None:
+    served = [one for one in results if "served" in (one.cpu, one.gpu)]
     assert [one for one in served if not one.difference < EQUAL] == []
     assert [one for one in served if one.cpu == "served" and not one.exact] == []
-    refused = [one for one in outcomes if one.cpu == "refused"]
+    refused = [one for one in results if one.cpu == "refused"]
     odd = re.compile(
         r"Error|Traceback|report above|above report|index out of range|shape|size of tensor|says what cannot be"
     )
@@ -38,14 +40,14 @@ def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceba
 
 
 @pytest.mark.timeout(900)
-def test_the_page_of_models_says_what_becomes_of_them(outcomes: list[Outcome]) -> None:
+def test_the_page_of_models_says_what_becomes_of_them(results: list[FamilyResult]) -> None:
     text = PAGE.read_text(encoding="utf-8")
     version = re.search(r"of transformers (\S+):", text)
     assert version is not None
     if version[1] != transformers.__version__:
         pytest.skip(f"the page is of transformers {version[1]}; this is {transformers.__version__}")
-    assert text == to_page(outcomes), "python -m space_model.family_sweep > server/MODELS.md"
+    assert text == to_page(results), "python tests/support/family_sweep.py > server/MODELS.md"
 
 
-def test_the_families_that_the_page_calls_tried_on_a_gpu_are(outcomes: list[Outcome]) -> None:
+def test_the_families_that_the_page_calls_tried_on_a_gpu_are(results: list[FamilyResult]) -> None:
     assert {str(FAMILIES[name]["model_type"]) for name in ON_A_GPU} == TRIED_ON_GPU

@@ -61,7 +61,7 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
     ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
-    eight = [CompiledLinear(library, weight, None, eight_bits=True) for _ in range(2 * copies)]
+    eight = [CompiledLinear(library, weight, None, int8=True) for _ in range(2 * copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
     wide = [weight.float() for _ in range(copies)]
@@ -94,8 +94,8 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
     times["half"] = [seconds / 2 for seconds in times["read"]]
     wanted = x.double() @ weight.double().T
 
-    def error(*, eight_bits: bool) -> float:
-        found = CompiledLinear(library, weight, None, wide=True, eight_bits=eight_bits)(x).double()
+    def error(*, int8: bool) -> float:
+        found = CompiledLinear(library, weight, None, wide=True, int8=int8)(x).double()
         return float((found - wanted).abs().max() / wanted.abs().max())
 
     def over(arm: str, *names: str) -> float:
@@ -119,12 +119,12 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
         "over_plain": over("ours", "plain"),
         "over_float32": over("ours", "float32"),
         "over_packed": over("ours", "packed") if "packed" in arms else float("nan"),
-        "error": error(eight_bits=False),
+        "error": error(int8=False),
         "int8_microseconds": 1e6 * seconds["int8"],
         "int8_share_of_bandwidth": over("int8", "half"),
         "int8_share_of_ceiling": over("int8", "half", "dots"),
         "int8_over_bfloat16": over("int8", "ours"),
-        "int8_error": error(eight_bits=True),
+        "int8_error": error(int8=True),
     }
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_testing import write_quantized
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
-from space_model.quantized_testing import write_quantized
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
 from space_server.machine.memory import FreeMemory, NotEnoughMemory, choose_num_blocks
@@ -65,11 +65,11 @@ def test_on_a_gpu_it_is_linears_alone_with_a_floating_point(path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     config = read_config(checkpoint)
     plain = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256)
-    eight = plain.in_eight_bits()
+    eight = plain.with_int8_weights()
     assert eight is not None
     linears = 6 * (4 * 128 * 128 + 3 * 128 * config.intermediate_size)
     assert plain.weights - eight.weights == linears
-    assert (eight.head, eight.held, eight.in_eight_bits()) == (0, "fp8", None)
+    assert (eight.head, eight.held, eight.with_int8_weights()) == (0, "fp8", None)
     assert "weights in bfloat16, linears in fp8" in eight.parts()
     between = FreeMemory((eight.least + plain.least) // 2, "the GPU")
     with pytest.raises(NotEnoughMemory, match="--weights fp8"):
@@ -104,10 +104,10 @@ def test_keys_and_values_of_eight_bits_are_a_cure_on_a_gpu_and_refused_elsewhere
     checkpoint = Checkpoint.open(path)
     config = read_config(checkpoint)
     need = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256)
-    small = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256, float8_kv=True)
+    small = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256, fp8_kv=True)
     assert need.keys_and_values == 2 * small.keys_and_values
     assert small.held_in(torch.float32).keys_and_values == small.keys_and_values
-    assert need.with_float8_kv() == small
+    assert need.with_fp8_kv() == small
     with pytest.raises(NotEnoughMemory, match=r"or --kv-dtype fp8 \("):
         check_fits(need, FreeMemory((need.least + small.least) // 2, "the GPU"), "it")
     with pytest.raises(InvalidSetting, match=r"the device is cpu, where .* leave out --kv-dtype fp8"):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from doubles.worker import ScriptedDrafts
+from quantized_testing import write_quantized
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
-from space_model.quantized_testing import write_quantized
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker

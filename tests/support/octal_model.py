@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from exact_distribution import Floats, softmax
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import process
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_rows import SamplingRow
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -149,7 +149,7 @@ class RejectionRule:
     """A test double of the choice at the chain rows: accept a draft with probability p/q, else draw anew.
 
     `residual` True draws from the residual max(p - q, 0), which is lossless; False from p itself, as the published
-    SPACE code does, which is not (SPACE §3). It takes the place of `choose_rows`: where it accepts, the choice is the
+    SPACE code does, which is not (SPACE §3). It takes the place of `sample_rows`: where it accepts, the choice is the
     draft. Drafts must come from UniformDrafts.
     """
 

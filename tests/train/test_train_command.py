@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized_testing import write_quantized
 from space_model.loading.load import load_model
-from space_model.quantized_testing import write_quantized
 from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main

@@ -54,6 +54,7 @@ warps, because the sums alone would fill the registers of 4.
 SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multiprocessor, and the sums that 64 packed
 rows store per split are an eighth of the size of the keys and values read.
 """
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -61,11 +62,13 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from space_kernels.attention import attention_kernels as kernels
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.attention.attention_kernels import ONE_SPLIT, PARALLEL, SERIAL
-from space_kernels.attention.merge_triton import merge as merge
 from space_kernels.attention.store_kv_triton import store_kv
 from space_kernels.attention.tile import (
     SPLIT,
@@ -76,9 +79,10 @@ from space_kernels.attention.tile import (
     precision,
     tile_for,
 )
-from space_kernels.attention.tuned_shapes import TUNED as TUNED
+from space_kernels.attention.tuned_shapes import TUNED as _ATTENTION_SHAPES
+from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
 
 WORKSPACE_BYTES = 1 << 28
@@ -90,77 +94,48 @@ Walk = Literal["parallel", "serial"]
 _LOG2_E = 1.4426950408889634
 
 
-def space_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    rows: StepRows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
-    As `torch_backend.space_attention`, though not bit for bit; fp8 pages too. Pages may have any size; `scale` must be
-    positive. In 16 bits the softmax weights are rounded to the values' dtype.
+    As `torch_backend.space_attention`, though not bit for bit; fp8 pages too. Pages may have any size; the scale must
+    be positive. In 16 bits the softmax weights are rounded to the values' dtype.
     """
     tables = StepTables.of(rows)
-    store_kv(key, value, key_pages, value_pages, tables)
-    return attend(query, key, value, key_pages, value_pages, tables, scale=scale, window=window, softcap=softcap)
+    store_kv(qkv, pages, tables)
+    return attend(qkv, pages, tables, spec)
+
+
+def attend_stored(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
+    """As `space_attention`, for pages that already hold the step's keys and values."""
+    return attend(qkv, pages, StepTables.of(rows), spec)
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    qkv: QKV,
+    pages: KVPages,
     tables: StepTables,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     walk: Walk | None = None,
     split: int = SPLIT,
 ) -> Tensor:
     """Let every row attend pages that already hold the step's keys and values. Returns [R, H, D].
 
-    query [R, H, D], key and value [R, G, D] (read for mask rows), with any row and head strides;
-    pages [num_blocks, G, block_size, D]. Padding rows are 0. `walk`: None chooses by the sizes.
-    Raises ValueError for a scale that is not positive, a head count that kv heads do not divide, and pages whose slots
-    are not adjacent.
+    Rows and heads may have any strides; keys and values are read for mask rows. Padding rows are 0. `walk`: None
+    chooses by the sizes. Raises ValueError for a scale that is not positive, a head count that kv heads do not divide,
+    and pages whose slots are not adjacent.
     """
-    out = query.new_empty(query.shape)
-    _launch(
-        query,
-        key,
-        value,
-        (key_pages, value_pages),
-        tables,
-        out,
-        None,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        masks=tables.pattern.has_masks,
-        walk=walk,
-        split=split,
-    )
+    out = qkv.query.new_empty(qkv.query.shape)
+    _launch(qkv, pages, tables, spec, out, None, masks=tables.pattern.has_masks, walk=walk, split=split)
     return out
 
 
 def prefix_attention(
     query: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    pages: KVPages,
     tables: StepTables,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     walk: Walk | None = None,
     split: int = SPLIT,
 ) -> tuple[Tensor, Tensor]:
@@ -169,57 +144,18 @@ def prefix_attention(
     A row that sees no key has out 0 and lse -inf. With `num_written` 0, rows see only slots of earlier steps.
     """
     out, lse = _float32_pair(query)
-    pages = (key_pages, value_pages)
     # key and value are not read: any pointers of the right type will do
-    flat_keys, flat_values = key_pages[:, :, 0], value_pages[:, :, 0]
-    _launch(
-        query,
-        flat_keys,
-        flat_values,
-        pages,
-        tables,
-        out,
-        lse,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        walk=walk,
-        split=split,
-    )
+    qkv = QKV(query, pages.keys[:, :, 0], pages.values[:, :, 0])
+    _launch(qkv, pages, tables, spec, out, lse, walk=walk, split=split)
     return out, lse
 
 
 def in_step_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: StepTables,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    chain: bool = True,
+    qkv: QKV, tables: StepTables, spec: AttentionSpec, *, chain: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Attend the step's own keys only: (out [R, H, D], lse [R, H]), float32, natural logarithm.
-
-    `chain`: a row sees the chain rows of its sequence up to its reach, and a mask row its group up to itself, which is
-    everything outside the slots [0, start). Otherwise mask rows see their group, chain rows no key (out 0, lse -inf).
-    """
-    out, lse = _float32_pair(query)
-    _launch(
-        query,
-        key,
-        value,
-        None,
-        tables,
-        out,
-        lse,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        masks=tables.pattern.has_masks,
-        chain=chain,
-    )
+    """As `merge.in_step_attention`: (out [R, H, D], lse [R, H]), float32, natural logarithm."""
+    out, lse = _float32_pair(qkv.query)
+    _launch(qkv, None, tables, spec, out, lse, masks=tables.pattern.has_masks, chain=chain)
     return out, lse
 
 
@@ -231,26 +167,23 @@ def _float32_pair(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: tuple[Tensor, Tensor] | None,
+    qkv: QKV,
+    pages: KVPages | None,
     tables: StepTables,
+    spec: AttentionSpec,
     out: Tensor,
     lse: Tensor | None,
     *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
     masks: bool = False,
     chain: bool = False,
     walk: Walk | None = None,
     split: int = SPLIT,
 ) -> None:
+    query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern
     tile = tile_for(head_dim, query.dtype)
-    _check(query, kv_heads, pages, tables, scale, split, tile)
+    _check(query, kv_heads, pages, tables, spec.scale, split, tile)
     out[pattern.num_rows :].zero_()
     if lse is not None:
         lse[pattern.num_rows :].fill_(float("-inf"))
@@ -267,10 +200,10 @@ def _launch(
         totals = torch.empty_like(tops)  # allocated separately, so that both are aligned as compiled for
         of_splits = sums, tops, totals
     key_pages, value_pages = (key, value) if pages is None else pages
-    inner, outer = _score_factors(scale, softcap)
+    inner, outer = _score_factors(spec)
     block_d = padded(head_dim)
     shared: dict[str, Any] = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "BLOCK_D": block_d}
-    shared |= {"SPLIT": split, "WINDOW": window or 0, "LSE": lse is not None}
+    shared |= {"SPLIT": split, "WINDOW": spec.window or 0, "LSE": lse is not None}
     kernels.attend[(len(tiles), kv_heads, num_splits if how == PARALLEL else 1)](
         query,
         key,
@@ -307,7 +240,7 @@ def _launch(
         BLOCK_SIZE=tables.block_size,
         M=tile.queries,
         N=tile.keys,
-        CAPPED=softcap is not None,
+        CAPPED=spec.softcap is not None,
         PAGES=pages is not None,
         MASKS=masks,
         CHAIN=chain,
@@ -338,7 +271,7 @@ def _launch(
 def _check(
     query: Tensor,
     kv_heads: int,
-    pages: tuple[Tensor, Tensor] | None,
+    pages: KVPages | None,
     tables: StepTables,
     scale: float,
     split: int,
@@ -352,9 +285,11 @@ def _check(
         raise ValueError(f"There are {query.shape[0]} queries for the step's {tables.pattern.num_rows} rows.")
     if split % tile.keys:
         raise ValueError(f"A split of {split} positions is no multiple of a key block of {tile.keys}.")
-    if pages is not None and (pages[0].stride()[2:] != (query.shape[2], 1) or pages[1].stride() != pages[0].stride()):
+    if pages is None:
+        return
+    if pages.keys.stride()[2:] != (query.shape[2], 1) or pages.values.stride() != pages.keys.stride():
         raise ValueError(
-            f"Pages of keys have strides {pages[0].stride()}, of values {pages[1].stride()}; "
+            f"Pages of keys have strides {pages.keys.stride()}, of values {pages.values.stride()}; "
             f"the slots of a page must be adjacent, and keys laid out as values."
         )
 
@@ -375,8 +310,78 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def _score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+def _score_factors(spec: AttentionSpec) -> tuple[float, float]:
     """Return the factor of raw scores inside the cap (tanh by exp2 of twice its argument), and after it, in log2."""
-    if softcap is None:
-        return 0.0, scale * _LOG2_E
-    return 2 * scale / softcap * _LOG2_E, softcap * _LOG2_E
+    if spec.softcap is None:
+        return 0.0, spec.scale * _LOG2_E
+    return 2 * spec.scale / spec.softcap * _LOG2_E, spec.softcap * _LOG2_E
+
+
+_FLOOR: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _merge(
+    first,
+    first_lse,
+    second,
+    second_lse,
+    out,
+    lse,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK_D)
+    inside = lanes < D
+    mine, theirs = tl.load(first_lse + at), tl.load(second_lse + at)
+    peak = tl.maximum(tl.maximum(mine, theirs), _FLOOR)
+    mine, theirs = tl.exp(mine - peak), tl.exp(theirs - peak)
+    total = mine + theirs
+    some = total > 0
+    divisor = tl.where(total == 0, 1.0, total)
+    one = tl.load(first + at * D + lanes, inside, other=0.0).to(tl.float32)
+    other = tl.load(second + at * D + lanes, inside, other=0.0).to(tl.float32)
+    # an output with weight 0 may hold garbage
+    joined = tl.where(mine == 0, 0.0, one * mine) + tl.where(theirs == 0, 0.0, other * theirs)
+    tl.store(out + at * D + lanes, (joined / divisor).to(out.dtype.element_ty), inside)
+    tl.store(lse + at, tl.where(some, peak + tl.log(tl.where(some, total, 1.0)), float("-inf")))
+
+
+def merge(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """As `merge.merge`: (out [R, H, D] of the dtype, lse [R, H]).
+
+    lse [R, H] float32, natural logarithm of the sum of exponentials of the scores; -inf where a row saw no key.
+    """
+    num_rows, num_heads, head_dim = first.shape
+    out = torch.empty(first.shape, dtype=dtype, device=first.device)
+    lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=first.device)
+    if out.numel():
+        _merge[(num_rows * num_heads,)](
+            first.contiguous(),
+            first_lse.contiguous(),
+            second.contiguous(),
+            second_lse.contiguous(),
+            out,
+            lse,
+            D=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            num_warps=1,
+        )
+    return out, lse
+
+
+_MERGE_SHAPES = tuple(
+    Tuned(
+        _merge,
+        dict.fromkeys(("first", "first_lse", "second_lse", "lse"), "*fp32")
+        | {"second": f"*{dtype}", "out": f"*{dtype}"},
+        {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)},
+        1,
+    )
+    for dtype in ("bf16", "fp16")
+    for head_dim in (64, 96, 128, 256)
+)
+TUNED = (*_ATTENTION_SHAPES, *_MERGE_SHAPES)

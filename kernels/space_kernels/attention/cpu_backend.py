@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.attention import torch_backend as torch_attention
-from space_kernels.build.cpu_library import CpuLibrary
-from space_kernels.build.cpu_structs import AttentionStruct, HeadsStruct, RowsStruct
-from space_kernels.paging.row_pattern import Ints, RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
+from space_kernels.attention.torch_backend import space_attention
+from space_kernels.build.cpu_library import AttentionStruct, CpuLibrary, HeadsStruct, RowsStruct
+from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 
 MOST_TOGETHER = 32
 """Maximum rows of one sequence that are processed together."""
@@ -93,33 +92,19 @@ class CompiledAttention:
     def __init__(self, library: CpuLibrary) -> None:
         self._library = library
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        rows: StepRows,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def __call__(self, qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
         """Return [R, H, D]; padding rows are 0."""
-        _, num_heads, dim = query.shape
-        kv_heads = key_pages.shape[1]
-        if not attends(key_pages.dtype, dim):
-            return torch_attention.space_attention(
-                query, key, value, key_pages, value_pages, rows, scale=scale, window=window, softcap=softcap
-            )
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        _, num_heads, dim = qkv.query.shape
+        kv_heads = pages.keys.shape[1]
+        if not attends(pages.keys.dtype, dim):
+            return space_attention(qkv, pages, rows, spec)
+        query, key, value = qkv.query.contiguous(), qkv.key.contiguous(), qkv.value.contiguous()
         out = torch.zeros_like(query)
         heads = HeadsStruct(num_heads, kv_heads, dim)
         attention = AttentionStruct(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), num_heads * dim, kv_heads * dim,
-            key_pages.data_ptr(), value_pages.data_ptr(), key_pages.shape[2], out.data_ptr(), scale, softcap or 0.0,
-            window or 0,
+            pages.keys.data_ptr(), pages.values.data_ptr(), pages.keys.shape[2], out.data_ptr(), spec.scale,
+            spec.softcap or 0.0, spec.window or 0,
         )  # fmt: skip
         those, threads = byref(CpuRows.of(rows).struct), torch.get_num_threads()
         self._library.store(those, byref(heads), byref(attention), None, None, 0.0, None, None, threads)

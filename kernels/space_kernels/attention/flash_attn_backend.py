@@ -30,9 +30,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.attention.merge import OwnPart
-from space_kernels.attention.prefix_rows import Block, PrefixRows, Reach
-from space_kernels.paging.slots import StepRows
+from space_kernels.attention.prefix_rows import PrefixRows, Ragged, Reach
+from space_kernels.paging.step_rows import StepRows
 
 Window = tuple[int, int]
 """Positions a row sees before and after its own; -1: all."""
@@ -40,40 +41,31 @@ Window = tuple[int, int]
 _ALL: Window = (-1, -1)
 
 
-class FlashLibrary(Protocol):
-    """The two calls of flash-attn that a step needs, for either version."""
+@dataclass(frozen=True, slots=True)
+class FlashSpec:
+    """How a call attends. The library aligns the ends of a run's queries and keys."""
 
-    def equal(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        *,
-        scale: float,
-        causal: bool,
-        window: Window,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend by runs of equal width: query [n, width, H, D], pages [num_blocks, block_size, G, D] -> out like
-        query, lse [n, H, width] with natural logarithm."""
+    scale: float
+    softcap: float  # 0: none
+    causal: bool
+    window: Window
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords that both versions have."""
+        return {"softmax_scale": self.scale, "softcap": self.softcap, "causal": self.causal}
+
+
+class FlashLibrary(Protocol):
+    """The two calls of flash-attn that a step needs, for either version. Pages are [num_blocks, block_size, G, D]."""
+
+    def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
+        """Attend by runs of equal width: query [n, width, H, D] -> out like query, lse [n, H, width] with natural
+        logarithm."""
         ...
 
-    def ragged(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        bounds: Tensor,
-        widest: int,
-        *,
-        scale: float,
-        window: Window,
-        softcap: float,
-    ) -> Tensor:
-        """Attend causally by runs of any width: query [total, H, D], run i is rows bounds[i] .. bounds[i+1] -> out like
-        query."""
+    def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
+        """Attend by runs of any width: query [total, H, D] -> out like query."""
         ...
 
     def check(self, block_size: int) -> None:
@@ -82,16 +74,11 @@ class FlashLibrary(Protocol):
 
 
 def space_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    qkv: QKV,
+    pages: KVPages,
     rows: StepRows,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     library: FlashLibrary,
     own: OwnPart | None = None,
     is_stored: bool = False,
@@ -101,91 +88,53 @@ def space_attention(
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
     keys and values. Raises ValueError for an unsupported block size, and for a window no longer than a mask group.
     """
-    library.check(key_pages.shape[2])
+    query = qkv.query
+    library.check(pages.keys.shape[2])
     own = OwnPart.on(query.device) if own is None else own
     prefix = PrefixRows.of(rows)
     if not is_stored:
-        own.store_kv(key, value, key_pages, value_pages, prefix.tables)
-    call = _Call(query, key_pages.transpose(1, 2), value_pages.transpose(1, 2), library, scale, softcap or 0.0)
+        own.store_kv(qkv, pages, prefix.tables)
+    slots_first = KVPages(pages.keys.transpose(1, 2), pages.values.transpose(1, 2))
+    causal = FlashSpec(
+        spec.scale, spec.softcap or 0.0, causal=True, window=_ALL if spec.window is None else (spec.window - 1, 0)
+    )
     pattern = prefix.pattern
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    if pattern.short_chains is not None and prefix.short_chains is not None:
-        call.chains(out, pattern.short_chains, prefix.short_chains, window)
-    if pattern.long_chains is not None and prefix.long_chains is not None:
-        runs = pattern.long_chains
-        found = library.ragged(
-            query.index_select(0, runs.rows),
-            call.key_pages,
-            call.value_pages,
-            prefix.long_chains,
-            runs.bounds,
-            runs.widest,
-            scale=scale,
-            window=_ALL if window is None else (window - 1, 0),
-            softcap=call.softcap,
-        )
-        out.index_copy_(0, runs.rows, found)
+    if (short := pattern.short_chains) is not None and prefix.short_chains is not None:
+        found, _ = library.equal(short.of(query), slots_first, prefix.short_chains, causal)
+        short.put(out, found.flatten(0, 1))
+    if (long := pattern.long_chains) is not None and prefix.long_chains is not None:
+        found = library.ragged(query.index_select(0, long.rows), slots_first, prefix.long_chains, long, causal)
+        out.index_copy_(0, long.rows, found)
     if pattern.masks is not None and prefix.masks is not None:
-        masks = slice(rows.num_chain_rows, prefix.tables.pattern.num_rows)
-        lse = query.new_full((len(query), query.shape[1]), -torch.inf, dtype=torch.float32)
-        call.masks(out, lse, pattern.masks, prefix.masks, window)
-        among, among_lse = own.in_step_attention(
-            query, key, value, prefix.tables, scale=scale, softcap=softcap, window=window, chain=False
-        )
-        out[masks], _ = own.merge(out[masks], lse[masks], among[masks], among_lse[masks], out.dtype)
+        found, lse = _attend_masks(library, pattern.masks.of(query), slots_first, prefix.masks, spec)
+        own.add_masks(out, pattern.masks, found.flatten(0, 1), lse.flatten(0, 1), qkv, prefix.tables, spec)
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments that all calls of one layer share."""
-
-    query: Tensor  # [R, H, D]
-    key_pages: Tensor  # [num_blocks, block_size, G, D]
-    value_pages: Tensor
-    library: FlashLibrary
-    scale: float
-    softcap: float
-
-    def chains(self, out: Tensor, runs: Block, reach: Reach, window: int | None) -> None:
-        """Write the outputs of decoding sequences' chain rows to `out`."""
-        found, _ = self._equal(runs.of(self.query), reach, True, _ALL if window is None else (window - 1, 0))
-        runs.put(out, found.flatten(0, 1))
-
-    def masks(self, out: Tensor, lse: Tensor, runs: Block, reach: Reach, window: int | None) -> None:
-        """Write the mask rows' attention over the pages to `out`, and its log-sum-exp to `lse` [R, H]."""
-        query = runs.of(self.query)  # [n, width, H, D]
-        num_runs, width, _, head_dim = query.shape
-        if window is None:
-            kv_heads = self.key_pages.shape[2]
-            packed = query.view(num_runs, width, kv_heads, -1, head_dim).transpose(2, 3)  # [n, width, Q, G, D]
-            found, found_lse = self._equal(packed.reshape(num_runs, -1, kv_heads, head_dim), reach, False, _ALL)
-            found = found.view(packed.shape).transpose(2, 3).reshape(query.shape)
-            found_lse = found_lse.view(num_runs, kv_heads, width, -1).permute(0, 2, 1, 3).reshape(num_runs, width, -1)
-        else:
-            # Mask j is j positions after the base row, the last slot it sees. The library aligns the ends of queries
-            # and keys, so it places each mask `width` positions too early.
-            if window <= width:
-                raise ValueError(
-                    f"A window of {window} positions is not longer than a group of {width} masks; use --attention "
-                    "triton or fewer drafts (--speculation)."
-                )
-            found, found_lse = self._equal(query, reach, False, (window - 1 - width, width - 1))
-            found_lse = found_lse.transpose(1, 2)
-        runs.put(out, found.flatten(0, 1))
-        runs.put(lse, found_lse.flatten(0, 1))
-
-    def _equal(self, query: Tensor, reach: Reach, causal: bool, window: Window) -> tuple[Tensor, Tensor]:
-        return self.library.equal(
-            query,
-            self.key_pages,
-            self.value_pages,
-            reach,
-            scale=self.scale,
-            causal=causal,
-            window=window,
-            softcap=self.softcap,
+def _attend_masks(
+    library: FlashLibrary, query: Tensor, pages: KVPages, reach: Reach, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Return the mask rows' attention over the pages, like query [n, width, H, D], and its lse [n, width, H]."""
+    num_runs, width, _, head_dim = query.shape
+    scale, softcap = spec.scale, spec.softcap or 0.0
+    if spec.window is None:
+        kv_heads = pages.keys.shape[2]
+        packed = query.view(num_runs, width, kv_heads, -1, head_dim).transpose(2, 3)  # [n, width, Q, G, D]
+        whole = FlashSpec(scale, softcap, causal=False, window=_ALL)
+        found, lse = library.equal(packed.reshape(num_runs, -1, kv_heads, head_dim), pages, reach, whole)
+        lse = lse.view(num_runs, kv_heads, width, -1).permute(0, 2, 1, 3).reshape(num_runs, width, -1)
+        return found.view(packed.shape).transpose(2, 3).reshape(query.shape), lse
+    # Mask j is j positions after the base row, the last slot it sees. The library aligns the ends of queries and keys,
+    # so it places each mask `width` positions too early.
+    if spec.window <= width:
+        raise ValueError(
+            f"A window of {spec.window} positions is not longer than a group of {width} masks; use --attention triton "
+            "or fewer drafts (--speculation)."
         )
+    shifted = FlashSpec(scale, softcap, causal=False, window=(spec.window - 1 - width, width - 1))
+    found, lse = library.equal(query, pages, reach, shifted)
+    return found, lse.transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------- the two versions
@@ -216,61 +165,24 @@ class FlashAttn2:
                 f"{PAGE_2}, or --attention triton."
             )
 
-    def equal(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        *,
-        scale: float,
-        causal: bool,
-        window: Window,
-        softcap: float,
-    ) -> tuple[Tensor, Tensor]:
+    def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
         """Implement FlashLibrary. The library splits long contexts over the device."""
-        out, lse = self.with_kvcache(
-            query,
-            key_pages,
-            value_pages,
-            cache_seqlens=reach.lengths,
-            block_table=reach.pages,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
-            return_softmax_lse=True,
-        )
+        seen: dict[str, Any] = {"cache_seqlens": reach.lengths, "block_table": reach.pages, "window_size": spec.window}
+        out, lse = self.with_kvcache(query, *pages, **seen, **spec.keywords, return_softmax_lse=True)
         return out, lse
 
-    def ragged(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        bounds: Tensor,
-        widest: int,
-        *,
-        scale: float,
-        window: Window,
-        softcap: float,
-    ) -> Tensor:
+    def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
         """Implement FlashLibrary. The library takes cumulative lengths although the keys are paged."""
-        ends = torch.nn.functional.pad(reach.lengths.cumsum(0, dtype=torch.int32), (1, 0))
         out: Tensor = self.varlen(
             query,
-            key_pages,
-            value_pages,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=ends,
-            max_seqlen_q=widest,
-            max_seqlen_k=reach.pages.shape[1] * key_pages.shape[1],
-            softmax_scale=scale,
-            causal=True,
-            window_size=window,
-            softcap=softcap,
+            *pages,
+            cu_seqlens_q=runs.bounds,
+            cu_seqlens_k=torch.nn.functional.pad(reach.lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=runs.widest,
+            max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1],
             block_table=reach.pages,
+            window_size=spec.window,
+            **spec.keywords,
         )
         return out
 
@@ -296,67 +208,26 @@ class FlashAttn4:
     def check(self, block_size: int) -> None:
         """Implement FlashLibrary: every block size is supported."""
 
-    def equal(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        *,
-        scale: float,
-        causal: bool,
-        window: Window,
-        softcap: float,
+    def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
+        """Implement FlashLibrary."""
+        return self._attend(query, pages, reach, spec)
+
+    def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
+        """Implement FlashLibrary."""
+        return self._attend(query, pages, reach, spec, cu_seqlens_q=runs.bounds, max_seqlen_q=runs.widest)[0]
+
+    def _attend(
+        self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec, **runs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As FlashLibrary says."""
         out, lse = self.varlen(
             query,
-            key_pages,
-            value_pages,
+            *pages,
+            **runs,
             seqused_k=reach.lengths,
             page_table=reach.pages,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=_or_none(window),
-            softcap=softcap,
+            window_size=tuple(None if bound < 0 else bound for bound in spec.window),
+            **spec.keywords,
             num_splits=self.splits,
             return_lse=True,
         )
         return out, lse
-
-    def ragged(
-        self,
-        query: Tensor,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        reach: Reach,
-        bounds: Tensor,
-        widest: int,
-        *,
-        scale: float,
-        window: Window,
-        softcap: float,
-    ) -> Tensor:
-        """As FlashLibrary says."""
-        out, _ = self.varlen(
-            query,
-            key_pages,
-            value_pages,
-            cu_seqlens_q=bounds,
-            max_seqlen_q=widest,
-            seqused_k=reach.lengths,
-            page_table=reach.pages,
-            softmax_scale=scale,
-            causal=True,
-            window_size=_or_none(window),
-            softcap=softcap,
-            num_splits=self.splits,
-            return_lse=True,
-        )
-        return out  # type: ignore[no-any-return]
-
-
-def _or_none(window: Window) -> tuple[int | None, int | None]:
-    """Convert -1 (no bound) to None, as version 4 expects."""
-    back, ahead = window
-    return None if back < 0 else back, None if ahead < 0 else ahead

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.attention.merge import OwnPart, natural
 from space_kernels.attention.prefix_rows import PrefixRows, mask_groups
-from space_kernels.paging.row_pattern import Ints, RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 
 WORKSPACE_BYTES = 128 * 1024**2
 """Size of the workspace for partial results of splits, as the library recommends."""
@@ -34,16 +34,11 @@ Kind = Literal["chains", "masks"]
 
 
 def space_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    qkv: QKV,
+    pages: KVPages,
     rows: StepRows,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     library: FlashInfer,
     own: OwnPart | None = None,
     is_stored: bool = False,
@@ -53,28 +48,19 @@ def space_attention(
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
     keys and values. Raises ValueError for a window no longer than a mask group.
     """
+    query = qkv.query
     own = OwnPart.on(query.device) if own is None else own
     prefix = PrefixRows.of(rows)
     if not is_stored:
-        own.store_kv(key, value, key_pages, value_pages, prefix.tables)
-    ask = FlashInferCall(
-        query.shape[1], key.shape[1], query.shape[2], rows.block_size, query.dtype, scale, window, softcap or 0.0
-    )
-    pages = key_pages, value_pages
-    chain, num_rows = rows.num_chain_rows, prefix.tables.pattern.num_rows
+        own.store_kv(qkv, pages, prefix.tables)
+    ask = FlashInferCall(query.shape[1], qkv.key.shape[1], query.shape[2], rows.block_size, query.dtype, spec)
+    chain = rows.num_chain_rows
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     out[:chain], _ = library.run("chains", rows, ask, query[:chain], pages)
     runs = prefix.pattern.masks
     if runs is not None:
-        found, found_lse = library.run("masks", rows, ask, runs.of(query).flatten(0, 1), pages)
-        lse = query.new_full((len(query), query.shape[1]), -torch.inf, dtype=torch.float32)
-        runs.put(out, found)
-        runs.put(lse, natural(found_lse))
-        among, among_lse = own.in_step_attention(
-            query, key, value, prefix.tables, scale=scale, softcap=softcap, window=window, chain=False
-        )
-        masks = slice(chain, num_rows)
-        out[masks], _ = own.merge(out[masks], lse[masks], among[masks], among_lse[masks], out.dtype)
+        found, lse = library.run("masks", rows, ask, runs.of(query).flatten(0, 1), pages)
+        own.add_masks(out, runs, found, natural(lse), qkv, prefix.tables, spec)
     return out
 
 
@@ -87,9 +73,7 @@ class FlashInferCall:
     head_dim: int
     block_size: int
     dtype: torch.dtype
-    scale: float
-    window: int | None
-    softcap: float
+    spec: AttentionSpec
 
 
 @dataclass(slots=True)
@@ -157,7 +141,7 @@ class FlashInfer:
         return cls(module.BatchPrefillWithPagedKVCacheWrapper, workspace, graphs, most_pages)
 
     def run(
-        self, kind: Kind, rows: StepRows, ask: FlashInferCall, query: Tensor, pages: tuple[Tensor, Tensor]
+        self, kind: Kind, rows: StepRows, ask: FlashInferCall, query: Tensor, pages: KVPages
     ) -> tuple[Tensor, Tensor]:
         """Attend, planning first if needed: query [rows of the kind, H, D] -> out like it, lse [rows, H] in base 2."""
         slot = self._planned(kind, rows, ask)
@@ -208,15 +192,15 @@ class FlashInfer:
         table = rows.page_table[runs.members]
         held = table[np.arange(table.shape[1]) < counts[:, None]]  # run by run, its pages in order
         window_left = -1
-        if ask.window is not None:
-            window_left = ask.window - 1
+        if ask.spec.window is not None:
+            window_left = ask.spec.window - 1
             if kind == "masks":
                 # Mask j is j positions after the base row, the last slot that it sees.
                 window_left -= runs.width
                 if window_left < 0:
                     raise ValueError(
-                        f"A window of {ask.window} positions is not longer than a group of {runs.width} masks; use "
-                        "--attention triton or fewer drafts (--speculation)."
+                        f"A window of {ask.spec.window} positions is not longer than a group of {runs.width} masks; "
+                        "use --attention triton or fewer drafts (--speculation)."
                     )
         wrapper.plan(
             _host(runs.bounds),
@@ -228,9 +212,9 @@ class FlashInfer:
             ask.head_dim,
             size,
             causal=kind == "chains",
-            sm_scale=ask.scale,
+            sm_scale=ask.spec.scale,
             window_left=window_left,
-            logits_soft_cap=ask.softcap,
+            logits_soft_cap=ask.spec.softcap or 0.0,
             q_data_type=ask.dtype,
             kv_data_type=ask.dtype,
         )

@@ -18,6 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
+from space_kernels.attention.prefix_rows import Block
 from space_kernels.fp8 import as_kept, to_keep
 from space_kernels.paging.step_tables import StepTables
 
@@ -53,22 +55,15 @@ def _weighted(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_step_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tables: StepTables,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    chain: bool = True,
+    qkv: QKV, tables: StepTables, spec: AttentionSpec, *, chain: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Attend the step's own keys only: (out [R, H, D], lse [R, H]), float32, natural logarithm.
 
-    query [R, H, D], key and value [R, G, D]. `chain`: a row sees the chain rows of its sequence up to its reach, and a
+    `chain`: a row sees the chain rows of its sequence up to its reach, and a
     mask row its group up to itself. Otherwise mask rows see their group, chain rows no key (out 0, lse -inf). Keys and
     values that are not finite count as 0.
     """
+    query, key, value = qkv
     pattern = tables.pattern
     real, first_key = pattern.num_rows, 0 if chain else pattern.num_chain_rows
     num_heads = query.shape[1]
@@ -77,15 +72,15 @@ def in_step_attention(
     seen = (group[:, None] == group[own]) & (group[:, None] >= 0) & (row[:, None] >= row[own])
     seen |= (row[own] < pattern.num_chain_rows) & (offset[own] < pattern.reach[:, None])
     seen &= owner[:, None] == owner[own]
-    if window is not None:
-        seen &= offset[own] > offset[:, None] - window
+    if spec.window is not None:
+        seen &= offset[own] > offset[:, None] - spec.window
     per_kv = num_heads // key.shape[1]
     keys, values = (
         part[own].float().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(per_kv, 1) for part in (key, value)
     )  # [keys, H, D]
-    scores = torch.einsum("rhd,khd->rhk", query[:real].float(), keys) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.einsum("rhd,khd->rhk", query[:real].float(), keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     scores = scores.masked_fill(~seen[:, None], -math.inf)
     lse = torch.logsumexp(scores, -1)  # [real, H]
     weights = torch.where(seen[:, None], torch.exp(scores - lse[..., None]), 0.0)
@@ -96,25 +91,46 @@ def in_step_attention(
     return out, all_lse
 
 
-def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
+def store_kv(qkv: QKV, pages: KVPages, tables: StepTables) -> None:
     """Write the chain rows' keys and values to their slots; values that are not finite become 0.
 
-    key, value [R, G, D]; pages [num_blocks, G, block_size, D]. Synchronises with the device.
+    Synchronises with the device.
     """
     slots = tables.slots()
     rows = (slots >= 0).nonzero().flatten()
     place = slots[rows] // tables.block_size, slots[rows] % tables.block_size
-    for pages, new in ((key_pages, key), (value_pages, value)):
-        as_kept(pages).transpose(1, 2).index_put_(place, to_keep(new[rows], pages.dtype))
+    for kept, new in zip(pages, qkv[1:], strict=True):
+        as_kept(kept).transpose(1, 2).index_put_(place, to_keep(new[rows], kept.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
     """Our operations beside a library that attends the pages."""
 
-    store_kv: Callable[..., None]
+    store_kv: Callable[[QKV, KVPages, StepTables], None]
     in_step_attention: Callable[..., tuple[Tensor, Tensor]]
     merge: Callable[..., tuple[Tensor, Tensor]]
+
+    def add_masks(
+        self,
+        out: Tensor,
+        runs: Block,
+        found: Tensor,
+        found_lse: Tensor,
+        qkv: QKV,
+        tables: StepTables,
+        spec: AttentionSpec,
+    ) -> None:
+        """Write the mask rows of `out` [R, H, D]: the library's attention over the pages, merged with that among masks.
+
+        found [n·width, H, D] and its lse [n·width, H] of the mask groups `runs`.
+        """
+        masks = slice(tables.pattern.num_chain_rows, tables.pattern.num_rows)
+        lse = out.new_full(out.shape[:2], -torch.inf, dtype=torch.float32)
+        runs.put(out, found)
+        runs.put(lse, found_lse)
+        among, among_lse = self.in_step_attention(qkv, tables, spec, chain=False)
+        out[masks], _ = self.merge(out[masks], lse[masks], among[masks], among_lse[masks], out.dtype)
 
     @classmethod
     def on(cls, device: torch.device) -> OwnPart:

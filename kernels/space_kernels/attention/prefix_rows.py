@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from space_kernels.paging.row_pattern import Ints, RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 from space_kernels.paging.step_tables import StepTables
 
 LONGEST_SHORT_CHAIN = 32

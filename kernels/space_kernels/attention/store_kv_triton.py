@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from space_kernels.attention.attention import QKV, KVPages
 from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
 from space_kernels.fp8_bits import narrowed
@@ -62,11 +62,12 @@ def _store_kv(
         tl.store(value_pages + slot, _kept(wide, value_pages.dtype.element_ty), inside)
 
 
-def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor, tables: StepTables) -> None:
+def store_kv(qkv: QKV, pages: KVPages, tables: StepTables) -> None:
     """Write the chain rows' keys and values to their slots; values that are not finite become 0.
 
-    key, value [R, G, D] with any row and head strides; pages [num_blocks, G, block_size, D], with equal strides.
+    Rows and heads may have any strides; the pages of keys and of values have the same.
     """
+    _, key, value = qkv
     _, kv_heads, head_dim = key.shape
     pattern = tables.pattern
     if pattern.num_chain_rows == 0:
@@ -74,8 +75,8 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
     _store_kv[(pattern.num_chain_rows,)](
         key,
         value,
-        as_kept(key_pages),
-        as_kept(value_pages),
+        as_kept(pages.keys),
+        as_kept(pages.values),
         pattern.owner,
         pattern.offset,
         tables.starts,
@@ -85,8 +86,8 @@ def store_kv(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor,
         key.stride(1),
         value.stride(0),
         value.stride(1),
-        key_pages.stride(0),
-        key_pages.stride(1),
+        pages.keys.stride(0),
+        pages.keys.stride(1),
         tables.page_table.stride(0),
         KV_HEADS=kv_heads,
         D=head_dim,

@@ -5,56 +5,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import as_kept, to_keep, widened
 from space_kernels.paging.attention_plan import AttentionPlan
 from space_kernels.paging.bucket_pattern import PlanKey
 from space_kernels.paging.cached_plan import KEY_BLOCK
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 
 _FLOOR = -1e30
 """Smallest running maximum, so that a fully masked block gives exp(-inf - floor) = 0 instead of exp(-inf + inf)."""
 
 
-def space_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    rows: StepRows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
-    query [R, H, D], key and value [R, G, D], R padded; pages [num_blocks, G, block_size, D] in the same dtype, or in
-    float8_e4m3fn: keys and values are then rounded to fp8, except the masks of a row's own group.
+    Pages have the dtype of the rows, or float8_e4m3fn: keys and values are then rounded to fp8, except the masks of a
+    row's own group.
     Scores, sums and matmuls are float32. Every row visits fixed key blocks of 128 positions, ascending, up to its own
     visible length; mask rows then add the masks of their group up to themselves (online softmax). Masked keys have
     score -inf; unwritten slots are never read. Keys and values that are not finite count as 0, so that NaN in one row
     does not spread to others.
 
     Bitwise, a row's result depends only on its own query and the keys it sees, not on the other rows of the step.
-    `window`: positions a row sees back, its own included. `softcap`: scores become softcap·tanh(score/softcap).
     """
+    query, key, value = qkv
     num_rows, num_heads, head_dim = query.shape
-    kv_heads = key_pages.shape[1]
-    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, window))
+    kv_heads = pages.keys.shape[1]
+    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, spec.window))
 
     chain = rows.num_chain_rows
-    for pages, new in ((key_pages, key), (value_pages, value)):
-        written = to_keep(new[:chain].reshape(-1, head_dim), pages.dtype)
-        as_kept(pages).view(-1, head_dim).index_copy_(0, plan.writes, written)
-    kept_keys, kept_values = as_kept(key_pages), as_kept(value_pages)
+    kept_keys, kept_values = as_kept(pages.keys), as_kept(pages.values)
+    for kept, new in ((kept_keys, key), (kept_values, value)):
+        written = to_keep(new[:chain].reshape(-1, head_dim), pages.keys.dtype)
+        kept.view(-1, head_dim).index_copy_(0, plan.writes, written)
 
     queries = query.reshape(-1, head_dim)
     outputs = []
     for bucket in plan.buckets:
-        packed = queries.index_select(0, bucket.queries).float().mul_(scale)
+        packed = queries.index_select(0, bucket.queries).float().mul_(spec.scale)
         packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
-        softmax = _OnlineSoftmax(packed, softcap, floor=window is not None)
+        softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None)
         for block in bucket.blocks:
             keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
             values = kept_values.view(-1, block.run * head_dim).index_select(0, block.index)

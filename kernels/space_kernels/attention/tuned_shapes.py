@@ -28,14 +28,14 @@ def _tuned_attend(
     pages: bool = True,
     window: int = 0,
     capped: bool = False,
-    float8: bool = False,
+    fp8: bool = False,
 ) -> Tuned:
     tile = tile_for(head_dim, dtype)
     lse = not pages
     return Tuned(
         attend,
         dict.fromkeys(_POINTERS, f"*{_TYPES[dtype]}")
-        | dict.fromkeys(_PAGES, "*u8" if float8 else f"*{_TYPES[dtype]}")
+        | dict.fromkeys(_PAGES, "*u8" if fp8 else f"*{_TYPES[dtype]}")
         | {"out": "*fp32" if walk == PARALLEL or lse else f"*{_TYPES[dtype]}", "lse": "*fp32"}
         | {"tops": "*fp32", "totals": "*fp32"}
         | dict.fromkeys(_TABLES, "*i32")
@@ -99,10 +99,10 @@ TUNED = (
     _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True),
     _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False, chain=True),
     _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False),
-    *(_tuned_attend(torch.bfloat16, *_8B, walk, float8=True) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
-    *(_tuned_attend(torch.float16, *_8B, walk, float8=True) for walk in (PARALLEL, SERIAL)),
-    *(_tuned_attend(torch.bfloat16, *shape, walk, float8=True) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
-    _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True, float8=True),
+    *(_tuned_attend(torch.bfloat16, *_8B, walk, fp8=True) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
+    *(_tuned_attend(torch.float16, *_8B, walk, fp8=True) for walk in (PARALLEL, SERIAL)),
+    *(_tuned_attend(torch.bfloat16, *shape, walk, fp8=True) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
+    _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True, fp8=True),
     *(_tuned_combine(torch.bfloat16, *shape) for shape in _SHAPES),
     *(_tuned_combine(torch.float16, *shape) for shape in _SHAPES),
 )

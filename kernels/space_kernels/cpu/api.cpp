@@ -16,8 +16,8 @@ void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs, Code* 
     pack(weight, outputs, inputs, panels);
 }
 
-void EXPORT(linear)(const Linear* weight, const Product* product, int num_threads) {
-    multiply(*weight, *product, num_threads);
+void EXPORT(linear)(const Linear* weight, const Matmul* matmul, int num_threads) {
+    multiply(*weight, *matmul, num_threads);
 }
 
 void EXPORT(norm)(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out,

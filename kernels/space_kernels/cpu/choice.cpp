@@ -42,7 +42,7 @@ float* ban(const Logits& logits, int64_t row) {
     return x;
 }
 
-void choose_row(const float* x, int64_t vocabulary, int64_t* id, bool* usable) {
+void greatest_of_row(const float* x, int64_t vocabulary, int64_t* id, bool* valid) {
     int32_t high = std::numeric_limits<int32_t>::min(), low = std::numeric_limits<int32_t>::max();
     int64_t where = 0;
     for (int64_t first = 0; first < vocabulary; first += BLOCK) {
@@ -53,7 +53,7 @@ void choose_row(const float* x, int64_t vocabulary, int64_t* id, bool* usable) {
     }
     while (rank_of(x[where]) != high) ++where;
     *id = where;
-    *usable = high > LEAST && high < MOST && low >= LEAST;
+    *valid = high > LEAST && high < MOST && low >= LEAST;
 }
 
 struct Best {
@@ -97,10 +97,10 @@ struct Best {
 
 }  // namespace
 
-void choose(const Logits& logits, int64_t* ids, bool* usable, int num_threads) {
+void argmax(const Logits& logits, int64_t* ids, bool* valid, int num_threads) {
     share_out(num_threads, logits.rows, [&](int64_t first, int64_t last, bool) {
         for (int64_t row = first; row < last; ++row)
-            choose_row(ban(logits, row), logits.vocabulary, ids + row, usable + row);
+            greatest_of_row(ban(logits, row), logits.vocabulary, ids + row, valid + row);
     });
 }
 
@@ -118,8 +118,8 @@ using namespace KIND;
 
 extern "C" {
 
-void EXPORT(choose)(const Logits* logits, int64_t* ids, bool* usable, int num_threads) {
-    choose(*logits, ids, usable, num_threads);
+void EXPORT(argmax)(const Logits* logits, int64_t* ids, bool* valid, int num_threads) {
+    argmax(*logits, ids, valid, num_threads);
 }
 
 void EXPORT(best_of)(const Logits* logits, int64_t count, int64_t* ids, float* offsets, int num_threads) {

@@ -14,8 +14,8 @@ struct Logits {
     int64_t num_banned;
 };
 
-// Each row's greatest id, ties to the lower id, and whether it is usable: no NaN, and the greatest logit is finite.
-void choose(const Logits& logits, int64_t* ids, bool* usable, int num_threads);
+// Each row's greatest id, ties to the lower id, and whether it is valid: no NaN, and the greatest logit is finite.
+void argmax(const Logits& logits, int64_t* ids, bool* valid, int num_threads);
 
 // Each row's `count` best ids, ascending, and an offset for each: -inf where the logit is, else 0. Ties: the lower ids.
 void best_of(const Logits& logits, int64_t count, int64_t* ids, float* offsets, int num_threads);

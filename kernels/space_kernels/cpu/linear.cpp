@@ -112,7 +112,7 @@ void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x,
 }
 
 // Finishes and stores the sums of rows [row, row + rows): `count` panels from `panel` on.
-void finish(const Linear& w, const Product& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
+void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < count; ++j) {
             Lanes& one = sum[i * count + j];
@@ -153,7 +153,7 @@ void finish(const Linear& w, const Product& p, Lanes* sum, int64_t row, int64_t 
 }
 
 // Interleaves rows [row, row + rows) by pairs, padded with zeros up to `steps` pairs.
-void lay_out(const Product& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
+void lay_out(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
     for (int64_t i = 0; i < rows; ++i) {
         const bf16* from = p.x + (row + i) * p.x_stride;
         Laid* out = to + 2 * i;
@@ -180,7 +180,7 @@ void widen(const Code* panels, int64_t steps, bf16* to) {
 //
 // Few rows form one tile, and nothing is read twice. With several tiles, codes are converted to bfloat16 only once.
 template <typename Weight>
-void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh) {
+void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     static thread_local std::vector<Laid> laid_out;
     static thread_local std::vector<bf16> widened;
     static thread_local std::vector<int64_t> bounds;
@@ -229,7 +229,7 @@ void multiply_by(const Linear& w, const Product& p, int64_t first, int64_t last,
     }
 }
 
-void multiply(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh) {
+void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     if (w.scale)
         multiply_by<Code>(w, p, first, last, fresh);
     else

@@ -29,7 +29,7 @@ struct Linear {
     int64_t outputs;  // of W, without padding
 };
 
-struct Product {
+struct Matmul {
     const bf16* x;  // [rows, inputs]
     int64_t rows, x_stride;
     void* y;  // [rows, …] bf16, or float32
@@ -41,7 +41,7 @@ struct Product {
 
 // Compute panels [first, last). For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this is the
 // thread's first piece of this job.
-void multiply(const Linear& w, const Product& p, int64_t first, int64_t last, bool fresh);
+void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 
 // Convert W [out, in] bfloat16 to panels, padded with 0.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);

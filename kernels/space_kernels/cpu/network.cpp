@@ -52,7 +52,7 @@ void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work
 
 }  // namespace
 
-void multiply(const Linear& w, const Product& p, int num_threads) {
+void multiply(const Linear& w, const Matmul& p, int num_threads) {
     constexpr int64_t TOGETHER = 4;  // minimum panels per thread
     share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
         multiply(w, p, first * TOGETHER, std::min(w.panels, last * TOGETHER), fresh);

@@ -38,7 +38,7 @@ struct Buffers {  // [rows, …]
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
 // The whole matmul, by num_threads threads.
-void multiply(const Linear& w, const Product& p, int num_threads);
+void multiply(const Linear& w, const Matmul& p, int num_threads);
 
 // For all rows: norm queries and keys (unless null), apply the rotary embedding (unless cos is null), store chain rows.
 // cos, sin [positions, dim/2]

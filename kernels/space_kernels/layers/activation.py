@@ -1,4 +1,4 @@
-"""Activations whose rows are bitwise independent of the other rows and of the number of threads."""
+"""Activations whose rows are bitwise independent of the other rows and of the number of threads, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -62,3 +62,9 @@ def same_function(a: Callable[[Tensor], Tensor], b: Callable[[Tensor], Tensor]) 
     """Whether two activations agree on a grid, up to rounding."""
     grid = torch.linspace(-6.0, 6.0, 256)
     return bool(torch.allclose(a(grid), b(grid), rtol=1e-5, atol=1e-6))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate)·up of [R, 2·I], gate first -> [R, I]. Computed in float32, rounded to the dtype once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, KVPages
 from space_kernels.fp8 import as_kept, to_keep
 from space_kernels.layers.norm import rms_norm
 
@@ -18,6 +20,13 @@ class HeadNorm:
     query_weight: Tensor  # [D]
     key_weight: Tensor  # [D]
     eps: float
+
+
+class HeadCounts(NamedTuple):
+    """How many heads a fused projection has: H of queries, G each of keys and of values."""
+
+    query: int
+    kv: int
 
 
 def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -34,42 +43,61 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tupl
 #                                              -> key_pages      -> value_pages        rows with a slot only
 def rotary_store(
     fused: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
     slots: Tensor,
-    *,
-    num_heads: int,
-    kv_heads: int,
+    heads: HeadCounts,
     norm: HeadNorm | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QKV:
     """Apply the rotary embedding to queries and keys in place, and store keys and values of rows that have a slot.
 
-    fused [R, (H+2G)·D]; cos, sin [R, D/2] float32; pages [num_blocks, G, block_size, D];
+    fused [R, (H+2G)·D]; angles: cos and sin [R, D/2] float32;
     slots [N] int64, N ≤ R: block number · block size + offset of the first N rows; negative: not stored.
-    Returns (query [R, H, D], key [R, G, D], value [R, G, D]): views of `fused`.
+    Returns views of `fused`.
 
     Norm and rotation are computed in float32, each rounded to the dtype once. Values that are not finite are stored as
     0, so that NaN in one row does not spread to others.
     """
-    num_rows = len(fused)
-    heads = fused.view(num_rows, num_heads + 2 * kv_heads, -1)
-    query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    num_heads, kv_heads = heads
+    rows = fused.view(len(fused), num_heads + 2 * kv_heads, -1)
+    query, key, value = torch.split(rows, [num_heads, kv_heads, kv_heads], dim=1)
     if norm is not None:
         query.copy_(rms_norm(query, norm.query_weight, norm.eps))
         key.copy_(rms_norm(key, norm.key_weight, norm.eps))
-    turned = heads[:, : num_heads + kv_heads]
+    turned = rows[:, : num_heads + kv_heads]
     first, second = turned.float().chunk(2, dim=-1)  # [R, H+G, D/2]
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (of_row[:, None] for of_row in angles)
     turned.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
 
-    count, (_, _, size, width) = len(slots), key_pages.shape
+    count, (_, _, size, width) = len(slots), pages.keys.shape
     offset = slots % size
     first_head = (slots - offset) * kv_heads + offset  # of pages seen as [num_blocks·G·block_size, D]
     places = first_head[:, None] + torch.arange(0, kv_heads * size, size, device=slots.device)
     stays = (slots >= 0).repeat_interleave(kv_heads)
-    for pages, new in ((key_pages, key), (value_pages, value)):
-        rows = to_keep(new[:count], pages.dtype).reshape(-1, width)
-        as_kept(pages).view(-1, width).index_copy_(0, places.reshape(-1)[stays], rows[stays])
-    return query, key, value
+    for kept, new in ((pages.keys, key), (pages.values, value)):
+        written = to_keep(new[:count], kept.dtype).reshape(-1, width)
+        as_kept(kept).view(-1, width).index_copy_(0, places.reshape(-1)[stays], written[stays])
+    return QKV(query, key, value)
+
+
+_PIECE = 1024
+"""Positions computed at a time. Fixed, so that a position's angles do not depend on how the table grew."""
+
+
+class RotaryTable:
+    """Cosines and sines of all positions used so far."""
+
+    def __init__(self, frequencies: Tensor, scaling: float = 1.0) -> None:
+        """frequencies [D/2] float32, on the CPU; `scaling`: the model family's factor of both tables."""
+        self._frequencies, self._scaling = frequencies, scaling
+        self.cos = self.sin = frequencies.new_empty(0, len(frequencies))  # [positions, D/2] float32
+
+    def reach(self, num_positions: int) -> None:
+        """Grow the table to at least the positions 0 .. num_positions - 1."""
+        known = len(self.cos)
+        if num_positions <= known:
+            return
+        missing = range(known, max(num_positions, 2 * known), _PIECE)
+        pieces = [angles(torch.arange(begin, begin + _PIECE), self._frequencies, self._scaling) for begin in missing]
+        self.cos = torch.cat([self.cos, *(cos for cos, _ in pieces)])
+        self.sin = torch.cat([self.sin, *(sin for _, sin in pieces)])

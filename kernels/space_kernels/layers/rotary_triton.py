@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from space_kernels.attention.attention import QKV, KVPages
 from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
 from space_kernels.fp8_bits import narrowed
-from space_kernels.layers.rotary import HeadNorm
+from space_kernels.layers.rotary import HeadCounts, HeadNorm
 
 _HEADS = 4
 """Heads per program: a row of 48 heads (8B: 32 + 2·8) is 12 programs, enough to fill a GPU from 16 rows on."""
@@ -101,53 +102,46 @@ def _rotary_store(
 
 def rotary_store(
     fused: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
     slots: Tensor,
-    *,
-    num_heads: int,
-    kv_heads: int,
+    heads: HeadCounts,
     norm: HeadNorm | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rotary.rotary_store`.
-
-    fused [R, (H+2G)·D]; cos, sin [R, D/2] float32; pages [num_blocks, G, block_size, D];
-    slots [N] int64, N ≤ R: block number · block size + offset of the first N rows; negative: not stored.
-    Returns (query [R, H, D], key [R, G, D], value [R, G, D]): views of `fused`.
-    """
+) -> QKV:
+    """As `rotary.rotary_store`."""
+    num_heads, kv_heads = heads
+    cos, sin = angles
     num_rows, all_heads = len(fused), num_heads + 2 * kv_heads
-    heads = fused.view(num_rows, all_heads, -1)
-    half = heads.shape[2] // 2
+    rows = fused.view(num_rows, all_heads, -1)
+    half = rows.shape[2] // 2
     if num_rows:
         _rotary_store[(num_rows, triton.cdiv(all_heads, _HEADS))](
             fused,
             cos,
             sin,
-            as_kept(key_pages),
-            as_kept(value_pages),
+            as_kept(pages.keys),
+            as_kept(pages.values),
             slots,
             fused if norm is None else norm.query_weight,
             fused if norm is None else norm.key_weight,
             fused.stride(0),
             cos.stride(0),
-            key_pages.stride(0),
-            key_pages.stride(1),
-            key_pages.stride(2),
+            pages.keys.stride(0),
+            pages.keys.stride(1),
+            pages.keys.stride(2),
             len(slots),
             0.0 if norm is None else norm.eps,
             num_heads=num_heads,
             kv_heads=kv_heads,
-            block_size=key_pages.shape[2],
+            block_size=pages.keys.shape[2],
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
             HEADS=_HEADS,
             NORMED=norm is not None,
             num_warps=_warps(half),
         )
-    query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
-    return query, key, value
+    query, key, value = torch.split(rows, [num_heads, kv_heads, kv_heads], dim=1)
+    return QKV(query, key, value)
 
 
 def _warps(half: int) -> int:

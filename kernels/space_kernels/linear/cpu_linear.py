@@ -8,8 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from space_kernels.build.cpu_library import CpuLibrary, cpu_library
-from space_kernels.build.cpu_structs import LinearStruct, ProductStruct
+from space_kernels.build.cpu_library import CpuLibrary, LinearStruct, MatmulStruct, cpu_library
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
@@ -35,21 +34,21 @@ class CompiledLinear(nn.Module):
         bias: Tensor | None,
         *,
         wide: bool = False,
-        eight_bits: bool = False,
+        int8: bool = False,
     ) -> None:
         """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
 
-        `wide`: results are float32; `eight_bits`: the copy is quantised to int8. Raises ValueError for other weights.
+        `wide`: results are float32; `int8`: the copy is quantised to int8. Raises ValueError for other weights.
         """
         super().__init__()
         if not self.takes(weight):
             got = f"{weight.dtype}, {tuple(weight.shape)}"
-            raise ValueError(f"The compiled product takes bfloat16 weights with even inputs; got {got}.")
+            raise ValueError(f"The compiled matmul takes bfloat16 weights with even inputs; got {got}.")
         self.out_features, self.in_features = weight.shape
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)
         self.scale: Tensor | None = None
-        if eight_bits:
+        if int8:
             kept = Int8Weights.of(weight)
             self.weight = torch.empty(num_panels * LANES, self.in_features + self.in_features % 4, dtype=torch.uint8)
             library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
@@ -72,25 +71,25 @@ class CompiledLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return self._product(x, Then.NOTHING, None, self.out_features)
+        return self._matmul(x, Then.NOTHING, None, self.out_features)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
-        return self._product(x, Then.ADD, other, self.out_features)
+        return self._matmul(x, Then.ADD, other, self.out_features)
 
     def swiglu(self, x: Tensor) -> Tensor:
         """Return silu(gate)·up, rounded once, for weights from `in_turn`: [..., in] -> [..., out/2]"""
-        return self._product(x, Then.SWIGLU, None, self.out_features // 2)
+        return self._matmul(x, Then.SWIGLU, None, self.out_features // 2)
 
-    def _product(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
+    def _matmul(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
         if x.dtype != torch.bfloat16:
-            raise TypeError(f"The compiled product takes bfloat16 rows; got {x.dtype}.")
+            raise TypeError(f"The compiled matmul takes bfloat16 rows; got {x.dtype}.")
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], width, dtype=torch.float32 if self._wide else torch.bfloat16)
         added = None if other is None else other.data_ptr()
         rows = x.numel() // self.in_features
-        product = ProductStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
-        self._library.linear(self._here, byref(product), torch.get_num_threads())
+        matmul = MatmulStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
+        self._library.linear(self._here, byref(matmul), torch.get_num_threads())
         return y
 
     def extra_repr(self) -> str:
@@ -119,9 +118,9 @@ def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([gate.view(-1, LANES, width), up.view(-1, LANES, width)], dim=1).reshape(2 * inner, width)
 
 
-def cpu_linear(weight: Tensor, bias: Tensor | None, *, eight_bits: bool = False) -> nn.Module:
-    """Return the fastest linear layer for this weight on this processor; `eight_bits`: quantise to int8."""
+def cpu_linear(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> nn.Module:
+    """Return the fastest linear layer for this weight on this processor; `int8`: quantise to int8."""
     library = cpu_library() if CompiledLinear.takes(weight) else None
     if library is not None:
-        return CompiledLinear(library, weight, bias, eight_bits=eight_bits)
-    return Int8Linear(weight, bias) if eight_bits else PackedLinear(weight, bias)
+        return CompiledLinear(library, weight, bias, int8=int8)
+    return Int8Linear(weight, bias) if int8 else PackedLinear(weight, bias)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from space_kernels import fp8 as float8
+from space_kernels import fp8
 from space_kernels.fp8 import Fp8
 
 
@@ -37,10 +37,10 @@ class ExactLinear(CudaLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        from space_kernels.linear.linear_triton import row_invariant_product
+        from space_kernels.linear.linear_triton import row_invariant_matmul
 
         flat = x.reshape(-1, self.in_features)
-        return row_invariant_product(flat, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+        return row_invariant_matmul(flat, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
 
 
 class Fp8Linear(nn.Module):
@@ -69,17 +69,17 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        product = float8.float8_product
+        matmul = fp8.fp8_matmul
         if x.is_cuda:
-            from space_kernels.linear.linear_triton import float8_product as product
-        out = product(x.reshape(-1, self.in_features), self.numbers, self.scale, self.bias)
+            from space_kernels.linear.linear_triton import fp8_matmul as matmul
+        out = matmul(x.reshape(-1, self.in_features), self.numbers, self.scale, self.bias)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def row_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [R, in], weight [out, in] -> [R, out]: the reference. Sums in float32, rounded to x's dtype once."""
-    product = x.float() @ weight.float().T
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+    out = x.float() @ weight.float().T
+    return (out if bias is None else out + bias.float()).to(x.dtype)

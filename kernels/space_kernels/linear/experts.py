@@ -20,12 +20,12 @@ class RowInvariantExperts(nn.Module):
     """
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, eight_bits: bool = False
+        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, int8: bool = False
     ) -> None:
-        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `eight_bits`: quantise them to int8."""
+        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `int8`: quantise them to int8."""
         super().__init__()
-        self.gate_up = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in gate_up)
-        self.down = nn.ModuleList(cpu_linear(weight, None, eight_bits=eight_bits) for weight in down)
+        self.gate_up = nn.ModuleList(cpu_linear(weight, None, int8=int8) for weight in gate_up)
+        self.down = nn.ModuleList(cpu_linear(weight, None, int8=int8) for weight in down)
         self.activation = activation
 
     def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:
@@ -59,27 +59,27 @@ class RowInvariantRouter(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Return the router's output."""
-        with _OwnLinear(self._product, self.router.get_parameter("weight").shape):
+        with _OwnLinear(self._matmul, self.router.get_parameter("weight").shape):
             return self.router(*arguments, **named)
 
-    def _product(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def _matmul(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         if rows.dtype not in self._linear_of:
             weight = self.router.get_parameter("weight").detach().to(rows.dtype)
             self._linear_of[rows.dtype] = cpu_linear(weight, bias)
-        product: Tensor = self._linear_of[rows.dtype](rows)
-        return product
+        out: Tensor = self._linear_of[rows.dtype](rows)
+        return out
 
 
 class _OwnLinear(TorchFunctionMode):
     """Redirects `F.linear` calls with a weight of this shape to another function."""
 
-    def __init__(self, product: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
+    def __init__(self, matmul: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
         super().__init__()
-        self._product, self._shape = product, shape
+        self._matmul, self._shape = matmul, shape
 
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is F.linear and args[1].shape == self._shape:
-            return self._product(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
+            return self._matmul(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
         return function(*args, **(kwargs or {}))

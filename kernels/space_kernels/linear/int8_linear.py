@@ -64,24 +64,24 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return self._rounded(self._product(x), x)
+        return self._rounded(self._matmul(x), x)
 
     def silu(self, x: Tensor) -> Tensor:
         """Return silu(x·Wᵀ + b), rounded once."""
-        return self._rounded(silu(self._product(x)), x)
+        return self._rounded(silu(self._matmul(x)), x)
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Return (x·Wᵀ + b)·other, rounded once."""
-        return self._rounded(self._product(x).mul_(other), x)
+        return self._rounded(self._matmul(x).mul_(other), x)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return x·Wᵀ + b + other, rounded once."""
-        return self._rounded(self._product(x).add_(other), x)
+        return self._rounded(self._matmul(x).add_(other), x)
 
-    def _rounded(self, product: Tensor, x: Tensor) -> Tensor:
-        return product if self._wide else product.to(x.dtype)
+    def _rounded(self, out: Tensor, x: Tensor) -> Tensor:
+        return out if self._wide else out.to(x.dtype)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _matmul(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out] float32, in row tiles of a fixed size, which fixes the order of summation."""
         num_rows = x.numel() // self.in_features
         tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), PLAIN_TILE), PLAIN_TILE)

@@ -70,7 +70,7 @@ def _part(x, weight, m, n, k, stop, x_stride, w_stride, rows, outs, DEPTH: tl.co
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _product(
+def _matmul(
     x,
     weight,
     scale,
@@ -157,13 +157,13 @@ def _join(
     tl.store(out + row * out_stride + n, total.to(out.dtype.element_ty), inside)
 
 
-def row_invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def row_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [R, in], weight [out, in] -> [R, out]: sums in float32, rounded to x's dtype once."""
     return _launch(x, weight, None, bias)
 
 
-def float8_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [R, in], weight [out, in] float8, scale [out] -> [R, out]: sums in float32, rounded to x's dtype once."""
+def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [R, in], weight [out, in] fp8, scale [out] -> [R, out]: sums in float32, rounded to x's dtype once."""
     return _launch(x, weight.view(torch.uint8), scale, bias)
 
 
@@ -177,7 +177,7 @@ def _launch(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
     place = x.new_empty(tile.parts, rows, outs, dtype=torch.float32) if split else out
     # row tiles first: programs that run together read the same weights
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outs, tile.outs), tile.parts if split else 1)
-    _product[grid](
+    _matmul[grid](
         x,
         weight,
         x if scale is None else scale,
@@ -250,7 +250,7 @@ def _tuned() -> tuple[Tuned, ...]:
             for split in (False, True) if tile.parts > 1 else (False,):
                 found.append(
                     Tuned(
-                        _product,
+                        _matmul,
                         {"x": f"*{name}", "weight": f"*{held}", "out": "*fp32" if split else f"*{name}"}
                         | tensors
                         | integers

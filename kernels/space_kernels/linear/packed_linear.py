@@ -38,13 +38,13 @@ class PackedLinear(nn.Module):
         rows = x.numel() // self.in_features
         if rows % ROW_TILE:
             flat = pad_rows(x.reshape(rows, self.in_features))
-            return self._product(flat)[:rows].view(*x.shape[:-1], self.out_features)
-        return self._product(x)
+            return self._matmul(flat)[:rows].view(*x.shape[:-1], self.out_features)
+        return self._matmul(x)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _matmul(self, x: Tensor) -> Tensor:
         if self.packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return out
         flat = x.reshape(-1, self.in_features)
         tiles = torch.split(pad_rows(flat, PLAIN_TILE), PLAIN_TILE)
         whole = torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(flat)]
@@ -52,20 +52,20 @@ class PackedLinear(nn.Module):
 
     def silu(self, x: Tensor) -> Tensor:
         """Return silu(x·Wᵀ + b), rounded once; packed only, rows a multiple of ROW_TILE."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
-        return product
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return out
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Return (x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.
 
-        Not fused: with a fused product or sum, oneDNN gives bfloat16 rows different bits at 20 to 64 rows than at 128,
-        on a processor with AMX (torch 2.13).
+        Not fused: oneDNN would give bfloat16 rows different bits at 20 to 64 rows than at 128, on a processor with AMX
+        (torch 2.13).
         """
-        return self._product(x).mul_(other)
+        return self._matmul(x).mul_(other)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """Return x·Wᵀ + b + other, not fused, as `times`; packed only, rows a multiple of ROW_TILE."""
-        return self._product(x).add_(other)
+        return self._matmul(x).add_(other)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -14,8 +14,7 @@ from torch import Tensor
 from space_kernels.paging.bucket_pattern import PlanKey
 from space_kernels.paging.cached_plan import KEY_BLOCK as KEY_BLOCK
 from space_kernels.paging.cached_plan import CachedBlock, CachedBucket, CachedPlan
-from space_kernels.paging.row_pattern import Ints
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,15 @@ class AttentionPlan:
     @classmethod
     def of(cls, rows: StepRows, key: PlanKey) -> AttentionPlan:
         """Return the plan of a step, built on first use. Raises ValueError for a block size that does not fit."""
-        plan = rows.plans.get(key)
-        if plan is None:
-            plan = rows.plans[key] = _build(rows, key)
+        plan = rows.parts.get(key)
+        if not isinstance(plan, cls):
+            plan = rows.parts[key] = _build(rows, key)
         return plan
+
+    @staticmethod
+    def keys_of(rows: StepRows) -> tuple[PlanKey, ...]:
+        """Return the keys of the plans that a step has built so far."""
+        return tuple(key for key in rows.parts if isinstance(key, PlanKey))
 
 
 def _build(rows: StepRows, key: PlanKey) -> AttentionPlan:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.paging.row_pattern import Ints, RowPattern
+from space_kernels.paging.step_rows import Ints, RowPattern
 
 _TILE = 4
 """Matmul rows are padded to a multiple of this: fewer rows are summed in another order (measured)."""

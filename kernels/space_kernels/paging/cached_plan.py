@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.paging.bucket_pattern import BucketPattern, PlanKey, bucket_patterns
-from space_kernels.paging.row_pattern import Ints
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, StepRows
 
 KEY_BLOCK = 128
 """Positions per key block. Fixed and aligned to absolute positions, so that a row's sums do not depend on the batch."""

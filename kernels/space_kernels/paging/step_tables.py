@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.paging.row_pattern import Ints, RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 
 
 @dataclass(frozen=True, eq=False)

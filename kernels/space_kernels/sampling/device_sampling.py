@@ -7,43 +7,45 @@ reads a tensor's value on the host, so a launch can be captured in a CUDA graph.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.choice import SampledTokens
+from space_kernels.sampling.logits_processors import first_columns, order_keys
 from space_kernels.sampling.noise import gumbel
-from space_kernels.sampling.ordering import first_columns, order_keys
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_tensors import IN_PROMPT, SamplingTensors, Stages
 
 _NEVER = -math.inf
 _LOW_WORD = 0xFFFFFFFF
 
 
-def choose(
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """The prefixes of J rows per sequence. Row j follows the known ids and the first num_tail[s, j] ids of the tail."""
+
+    positions: Tensor  # [S] int64: absolute position of the token sampled by the first row; later rows follow
+    tails: Tensor  # [S, T] int64: drafts for a chain row, emitted ids for a mask
+    num_tail: Tensor  # [S, J] int64
+    bans: Tensor | None  # [S, J, X] int64: ids impossible in single rows, padded with NO_ID; used if `stages.edits`
+
+
+def sample(
     logits: Tensor,
     batch_params: SamplingTensors,
     stages: Stages,
-    positions: Tensor,
+    prefixes: Prefixes,
     banned_ids: Tensor,
-    *,
-    tails: Tensor,
-    num_tail: Tensor,
     counts: Tensor | None = None,
-    bans: Tensor | None = None,
 ) -> SampledTokens:
-    """Sample J rows of each of S sequences: ids and usable, [S, J] each.
+    """Sample J rows of each of S sequences: ids and valid, [S, J] each.
 
-    logits [S, J, V] float32 raw (overwritten); positions [S] int64: absolute position of the token sampled by a
-    sequence's first row, later rows follow; banned_ids [M] int64: never sampled.
-    tails [S, T] int64, num_tail [S, J] int64: row j follows the first num_tail[s, j] ids of its sequence's tail, which
-    come after the known ids: drafts for a chain row, emitted ids for a mask.
-    counts [S, V] int32: `sampling_tensors.token_counts` of the known ids, required if `stages.penalises`.
-    bans [S, J, X] int64: ids impossible in single rows, padded with NO_ID (`end_bans`, `word_bans`), used if
-    `stages.edits`.
+    logits [S, J, V] float32 raw (overwritten); banned_ids [M] int64: never sampled; counts [S, V] int32:
+    `sampling_tensors.token_counts` of the known ids, required if `stages.penalises`.
     """
     S, J, V = logits.shape
-    z = edit(logits, batch_params, stages, banned_ids, tails=tails, num_tail=num_tail, counts=counts, bans=bans)
+    z = edit(logits, batch_params, stages, prefixes, banned_ids, counts)
     z = z / batch_params.divisor[:, None, None]
     if stages.cuts:
         z = _first(z, batch_params)
@@ -53,29 +55,26 @@ def choose(
     if stages.cuts:
         z = _typical(z, batch_params)
     first = z.argmax(dim=2, keepdim=True)
-    usable = z.gather(2, first)[..., 0].isfinite()
+    valid = z.gather(2, first)[..., 0].isfinite()
     chosen = first[..., 0]
     if stages.samples:
-        places = positions[:, None] + torch.arange(J, device=positions.device)
+        places = prefixes.positions[:, None] + torch.arange(J, device=logits.device)
         ids = torch.arange(V, device=z.device).expand(S * J, V)
         noise = gumbel(batch_params.key.repeat_interleave(J), places.flatten(), ids)
         sampled = (z.to(torch.float64) + noise.view(S, J, V)).argmax(dim=2)
         chosen = torch.where(batch_params.greedy[:, None], chosen, sampled)
-    return SampledTokens(chosen, usable)
+    return SampledTokens(chosen, valid)
 
 
 def edit(
     logits: Tensor,
     batch_params: SamplingTensors,
     stages: Stages,
+    prefixes: Prefixes,
     banned_ids: Tensor,
-    *,
-    tails: Tensor,
-    num_tail: Tensor,
     counts: Tensor | None = None,
-    bans: Tensor | None = None,
 ) -> Tensor:
-    """Apply the stages before the temperature; arguments as in `choose`. Returns [S, J, V], possibly in place."""
+    """Apply the stages before the temperature; arguments as in `sample`. Returns [S, J, V], possibly in place."""
     z = logits
     if stages.edits:
         z = _biased(z, batch_params)
@@ -83,12 +82,12 @@ def edit(
         z = torch.where(_allowed(batch_params)[:, None], z, _NEVER)
     if len(banned_ids):
         z = z.index_fill(2, banned_ids, _NEVER)
-    if stages.edits and bans is not None and bans.shape[2]:
-        z = _without(z, bans)
+    if stages.edits and prefixes.bans is not None and prefixes.bans.shape[2]:
+        z = _without(z, prefixes.bans)
     if stages.penalises:
         if counts is None:
             raise ValueError("Penalties need `counts`.")
-        z = _penalised(z, batch_params, counts, tails, num_tail)
+        z = _penalised(z, batch_params, counts, prefixes.tails, prefixes.num_tail)
     return z
 
 
@@ -108,7 +107,7 @@ def word_bans(
 ) -> Tensor:
     """Return the last id of each bad word whose other ids end the row's prefix; [S, J, num_words], NO_ID elsewhere.
 
-    history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as in `choose`;
+    history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as in `sample`;
     num_unknown [J] int64: ids between prefix and sampled id that are not known yet (earlier drafts, for a mask).
     """
     S, J = num_tail.shape

@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.ordering import first_columns
-from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_params import SamplingParams, TokenListTensors
 from space_kernels.sampling.sampling_rows import SamplingRow as SamplingRow
 from space_kernels.sampling.sampling_rows import SamplingRows
 from space_kernels.sampling.sampling_rows import TokenCounts as TokenCounts
-from space_kernels.sampling.token_list_tensors import TokenListTensors
 
 _NEVER = -math.inf
 _FIRST_CANDIDATES = 256
@@ -49,7 +47,7 @@ def process(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> 
 def edit(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> None:
     """Apply bias, allowed and banned ids, grammar, min_tokens, bad words and penalties, in place."""
     runs = SamplingRows.of(rows)
-    edited = runs.rows(_edits) if runs.run_laws.edits else []
+    edited = runs.rows(_edits) if runs.run_params.edits else []
     if edited:
         _add_bias(logits, edited)
         _keep_allowed(logits, edited)
@@ -163,14 +161,14 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
 
 def divide(logits: Tensor, rows: SamplingRows) -> None:
     """Divide by the temperature, in place; rows at temperature 0 stay unchanged."""
-    if rows.run_laws.divides:
+    if rows.run_params.divides:
         divisors = [sampling_params.divisor for sampling_params in rows.batch_params()]
         logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
 def truncate(z: Tensor, rows: SamplingRows) -> None:
     """Apply top-k, top-p, min-p and typical-p, in place, to logits already divided by the temperature."""
-    if not rows.run_laws.truncates:
+    if not rows.run_params.truncates:
         return
     if nucleus := rows.numbers(_has_nucleus):
         z[nucleus] = _keep_first(z[nucleus], rows.batch_params(_has_nucleus))
@@ -253,3 +251,24 @@ def _keep_typical(z: Tensor, typical_p: list[float]) -> Tensor:
     mass = torch.tensor(typical_p, dtype=torch.float64, device=z.device)[:, None]
     stays = torch.zeros_like(possible).scatter(1, columns, before < mass)
     return torch.where(stays, z, _NEVER)
+
+
+_LOW_WORD = 0xFFFFFFFF
+
+
+def order_keys(values: Tensor) -> Tensor:
+    """Return distinct int64 sort keys, larger for entries that come earlier in the order.
+
+    values [N, V] float32 without NaN -> [N, V]. High word: the float as an integer of the same order; low word: the
+    column, inverted.
+    """
+    bits = (values + 0.0).view(torch.int32)  # + 0.0: minus zero equals zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    columns = torch.arange(values.shape[1], device=values.device)
+    return ordered.mul_(1 << 32).add_(_LOW_WORD - columns)
+
+
+def first_columns(values: Tensor, count: int) -> Tensor:
+    """Return the first `count` columns of each row in order. values [N, V] float32 without NaN -> [N, count] int64"""
+    keys = torch.topk(order_keys(values), count, dim=1).values
+    return _LOW_WORD - (keys & _LOW_WORD)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN
-from space_kernels.sampling.noise_triton import gumbel_of_bits, nearly_gumbel, random_bits, row_stream
+from space_kernels.sampling.noise_kernels import gumbel_of_bits, nearly_gumbel, random_bits, row_stream
 from space_kernels.sampling.sampling_tensors import IN_PROMPT
 
 _BINS: tl.constexpr = tl.constexpr(128)
@@ -152,10 +152,10 @@ def _weigh(
 ):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // J
-    peak, usable = _row_peak(peaks, faults, row, T, TILES)
+    peak, valid = _row_peak(peaks, faults, row, T, TILES)
     cuts = tl.load(top_ks + sequence) < V
     cuts = cuts | (tl.load(top_ps + sequence) < 1.0) | (tl.load(typical_ps + sequence) < 1.0)
-    if usable & cuts:
+    if valid & cuts:
         ids = tile * TILE + tl.arange(0, TILE)
         z = tl.load(logits + row * V + ids, ids < V, other=float("-inf"))
         tl.store(masses + row * T + tile, tl.sum(_weight(z, peak, SCALE), 0))
@@ -198,9 +198,9 @@ def _loudest(
     sequence = row // J
     best = tl.full([], float("-inf"), tl.float64)
     winner = tl.full([], _NO_WINNER, tl.int32)
-    peak, usable = _row_peak(peaks, faults, row, T, TILES)
+    peak, valid = _row_peak(peaks, faults, row, T, TILES)
     tile_peak = tl.load(peaks + row * T + tile)
-    if usable & (tl.load(greedy + sequence) == 0) & (tile_peak >= peak - _REACH):
+    if valid & (tl.load(greedy + sequence) == 0) & (tile_peak >= peak - _REACH):
         ids = tile * TILE + tl.arange(0, TILE)
         z = tl.load(logits + row * V + ids, ids < V, other=float("-inf"))
         left = z > float("-inf")
@@ -241,7 +241,7 @@ def _winner(
     scores,
     winners,
     chosen,  # [N] int64
-    usables,  # [N] bool
+    valids,  # [N] bool
     J,
     V,
     T,
@@ -251,7 +251,7 @@ def _winner(
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
     inside = lanes < T
-    peak, usable = _row_peak(peaks, faults, row, T, TILES)
+    peak, valid = _row_peak(peaks, faults, row, T, TILES)
     of_tile = tl.load(peaks + row * T + lanes, inside, other=float("-inf"))
     ids = tl.load(peak_ids + row * T + lanes, inside, other=_NO_WINNER)
     winner = tl.min(tl.where(of_tile == peak, ids, _NO_WINNER), 0)
@@ -260,5 +260,5 @@ def _winner(
             score = tl.load(scores + row * T + lanes, inside, other=float("-inf"))
             ids = tl.load(winners + row * T + lanes, inside, other=_NO_WINNER)
             winner = tl.min(tl.where(score == tl.max(score, 0), ids, _NO_WINNER), 0)
-    tl.store(chosen + row, tl.where(usable & (winner < V), winner, 0).to(tl.int64))
-    tl.store(usables + row, usable.to(tl.int8))
+    tl.store(chosen + row, tl.where(valid & (winner < V), winner, 0).to(tl.int64))
+    tl.store(valids + row, valid.to(tl.int8))

@@ -86,6 +86,11 @@ class BatchSamplingParams(Sequence[SamplingParams]):
         self.samples = not all(sampling_params.greedy for sampling_params in batch_params)
         self.keys = np.array([sampling_params.key for sampling_params in batch_params], dtype=np.int64)
 
+    @property
+    def is_plain_argmax(self) -> bool:
+        """Whether every row samples the greatest logit that is not banned."""
+        return not (self.edits or self.divides or self.truncates or self.samples)
+
     @classmethod
     def of(cls, batch_params: Sequence[SamplingParams]) -> BatchSamplingParams:
         """Wrap a sequence of parameters; a BatchSamplingParams is returned unchanged."""
@@ -124,7 +129,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
         row(run, number): creates row `number` of run `run`, both from 0.
         """
-        self.run_laws = BatchSamplingParams.of(batch_params)
+        self.run_params = BatchSamplingParams.of(batch_params)
         self.run_positions, self.run_counts, self._row = positions, counts, row
         self._count = sum(counts)
 
@@ -164,7 +169,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
     def positions(self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True) -> list[int]:
         """Return the absolute positions sampled by rows with matching parameters."""
-        runs = zip(self.run_laws, self.run_positions, self.run_counts, strict=True)
+        runs = zip(self.run_params, self.run_positions, self.run_counts, strict=True)
         return list(
             chain.from_iterable(
                 range(first, first + count) for sampling_params, first, count in runs if wanted(sampling_params)
@@ -175,7 +180,7 @@ class SamplingRows(Sequence[SamplingRow]):
         self, wanted: Callable[[SamplingParams], bool] = lambda sampling_params: True
     ) -> list[SamplingParams]:
         """Return the parameters of each row with matching parameters."""
-        runs = zip(self.run_laws, self.run_counts, strict=True)
+        runs = zip(self.run_params, self.run_counts, strict=True)
         return list(
             chain.from_iterable([sampling_params] * count for sampling_params, count in runs if wanted(sampling_params))
         )
@@ -184,7 +189,7 @@ class SamplingRows(Sequence[SamplingRow]):
         """Return the numbers of rows with matching parameters."""
         found: list[int] = []
         first = 0
-        for sampling_params, count in zip(self.run_laws, self.run_counts, strict=True):
+        for sampling_params, count in zip(self.run_params, self.run_counts, strict=True):
             if wanted(sampling_params):
                 found.extend(range(first, first + count))
             first += count
@@ -192,7 +197,7 @@ class SamplingRows(Sequence[SamplingRow]):
 
     def rows(self, wanted: Callable[[SamplingParams], bool]) -> list[tuple[int, SamplingRow]]:
         """Return the rows with matching parameters, each with its number."""
-        runs = enumerate(zip(self.run_laws, self.run_counts, strict=True))
+        runs = enumerate(zip(self.run_params, self.run_counts, strict=True))
         made = (
             self._row(run, number)
             for run, (sampling_params, count) in runs

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: `device_sampling.choose` in passes over tiles of the vocabulary, without sorting, host transfers
+"""Sampling on a GPU: `device_sampling.sample` in passes over tiles of the vocabulary, without sorting, host transfers
 or a copy of the logits.
 
     kernel    launched if                          one program   work
@@ -41,7 +41,8 @@ import triton
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.sampling.choice import SampledTokens
+from space_kernels.sampling.device_sampling import Prefixes
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_kernels import _BINS, _edit, _loudest, _temper, _weigh, _winner
 from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.sampling.top_k_top_p_kernels import _cut
@@ -77,20 +78,17 @@ def scale(vocab_size: int) -> float:
     return float(1 << (62 - max(17, (vocab_size - 1).bit_length())))
 
 
-def choose(
+def sample(
     logits: Tensor,
     batch_params: SamplingTensors,
     stages: Stages,
-    positions: Tensor,
+    prefixes: Prefixes,
     banned_ids: Tensor,
-    *,
-    tails: Tensor,
-    num_tail: Tensor,
     counts: Tensor | None = None,
-    bans: Tensor | None = None,
+    *,
     shape: LogitsShape | None = None,
 ) -> SampledTokens:
-    """As `device_sampling.choose`, in place on contiguous logits [S, J, V] float32.
+    """As `device_sampling.sample`, in place on contiguous logits [S, J, V] float32.
 
     `shape`: tile sizes; None: chosen by the size of the vocabulary.
     """
@@ -103,24 +101,13 @@ def choose(
     def empty(*of: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*of, dtype=dtype, device=device)
 
-    chosen, usable = empty(S, J, dtype=torch.int64), empty(S, J, dtype=torch.bool)
+    chosen, valid = empty(S, J, dtype=torch.int64), empty(S, J, dtype=torch.bool)
     if not N:
-        return SampledTokens(chosen, usable)
+        return SampledTokens(chosen, valid)
     warps = {"num_warps": shape.num_warps}
     peaks, peak_ids, faults = (empty(N, T, dtype=kind) for kind in (torch.float32, torch.int32, torch.int32))
-    _edit_and_temper(
-        logits,
-        batch_params,
-        stages,
-        banned_ids,
-        tails,
-        num_tail,
-        counts,
-        bans,
-        batch_params.divisor,
-        (peaks, peak_ids, faults),
-        shape,
-    )
+    row_peaks = peaks, peak_ids, faults
+    _edit_and_temper(logits, batch_params, stages, prefixes, banned_ids, counts, batch_params.divisor, row_peaks, shape)
     cuts, nearests = empty(N, dtype=torch.int64), empty(N, dtype=torch.int64)
     centres, near_ids = empty(N, dtype=torch.float64), empty(N, dtype=torch.int32)
     greedy = batch_params.greedy.view(torch.uint8)
@@ -177,7 +164,7 @@ def choose(
             batch_params.key,
             greedy,
             batch_params.log_min_p,
-            positions,
+            prefixes.positions,
             peaks,
             faults,
             cuts,
@@ -203,7 +190,7 @@ def choose(
         scores,
         winners,
         chosen,
-        usable.view(torch.uint8),
+        valid.view(torch.uint8),
         J,
         V,
         T,
@@ -211,19 +198,16 @@ def choose(
         TILES=TILES,
         num_warps=1,
     )
-    return SampledTokens(chosen, usable)
+    return SampledTokens(chosen, valid)
 
 
 def edit(
     logits: Tensor,
     batch_params: SamplingTensors,
     stages: Stages,
+    prefixes: Prefixes,
     banned_ids: Tensor,
-    *,
-    tails: Tensor,
-    num_tail: Tensor,
     counts: Tensor | None = None,
-    bans: Tensor | None = None,
 ) -> Tensor:
     """As `device_sampling.edit`, in place."""
     S, J, V = logits.shape
@@ -233,7 +217,7 @@ def edit(
         torch.empty(S * J, T, dtype=kind, device=logits.device) for kind in (torch.float32, torch.int32, torch.int32)
     )
     neutral = torch.ones_like(batch_params.divisor)
-    _edit_and_temper(logits, batch_params, stages, banned_ids, tails, num_tail, counts, bans, neutral, peaks, shape)
+    _edit_and_temper(logits, batch_params, stages, prefixes, banned_ids, counts, neutral, peaks, shape)
     return logits
 
 
@@ -241,11 +225,9 @@ def _edit_and_temper(
     logits: Tensor,
     batch_params: SamplingTensors,
     stages: Stages,
+    prefixes: Prefixes,
     banned_ids: Tensor,
-    tails: Tensor,
-    num_tail: Tensor,
     counts: Tensor | None,
-    bans: Tensor | None,
     divisor: Tensor,
     peaks: tuple[Tensor, ...],
     shape: LogitsShape,
@@ -260,7 +242,7 @@ def _edit_and_temper(
     if not N:
         return
     if stages.edits or len(banned_ids):
-        bans = bans.contiguous() if stages.edits and bans is not None else None
+        bans = prefixes.bans.contiguous() if stages.edits and prefixes.bans is not None else None
         num_biases = batch_params.bias_ids.shape[1] if stages.edits else 0
         _edit[(N,)](
             logits,
@@ -280,8 +262,8 @@ def _edit_and_temper(
         logits,
         batch_params.allowed,
         counts if counts is not None and stages.penalises else logits,
-        tails,
-        num_tail.contiguous(),
+        prefixes.tails,
+        prefixes.num_tail.contiguous(),
         batch_params.repetition,
         batch_params.presence,
         batch_params.frequency,
@@ -291,7 +273,7 @@ def _edit_and_temper(
         V,
         T,
         batch_params.allowed.shape[1],
-        tails.stride(0),
+        prefixes.tails.stride(0),
         BOUNDS=stages.bounds,
         PENALISES=stages.penalises,
         TILE=shape.tile,
@@ -372,7 +354,7 @@ def _tuned() -> tuple[Tuned, ...]:
                 _winner,
                 {"greedy": "*u8", "peak_ids": "*i32", "scores": "*fp64", "winners": "*i32"}
                 | row
-                | {"chosen": "*i64", "usables": "*u8"}
+                | {"chosen": "*i64", "valids": "*u8"}
                 | sizes,
                 {"SAMPLES": True, "TILES": tiles},
                 1,

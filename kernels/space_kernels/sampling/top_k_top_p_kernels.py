@@ -18,10 +18,14 @@ from space_kernels.sampling.sampling_kernels import (
     _weight,
 )
 
+# The helpers take the candidates of a row as one tuple:
+# logits, few_logits, few_ids, few_weights, row, count, is_few, peak, V
+
 
 @triton.jit
-def _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW: tl.constexpr):
+def _candidates(source, first, FEW: tl.constexpr):
     """Load FEW candidates of a row from `first` on: values and ids; -inf after the last."""
+    logits, few_logits, few_ids, _, row, count, is_few, _, V = source
     at = first + tl.arange(0, FEW)
     in_few, in_row = at < tl.where(is_few, count, 0), at < tl.where(is_few, 0, count)
     z = tl.load(few_logits + row * FEW + at, in_few, other=float("-inf"))
@@ -31,26 +35,13 @@ def _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW: 
 
 
 @triton.jit
-def _sums(
-    logits,
-    few_logits,
-    few_ids,
-    few_weights,
-    row,
-    count,
-    is_few,
-    peak,
-    least,
-    V,
-    WEIGHTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    FEW: tl.constexpr,
-):
+def _sums(source, least, WEIGHTS: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr):
     """Return the sum of weights (1 each without WEIGHTS) and the number of candidates of order `least` or above."""
+    _, _, _, few_weights, row, count, is_few, peak, _ = source
     total = tl.zeros([FEW], tl.int64)
     number = tl.zeros([FEW], tl.int32)
     for first in range(0, count, FEW):
-        z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+        z, ids = _candidates(source, first, FEW)
         counted = (_order(z, ids) >= least) & (z > float("-inf"))
         number += counted.to(tl.int32)
         if WEIGHTS:
@@ -68,48 +59,19 @@ def _sums(
 
 
 @triton.jit
-def _search(
-    logits,
-    few_logits,
-    few_ids,
-    few_weights,
-    row,
-    count,
-    is_few,
-    peak,
-    least,
-    lowest,
-    target,
-    V,
-    WEIGHTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    FEW: tl.constexpr,
-):
+def _search(source, least, lowest, target, WEIGHTS: tl.constexpr, SCALE: tl.constexpr, FEW: tl.constexpr):
     """Return the largest order >= `least` whose candidates reach the target (or an order with the same candidates).
 
     The candidates from `least` on must reach it, and so must those with a value of at least `lowest`.
     """
+    _, _, _, _, _, count, _, peak, _ = source
     low = tl.maximum(least, _order(lowest, tl.full([], _ID_MASK, tl.int32)))
     high = _order(peak, tl.zeros([], tl.int32)) + 1  # above every candidate
     num_low = count
     num_high = 0
     while (high - low > 1) & (num_low - num_high > 1):
         middle = low + (high - low) // 2
-        total, number = _sums(
-            logits,
-            few_logits,
-            few_ids,
-            few_weights,
-            row,
-            count,
-            is_few,
-            peak,
-            middle,
-            V,
-            WEIGHTS,
-            SCALE,
-            FEW,
-        )
+        total, number = _sums(source, middle, WEIGHTS, SCALE, FEW)
         reaches = total >= target
         low = tl.where(reaches, middle, low)
         num_low = tl.where(reaches, number, num_low)
@@ -126,28 +88,13 @@ def _kept(z, ids, peak, cut, log_floor):
 
 
 @triton.jit
-def _typical_sums(
-    logits,
-    few_logits,
-    few_ids,
-    row,
-    count,
-    is_few,
-    peak,
-    cut,
-    log_floor,
-    centre,
-    nearest,
-    below_id,
-    V,
-    SCALE: tl.constexpr,
-    FEW: tl.constexpr,
-):
+def _typical_sums(source, cut, log_floor, centre, nearest, below_id, SCALE: tl.constexpr, FEW: tl.constexpr):
     """Return the sum of weights and number of kept candidates nearer than `nearest`, or as near with a lower id."""
+    _, _, _, _, _, count, _, peak, _ = source
     total = tl.zeros([FEW], tl.int64)
     number = tl.zeros([FEW], tl.int32)
     for first in range(0, count, FEW):
-        z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+        z, ids = _candidates(source, first, FEW)
         near = _nearness(z, peak, centre)
         counted = _kept(z, ids, peak, cut, log_floor) & ((near > nearest) | ((near == nearest) & (ids < below_id)))
         number += counted.to(tl.int32)
@@ -183,7 +130,7 @@ def _cut(
 ):
     row = tl.program_id(0).to(tl.int64)
     sequence = row // J
-    peak, usable = _row_peak(peaks, faults, row, T, TILES)
+    peak, valid = _row_peak(peaks, faults, row, T, TILES)
     top_k = tl.load(top_ks + sequence)
     top_p = tl.load(top_ps + sequence)
     log_floor = tl.load(log_floors + sequence)
@@ -191,7 +138,7 @@ def _cut(
     by_count, by_mass, by_type = top_k < V, top_p < 1.0, typical_p < 1.0
     tl.store(cuts + row, tl.zeros([], tl.int64))
     tl.store(nearests + row, tl.full([], -1, tl.int64))
-    if usable & (by_count | by_mass | by_type):
+    if valid & (by_count | by_mass | by_type):
         # Count the bins below the peak that together hold at most FEW candidates.
         bins = tl.arange(0, _BINS)
         histogram = tl.zeros([_BINS], tl.int32)
@@ -230,72 +177,22 @@ def _cut(
         # a value below every candidate that is copied or has weight
         lowest = peak - tl.where(is_few, num_bins * 0.25, 32.0) - 1.0 - tl.abs(peak) * 1e-6
 
+        source = (logits, few_logits, few_ids, few_weights, row, count, is_few, peak, V)
         cut = tl.zeros([], tl.int64)
         if by_count & (num_few >= top_k):
-            cut = _search(
-                logits,
-                few_logits,
-                few_ids,
-                few_weights,
-                row,
-                count,
-                is_few,
-                peak,
-                cut,
-                lowest,
-                top_k,
-                V,
-                False,
-                SCALE,
-                FEW,
-            )
+            cut = _search(source, cut, lowest, top_k, False, SCALE, FEW)
         if by_count & (num_few < top_k):
             # If fewer than k ids are possible, all are kept.
             copied = num_few < 0  # always False: search the whole row
-            _, possible = _sums(
-                logits, few_logits, few_ids, few_weights, row, V, copied, peak, cut, V, False, SCALE, FEW
-            )
+            whole = (logits, few_logits, few_ids, few_weights, row, V, copied, peak, V)
+            _, possible = _sums(whole, cut, False, SCALE, FEW)
             if possible >= top_k:
-                cut = _search(
-                    logits,
-                    few_logits,
-                    few_ids,
-                    few_weights,
-                    row,
-                    V,
-                    copied,
-                    peak,
-                    cut,
-                    tl.full([], float("-inf"), tl.float32),
-                    top_k,
-                    V,
-                    False,
-                    SCALE,
-                    FEW,
-                )
+                cut = _search(whole, cut, tl.full([], float("-inf"), tl.float32), top_k, False, SCALE, FEW)
         if by_mass:
             if by_count:
-                mass, _ = _sums(
-                    logits, few_logits, few_ids, few_weights, row, count, is_few, peak, cut, V, True, SCALE, FEW
-                )
+                mass, _ = _sums(source, cut, True, SCALE, FEW)
             wanted = tl.maximum(tl.math.ceil(top_p * mass.to(tl.float64)).to(tl.int64), 1)
-            cut = _search(
-                logits,
-                few_logits,
-                few_ids,
-                few_weights,
-                row,
-                count,
-                is_few,
-                peak,
-                cut,
-                lowest,
-                wanted,
-                V,
-                True,
-                SCALE,
-                FEW,
-            )
+            cut = _search(source, cut, lowest, wanted, True, SCALE, FEW)
         tl.store(cuts + row, cut)
 
         if by_type:
@@ -304,7 +201,7 @@ def _cut(
             moment = tl.zeros([FEW], tl.int64)
             number = tl.zeros([FEW], tl.int32)
             for first in range(0, count, FEW):
-                z, ids = _candidates(logits, few_logits, few_ids, row, first, count, is_few, V, FEW)
+                z, ids = _candidates(source, first, FEW)
                 kept = _kept(z, ids, peak, cut, log_floor)
                 below = tl.where(kept, peak.to(tl.float64) - z.to(tl.float64), 0.0)
                 total += tl.where(kept, _weight(z, peak, SCALE), 0)
@@ -320,23 +217,7 @@ def _cut(
             num_high = 0
             while (high - low > 1) & (num_low - num_high > 1):
                 middle = low + (high - low) // 2
-                reached, found = _typical_sums(
-                    logits,
-                    few_logits,
-                    few_ids,
-                    row,
-                    count,
-                    is_few,
-                    peak,
-                    cut,
-                    log_floor,
-                    centre,
-                    middle,
-                    _NO_WINNER,
-                    V,
-                    SCALE,
-                    FEW,
-                )
+                reached, found = _typical_sums(source, cut, log_floor, centre, middle, _NO_WINNER, SCALE, FEW)
                 reaches = reached >= wanted
                 low = tl.where(reaches, middle, low)
                 num_low = tl.where(reaches, found, num_low)
@@ -349,23 +230,7 @@ def _cut(
                 while bit > 0:
                     above = last + bit
                     bit = bit // 2
-                    reached, _ = _typical_sums(
-                        logits,
-                        few_logits,
-                        few_ids,
-                        row,
-                        count,
-                        is_few,
-                        peak,
-                        cut,
-                        log_floor,
-                        centre,
-                        low,
-                        above,
-                        V,
-                        SCALE,
-                        FEW,
-                    )
+                    reached, _ = _typical_sums(source, cut, log_floor, centre, low, above, SCALE, FEW)
                     last = tl.where(reached < wanted, above, last)
                 below_id = last + 1
             tl.store(centres + row, centre)

@@ -1,9 +1,13 @@
-"""The draft head: k small sequential steps that condition each draft on the token before it (SPACE §4)."""
+"""The draft head: k small sequential steps that condition each draft on the token before it (SPACE §4).
+
+By tensor operations, and compiled for bfloat16 on a CPU.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from ctypes import byref
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from space_kernels.build.cpu_library import CpuLibrary, DraftHeadStruct, DraftsStruct
+from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 
 NUM_CANDIDATES = 256
 """Candidate ids rescored per mask: a mask's 256 best ids keep 97 % of the accepted drafts (SPACE §4)."""
@@ -71,7 +78,7 @@ class SamplingColumns:
         )
 
 
-def choose_candidates(
+def sample_candidates(
     logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
 ) -> Tensor:
     """Sample one draft per row among a few candidates, with the noise that verification uses at that position.
@@ -96,8 +103,8 @@ def choose_candidates(
     return torch.where(batch_params.greedy, first, sampled)[:, 0]
 
 
-ChooseCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], Tensor]
-"""The signature of `choose_candidates`."""
+SampleCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], Tensor]
+"""The signature of `sample_candidates`."""
 
 
 def propose(
@@ -115,7 +122,7 @@ def propose(
     form: DraftHeadForm = DraftHeadForm.MLP,
     embed: Callable[[Tensor], Tensor],
     logits_of: Callable[[Tensor, Tensor], Tensor],
-    choose: ChooseCandidates = choose_candidates,
+    sample: SampleCandidates = sample_candidates,
 ) -> Tensor:
     """Draft up to K tokens for each of S sequences; returns [S, K] int64. Columns beyond a sequence's masks are unused.
 
@@ -136,6 +143,101 @@ def propose(
         inner = F.silu(F.linear(torch.cat([h, token], dim=1), w1)) if is_mlp else F.linear(token, w1)
         rescored = h + F.linear(inner, w2)  # inner [S, head hidden]
         logits = logits_of(rescored, ids[:, j]) + offsets[:, j]  # [S, M]
-        previous = choose(logits, ids[:, j], batch_params, keys, positions + j)
+        previous = sample(logits, ids[:, j], batch_params, keys, positions + j)
         drafts.append(previous)
     return torch.stack(drafts, dim=1)  # [S, K]
+
+
+def sampling_columns(batch_params: SamplingTensors, stages: Stages) -> SamplingColumns:
+    """Extract what `sample_candidates` needs from the batch's sampling parameters."""
+
+    def column(values: Tensor) -> Tensor:
+        return values.to(torch.float64)[:, None]
+
+    cuts = stages.cuts or stages.floors
+    return SamplingColumns(
+        greedy=batch_params.greedy[:, None] if stages.samples else None,
+        divisor=column(batch_params.divisor),
+        top_k=column(batch_params.top_k) if cuts else None,
+        top_p=column(batch_params.top_p),
+        min_p=column(batch_params.log_min_p).exp(),
+    )
+
+
+def candidates(logits: Tensor, stages: Stages, edit: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return each mask's best ids, ascending, and the offsets that sampling parameters add to their logits.
+
+    logits [S, K, V] float32 raw (overwritten) -> [S, K, M] int64, [S, K, M] float32. `edit`: `device_sampling.edit` for
+    these rows. Penalties become a shift of the mask's own logit, which is accurate enough for a draft.
+    """
+    raw = logits.clone() if stages.edits or stages.bounds or stages.penalises else None
+    edited = edit(logits)
+    best = torch.topk(edited, min(NUM_CANDIDATES, logits.shape[2]), dim=2, sorted=False)
+    ids, order = best.indices.sort(dim=2)
+    allowed = best.values.gather(2, order)
+    if raw is None:
+        return ids, torch.where(allowed > -math.inf, 0.0, -math.inf)
+    return ids, allowed - raw.gather(2, ids)
+
+
+class CompiledDraftHead:
+    """`draft_head.propose` without truncation. Last bits may differ from the reference: drafts are verified anyway."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        w1: Tensor,
+        w2: Tensor,
+        embedding: Tensor,
+        output: Tensor,
+        *,
+        embedding_scale: float,
+        form: DraftHeadForm,
+    ) -> None:
+        """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]."""
+        self._library = library
+        self._inner, self._outer = CompiledLinear(library, w1, None), CompiledLinear(library, w2, None)
+        self._held = embedding.contiguous(), output.contiguous()
+        self._struct = DraftHeadStruct(
+            self._inner.struct, self._outer.struct, *(table.data_ptr() for table in self._held), len(w2),
+            embedding_scale, form is DraftHeadForm.LOW_RANK,
+        )  # fmt: skip
+
+    @staticmethod
+    def takes(w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor) -> bool:
+        """Whether the compiled head supports these weights."""
+        return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
+
+    @staticmethod
+    def obeys(batch_params: SamplingColumns) -> bool:
+        """Whether the compiled head supports these sampling parameters: it does not truncate."""
+        return batch_params.top_k is None
+
+    def propose(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        bonus: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        batch_params: SamplingColumns,
+    ) -> Tensor:
+        """Return drafts [S, K] int64; arguments as in `draft_head.propose`."""
+        num_sequences, num_masks, num_candidates = ids.shape
+        hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()
+        divisor, noise = None, None
+        if batch_params.greedy is not None:
+            steps = torch.arange(num_masks, device=keys.device)
+            rows = keys.repeat_interleave(num_masks), (positions[:, None] + steps).flatten()
+            drawn = gumbel(*rows, ids.view(-1, num_candidates)).view_as(ids)
+            noise = drawn.masked_fill_(batch_params.greedy[:, :, None], 0.0).float()
+            divisor = torch.where(batch_params.greedy, 1.0, batch_params.divisor).float()
+        chosen = torch.empty(num_sequences, num_masks, dtype=torch.int64)
+        drafts = DraftsStruct(
+            num_sequences, num_masks, num_candidates, hidden.data_ptr(), ids.data_ptr(), offsets.data_ptr(),
+            None if divisor is None else divisor.data_ptr(), None if noise is None else noise.data_ptr(),
+            bonus.data_ptr(), chosen.data_ptr(),
+        )  # fmt: skip
+        self._library.draft(byref(self._struct), byref(drafts), torch.get_num_threads())
+        return chosen

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.sampling.noise_triton import gumbel_of_bits, random_bits, row_stream
+from space_kernels.sampling.noise_kernels import gumbel_of_bits, random_bits, row_stream
 from space_kernels.step.draft_head import SamplingColumns
 
 _AT_ONCE = 32
@@ -22,7 +22,7 @@ _AT_ONCE = 32
 
 
 @triton.jit
-def _choose_candidates(
+def _sample_candidates(
     logits,
     ids,
     greedy,
@@ -77,16 +77,16 @@ def _choose_candidates(
     tl.store(drafts + row, tl.sum(tl.where(lanes == tl.where(place < M, place, 0), id_, 0), 0))
 
 
-def choose_candidates(
+def sample_candidates(
     logits: Tensor, ids: Tensor, batch_params: SamplingColumns, keys: Tensor, positions: Tensor
 ) -> Tensor:
-    """As `draft_head.choose_candidates`. logits and ids [S, M] may have any row stride."""
+    """As `draft_head.sample_candidates`. logits and ids [S, M] may have any row stride."""
     S, M = logits.shape
     drafts = torch.empty(S, dtype=torch.int64, device=logits.device)
     samples = batch_params.greedy is not None
     cuts = batch_params.top_k is not None
     if S:
-        _choose_candidates[(S,)](
+        _sample_candidates[(S,)](
             logits,
             ids,
             batch_params.greedy.contiguous().view(torch.uint8) if batch_params.greedy is not None else keys,
@@ -172,7 +172,7 @@ _CHOICE |= {"logits": "*fp32", "greedy": "*u8", "M": "i32", "logits_stride": "i3
 TUNED = (
     *(
         Tuned(
-            _choose_candidates,
+            _sample_candidates,
             _CHOICE,
             {"SAMPLES": samples, "CUTS": cuts, "BLOCK": 256, "AT_ONCE": _AT_ONCE},
             8,

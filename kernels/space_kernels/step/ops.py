@@ -5,60 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import SampledTokens
+from space_kernels.sampling import device_sampling
+from space_kernels.sampling.device_sampling import Prefixes
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step import draft_head
 from space_kernels.step import state as step_state
 from space_kernels.step import synthetic_acceptance as synthetic_acceptance_ops
 from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState
-from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
-
-
-class Choose(Protocol):
-    """`device_sampling.choose`."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        batch_params: SamplingTensors,
-        stages: Stages,
-        positions: Tensor,
-        banned_ids: Tensor,
-        *,
-        tails: Tensor,
-        num_tail: Tensor,
-        counts: Tensor | None = None,
-        bans: Tensor | None = None,
-    ) -> SampledTokens:
-        """Return ids and usable, [S, J] each."""
-        ...
-
-
-class Edit(Protocol):
-    """`device_sampling.edit`."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        batch_params: SamplingTensors,
-        stages: Stages,
-        banned_ids: Tensor,
-        *,
-        tails: Tensor,
-        num_tail: Tensor,
-        counts: Tensor | None = None,
-        bans: Tensor | None = None,
-    ) -> Tensor:
-        """[S, J, V]"""
-        ...
+from space_kernels.step.verification import StepVerification
 
 
 @dataclass(frozen=True)
@@ -69,9 +30,9 @@ class StepOps:
     verify_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
     masks: Callable[[StepState, StepIndex, StepVerification], DeviceMaskRows]
     advance: Callable[[StepState, DeviceRows, StepVerification, Tensor, Tensor, Tensor], Tensor]
-    choose: Choose
-    edit: Edit
-    choose_candidates: draft_head.ChooseCandidates
+    sample: Callable[[Tensor, SamplingTensors, Stages, Prefixes, Tensor, Tensor | None], SampledTokens]
+    edit: Callable[[Tensor, SamplingTensors, Stages, Prefixes, Tensor, Tensor | None], Tensor]
+    sample_candidates: draft_head.SampleCandidates
     synthetic_accept: Callable[[SyntheticAcceptanceTensors, Tensor, Tensor, StepVerification, Tensor, Tensor], Tensor]
 
 
@@ -89,9 +50,9 @@ def reference_step_ops() -> StepOps:
         verify_step=step_state.verify_step,
         masks=step_state.masks,
         advance=step_state.advance,
-        choose=choosing.choose,
-        edit=choosing.edit,
-        choose_candidates=draft_head.choose_candidates,
+        sample=device_sampling.sample,
+        edit=device_sampling.edit,
+        sample_candidates=draft_head.sample_candidates,
         synthetic_accept=synthetic_acceptance_ops.synthetic_accept,
     )
 
@@ -107,8 +68,8 @@ def triton_step_ops() -> StepOps:
         verify_step=step_state_triton.verify_step,
         masks=step_state_triton.masks,
         advance=step_state_triton.advance,
-        choose=sampling_triton.choose,
+        sample=sampling_triton.sample,
         edit=sampling_triton.edit,
-        choose_candidates=draft_head_triton.choose_candidates,
+        sample_candidates=draft_head_triton.sample_candidates,
         synthetic_accept=synthetic_acceptance_triton.synthetic_accept,
     )

@@ -1,7 +1,7 @@
 """The state of a running batch on the device, and the functions of a step that read and update it.
 
     rows(state, index)                           -> inputs of the forward pass and attention for R packed rows
-    chain_choices / mask_choices                 -> inputs of `device_sampling.choose` about the rows' prefixes
+    chain_choices / mask_choices                 -> inputs of `device_sampling.sample` about the rows' prefixes
     verify_step(state, index, rows, choice)      -> the tokens that each sequence emits
     masks(state, index, verification)            -> the rows that produce the next drafts
     advance(state, rows, verification, drafts)   -> updates the state in place; returns one small tensor for the host
@@ -14,18 +14,18 @@ emit no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.choice import SampledTokens
-from space_kernels.sampling.device_sampling import end_bans, word_bans
+from space_kernels.sampling.device_sampling import Prefixes, end_bans, word_bans
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_tensors import NO_ID, SamplingCapacity, SamplingTensors, Stages, send, token_counts
-from space_kernels.step.step_verification import StepVerification, verify_sequences
 from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification import StepVerification, verify_sequences
 
 NO_SLOT = -1
 """The slot of a row that writes no keys and values."""
@@ -252,16 +252,6 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
     return DeviceRows(ids, positions, slots, starts.to(torch.int32), num_written.to(torch.int32), num_live, running)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefixes:
-    """The prefixes of J rows per sequence, as arguments of `device_sampling.choose`."""
-
-    positions: Tensor  # [S]
-    tails: Tensor  # [S, T]
-    num_tail: Tensor  # [S, J]
-    bans: Tensor | None  # [S, J, X]
-
-
 def chain_choices(state: StepState, index: StepIndex, stages: Stages) -> Prefixes:
     """Return the prefixes of the chain rows: row j follows j drafts."""
     J = index.num_drafts + 1
@@ -292,11 +282,17 @@ def _bans(
     return torch.cat(bans, dim=2)
 
 
-def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """Verify the batch's drafts (`step_verification.verify_sequences`). choice: ids and usable, [S, k+1] each."""
-    return verify_sequences(
+def verify_step(
+    state: StepState,
+    index: StepIndex,
+    laid_out: DeviceRows,
+    choice: SampledTokens,
+    verify: Callable[..., StepVerification] = verify_sequences,
+) -> StepVerification:
+    """Verify the batch's drafts (`verification.verify_sequences`). choice: ids and valid, [S, k+1] each."""
+    return verify(
         choice.ids,
-        choice.usable,
+        choice.valid,
         state.drafts[:, : index.num_drafts],
         laid_out.num_live,
         laid_out.running,
@@ -310,9 +306,9 @@ def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice
 class DeviceMaskRows:
     """The mask rows that produce the next drafts."""
 
-    rows: Tensor  # [S, K'] int64: flat row numbers; after a sequence's last usable mask it is repeated, unread
+    rows: Tensor  # [S, K'] int64: flat row numbers; after a sequence's last valid mask it is repeated, unread
     first: Tensor  # [S] int64: number (from 1) of the first of these masks in its group; 0: none
-    count: Tensor  # [S] int64: usable masks
+    count: Tensor  # [S] int64: valid masks
 
 
 def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:

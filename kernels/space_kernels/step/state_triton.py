@@ -7,28 +7,28 @@ that would be a tenth of a small model's step.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.sampling.choice import SampledTokens
-from space_kernels.sampling.sampling_tensors import Stages
+from space_kernels.step import state as step_state
 from space_kernels.step.state import (
     DeviceMaskRows,
     DeviceRows,
-    Prefixes,
     StepState,
     chain_choices,
     mask_choices,
     result_width,
 )
 from space_kernels.step.state_kernels import _advance, _masks, _rows
-from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification import StepVerification
 from space_kernels.step.verification_triton import verify_sequences
 
-__all__ = ["Prefixes", "Stages", "advance", "chain_choices", "mask_choices", "masks", "rows", "verify_step"]
+__all__ = ["advance", "chain_choices", "mask_choices", "masks", "rows", "verify_step"]
 
 _BLOCK = 128
 
@@ -87,18 +87,8 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
     return laid_out
 
 
-def verify_step(state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens) -> StepVerification:
-    """As `state.verify_step`."""
-    return verify_sequences(
-        choice.ids,
-        choice.usable,
-        state.drafts[:, : index.num_drafts],
-        laid_out.num_live,
-        laid_out.running,
-        state.num_left,
-        state.end_ids,
-        state.num_eos,
-    )
+verify_step = partial(step_state.verify_step, verify=verify_sequences)
+"""As `state.verify_step`."""
 
 
 def masks(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:

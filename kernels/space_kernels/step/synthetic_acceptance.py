@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.sampling.sampling_tensors import send
-from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.verification import StepVerification
 
 
 @dataclass(frozen=True, slots=True)

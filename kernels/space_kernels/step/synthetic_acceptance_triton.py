@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
+from space_kernels.step.verification import StepVerification
 
 
 @triton.jit(do_not_specialize=["k", "width"])

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.build.launch import Tuned
-from space_kernels.step.step_verification import EndCode, StepVerification
-from space_kernels.step.verification import Verification
+from space_kernels.step.verification import EndCode, StepVerification
 
 _NONE: tl.constexpr = tl.constexpr(int(EndCode.NONE))
 _EOS: tl.constexpr = tl.constexpr(int(EndCode.EOS))
@@ -28,7 +27,7 @@ def _leading(holds, places, PLACES: tl.constexpr):
 @triton.jit(do_not_specialize=["k"])
 def _verify(
     samples,
-    usables,
+    valids,
     drafts,
     num_lives,
     runnings,
@@ -43,7 +42,7 @@ def _verify(
     E,
     draft_stride,
     end_stride,
-    ENDS: tl.constexpr,  # 0: skip end ids and limits
+    ENDS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
@@ -54,64 +53,33 @@ def _verify(
     num_live = tl.load(num_lives + sequence)
     accepted = _leading((sample == draft) & (places < k) & (places < num_live), places, PLACES)
     length = accepted + 1
-    if ENDS:
-        fit = _leading((tl.load(usables + sequence * (k + 1) + places, inside, other=0) != 0) & inside, places, PLACES)
-        made = tl.minimum(length, fit)
-        lanes = tl.arange(0, ENDS)
-        end_id = tl.load(end_ids + sequence * end_stride + lanes, lanes < E, other=-1)
-        is_end = sample[:, None] == end_id[None, :]
-        is_end = is_end & (end_id >= 0)[None, :]
-        eos = tl.max((is_end & (lanes < tl.load(num_eos + sequence))[None, :]).to(tl.int32), 1)
-        ended = tl.max(is_end.to(tl.int32), 1)
-        last = places + 1 >= tl.load(num_lefts + sequence)
-        goes_on = _leading((ended == 0) & (last == 0) & inside, places, PLACES)
-        running = tl.load(runnings + sequence) != 0
-        length = tl.where(running, tl.minimum(made, goes_on + 1), 0)
-        here = places == goes_on
-        is_eos, is_stop = tl.max(tl.where(here, eos, 0), 0), tl.max(tl.where(here, ended, 0), 0)
-        why = tl.where(is_eos != 0, _EOS, tl.where(is_stop != 0, _STOP_ID, _LENGTH))
-        end = tl.where(length > goes_on, why, _NONE)
-        end = tl.where(running & (fit == 0), _ERROR, end)
-        accepted = tl.minimum(accepted, length)
-        tl.store(ends + sequence, end.to(tl.int64))
+    fit = _leading((tl.load(valids + sequence * (k + 1) + places, inside, other=0) != 0) & inside, places, PLACES)
+    made = tl.minimum(length, fit)
+    lanes = tl.arange(0, ENDS)
+    end_id = tl.load(end_ids + sequence * end_stride + lanes, lanes < E, other=-1)
+    is_end = sample[:, None] == end_id[None, :]
+    is_end = is_end & (end_id >= 0)[None, :]
+    eos = tl.max((is_end & (lanes < tl.load(num_eos + sequence))[None, :]).to(tl.int32), 1)
+    ended = tl.max(is_end.to(tl.int32), 1)
+    last = places + 1 >= tl.load(num_lefts + sequence)
+    goes_on = _leading((ended == 0) & (last == 0) & inside, places, PLACES)
+    running = tl.load(runnings + sequence) != 0
+    length = tl.where(running, tl.minimum(made, goes_on + 1), 0)
+    here = places == goes_on
+    is_eos, is_stop = tl.max(tl.where(here, eos, 0), 0), tl.max(tl.where(here, ended, 0), 0)
+    why = tl.where(is_eos != 0, _EOS, tl.where(is_stop != 0, _STOP_ID, _LENGTH))
+    end = tl.where(length > goes_on, why, _NONE)
+    end = tl.where(running & (fit == 0), _ERROR, end)
+    accepted = tl.minimum(accepted, length)
+    tl.store(ends + sequence, end.to(tl.int64))
     tl.store(accepteds + sequence, accepted.to(tl.int64))
     tl.store(lengths + sequence, length.to(tl.int64))
     tl.store(emitteds + sequence * (k + 1) + places, tl.where(places < length, sample, 0), inside)
 
 
-def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
-    """As `verification.verify`."""
-    S, k = drafts.shape
-    accepted, lengths = num_live.new_empty(S, dtype=torch.int64), num_live.new_empty(S, dtype=torch.int64)
-    emitted = samples.new_empty(S, k + 1)
-    if S:
-        _verify[(S,)](
-            samples.contiguous(),
-            samples,
-            drafts,
-            num_live,
-            num_live,
-            num_live,
-            samples,
-            num_live,
-            accepted,
-            emitted,
-            lengths,
-            accepted,
-            k,
-            0,
-            drafts.stride(0),
-            0,
-            ENDS=0,
-            PLACES=_places(k),
-            num_warps=1,
-        )
-    return Verification(accepted, emitted, lengths)
-
-
 def verify_sequences(
     samples: Tensor,
-    usable: Tensor,
+    valid: Tensor,
     drafts: Tensor,
     num_live: Tensor,
     running: Tensor,
@@ -127,7 +95,7 @@ def verify_sequences(
     if S:
         _verify[(S,)](
             samples.contiguous(),
-            usable.contiguous().view(torch.uint8),
+            valid.contiguous().view(torch.uint8),
             drafts,
             num_live,
             running.view(torch.uint8),
@@ -157,9 +125,7 @@ def _places(k: int) -> int:
 _ARGUMENTS = {
     **dict.fromkeys(("samples", "drafts", "num_lives", "num_lefts", "end_ids", "num_eos"), "*i64"),
     **dict.fromkeys(("accepteds", "emitteds", "lengths", "ends"), "*i64"),
-    **dict.fromkeys(("usables", "runnings"), "*u8"),
+    **dict.fromkeys(("valids", "runnings"), "*u8"),
     **dict.fromkeys(("k", "E", "draft_stride", "end_stride"), "i32"),
 }
-TUNED = tuple(
-    Tuned(_verify, _ARGUMENTS, {"ENDS": ends, "PLACES": places}, 1) for ends in (0, 16) for places in (2, 4, 8, 16)
-)
+TUNED = tuple(Tuned(_verify, _ARGUMENTS, {"ENDS": 16, "PLACES": places}, 1) for places in (2, 4, 8, 16))

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import read_object
 from space_model.checkpoint.peft_folder import (
     PEFT_CONFIG,
     PEFT_MASKS,

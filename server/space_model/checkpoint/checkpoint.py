@@ -14,10 +14,9 @@ from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import INDEX, indexed_files, read_object
 from space_model.checkpoint.peft_folder import PEFT_CONFIG, refuse_as_model
 from space_model.checkpoint.tokenizer_eos import tokenizer_eos
-from space_model.checkpoint.weight_index import INDEX, indexed_files
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 if TYPE_CHECKING:

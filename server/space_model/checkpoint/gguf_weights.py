@@ -159,20 +159,6 @@ def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, st
         yield name, kinds.pop() if len(kinds) == 1 and kinds <= set(_PLAIN) else "BF16", math.prod(source.shape)
 
 
-def say_made(checkpoint: Checkpoint, weights: WeightFiles, held: int, dtype: torch.dtype) -> None:
-    """Log the memory cost of holding quantised weights dequantised. `held`: bytes in memory."""
-    _log.info(
-        "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
-        "every step",
-        checkpoint.name,
-        weights.num_packed,
-        checkpoint.kept_as or "few bits",
-        str(dtype).removeprefix("torch."),
-        held / 2**20,
-        weights.size / 2**20,
-    )
-
-
 @contextmanager
 def open_gguf(checkpoint: Checkpoint, file: GgufFile) -> Iterator[GgufWeights]:
     """Open the weights of a checkpoint whose GGUF header was read, for the duration of the block."""

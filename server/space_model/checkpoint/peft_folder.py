@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import read_object
 from space_model.model_error import CheckpointNotFound
 
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS = (

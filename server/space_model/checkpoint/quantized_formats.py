@@ -18,8 +18,36 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from space_model.checkpoint.packed_bits import halves, unpack, unpack_awq
 from space_model.model_error import UnsupportedModel
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The value's index, of eight, that each nibble of a word holds, lowest nibble first."""
+
+
+def unpack(words: Tensor, bits: int, dim: int, count: int | None = None) -> Tensor:
+    """Unpack int32 words to int32 values 0 .. 2^bits-1 along `dim` (0 or 1), 32/bits per word, lowest bits first.
+
+    `count`: number of values along `dim` if the last word is not full.
+    """
+    words = words.T if dim == 0 else words
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (words[:, :, None] >> shifts) & ((1 << bits) - 1)  # [rows, words, values of a word]
+    values = values.flatten(1)[:, :count]
+    return values.T if dim == 0 else values
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Unpack int32 [rows, words] to [rows, 8·words] values 0 .. 15, in AWQ's order."""
+    values = unpack(words, 4, dim=1).view(len(words), -1, 8)
+    back = torch.tensor(AWQ_ORDER).argsort()
+    return values[:, :, back].flatten(1)
+
+
+def halves(packed: Tensor) -> Tensor:
+    """Unpack uint8 [n] to [2n] values 0 .. 15, the high half of a byte first."""
+    flat = packed.flatten()
+    return torch.stack([flat >> 4, flat & 15], dim=1).flatten()
+
 
 Read = Callable[[str], Tensor]
 """Returns a module's tensor by its suffix, such as `qweight`."""
@@ -166,7 +194,7 @@ class CompressedTensors:
         return of_part.repeat_interleave(-(-columns // of_part.shape[1]), 1)[:, :columns]
 
 
-_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+_FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 
 
 @dataclass(frozen=True)
@@ -186,7 +214,7 @@ class BlockFp8:
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         q, scale = read("weight"), read("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale").float()
-        if q.dtype not in _FLOAT8:
+        if q.dtype not in _FP8_DTYPES:
             raise ValueError(f"its numbers are {q.dtype}, which is no float of eight bits")
         if scale.numel() == 1:
             return q.float() * scale.view(1, 1)

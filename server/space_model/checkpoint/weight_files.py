@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.weight_index import INDEX, read_index
+from space_model.checkpoint.checkpoint_file import INDEX, read_index
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 

@@ -3,7 +3,8 @@
     file, mapped | a piece of a tensor | its place on the device, in the model's dtype
 
 The pages of a copied piece are released at once, so the host holds a few pieces whatever the model's size. On a CPU
-with the file's dtype nothing is copied: the weight is a view of the file until it is packed.
+with the file's dtype nothing is copied: the weight is a view of the file until it is packed. Weights of fused linears
+are loaded into one tensor from the start (`JoinedRows`), so that joining them copies nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +12,96 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from space_model.checkpoint.joined_rows import JoinedRows
 from space_model.checkpoint.weight_files import WeightFiles
 from space_model.mapped_files import let_go
+from space_model.model_error import UnsupportedModel
+
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class JoinedRows:
+    """Shared tensors for the Llama family's fused weights, allocated when the first part is loaded."""
+
+    def __init__(self, num_rows: Callable[[str], int | None]) -> None:
+        """`num_rows` returns the rows of the named weight that this process reads; None: there is no such weight."""
+        self._num_rows = num_rows
+        self._rooms: dict[tuple[str, str], Tensor] = {}  # module, its first linear -> the shared tensor
+        self._lock = threading.Lock()
+
+    def place(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return the slice of the shared tensor to write this weight to; None if it shares none."""
+        module, _, rest = name.rpartition(".")[0].rpartition(".")
+        group = next((group for group in _GROUPS if rest in group), None)
+        if group is None or len(shape) != 2 or not name.endswith(".weight"):
+            return None
+        heights = [self._num_rows(f"{module}.{linear}.weight" if module else f"{linear}.weight") for linear in group]
+        known = [height for height in heights if height is not None]
+        if len(known) < len(group) or known[group.index(rest)] != shape[0]:
+            return None
+        with self._lock:
+            room = self._rooms.get((module, group[0]))
+            if room is None:
+                room = torch.empty(sum(known), shape[1], dtype=dtype, device=device)
+                self._rooms[module, group[0]] = room
+        if room.shape[1] != shape[1] or room.dtype is not dtype:
+            return None  # mismatched weights are reported when they are loaded into the model
+        number = group.index(rest)
+        return room[sum(known[:number]) : sum(known[: number + 1])]
+
+
+def one_below_the_other(weights: Sequence[Tensor]) -> Tensor:
+    """Return [sum of rows, columns]: the shared tensor if the weights are its slices in this order, else a copy."""
+    first = weights[0]
+    at = first.storage_offset()
+    for weight in weights:
+        shares = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (shares and weight.is_contiguous() and weight.storage_offset() == at):
+            return torch.cat(list(weights))
+        at += weight.numel()
+    rows = sum(len(weight) for weight in weights)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> None:
+    """Check that every weight of the model `name` is finite. `packed`: weights may also be packed integers.
+
+    Reads each weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight.
+    """
+    weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
+    sums: dict[str, Tensor] = {}
+    for path, weight in weights.items():
+        if weight.dtype.itemsize > 1 and weight.is_floating_point():
+            # One non-finite value makes the sum non-finite. In the weight's own dtype: seven times as fast in bfloat16.
+            sums[path] = weight.sum().float()
+            let_go(weight)
+        elif not packed and not weight.is_floating_point():
+            raise UnsupportedModel(
+                f"{path} of {name} is kept as {_shown(weight)}, and config.json says nothing of quantised weights "
+                "(quantization_config). Fetch the whole checkpoint again, or use the one it was made from."
+            )
+    if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
+        return
+    for path, total in sums.items():
+        if bool(total.isfinite()):
+            continue
+        odd = int((~weights[path].isfinite()).sum())
+        if odd:  # else the values are finite, and only their sum overflows
+            raise UnsupportedModel(
+                f"{path} of {name} has {odd} of {weights[path].numel()} numbers that are not finite (NaN or infinite) "
+                f"in {_shown(weights[path])}. Fetch the file again; where the checkpoint was made so, use another. "
+                "Numbers too large for float16 are finite with --dtype bfloat16 or float32."
+            )
+
+
+def _shown(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
+
 
 PIECE = 32 << 20
 """Bytes of a tensor that are copied at once; transformers loads a few tensors concurrently."""

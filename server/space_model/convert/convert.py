@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import read_object
 from space_model.checkpoint.peft_folder import refuse_as_model
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry
-from space_model.quantization.quantized_weights import open_weights
+from space_model.quantization.quantized_model import open_weights
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import read_object
 from space_model.convert.source import ConvertError, SourceWeights
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # in old Llama checkpoints; computed from config.json

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from space_kernels.paging.row_pattern import Ints, RowPattern
+from space_kernels.paging.step_rows import Ints, RowPattern
 from torch import Tensor
 
 from space_model.geometry.draft_layout import DraftLayout

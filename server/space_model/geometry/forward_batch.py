@@ -8,8 +8,7 @@ from itertools import chain, groupby
 
 import numpy as np
 import torch
-from space_kernels.paging.row_pattern import Ints
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import Ints, StepRows
 from space_kernels.paging.step_tables import StepTables
 from torch import Tensor
 

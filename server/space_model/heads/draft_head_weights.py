@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from space_kernels.build.cpu_library import cpu_library
-from space_kernels.step.cpu_draft_head import CompiledDraftHead
-from space_kernels.step.draft_head import DraftHeadForm
+from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor
 
 from space_model.heads.output_head import OutputHead

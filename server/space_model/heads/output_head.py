@@ -30,34 +30,34 @@ class OutputHead:
         scale: float = 1.0,
         softcap: float | None = None,
         packed: bool = True,
-        eight_bits: bool = False,
+        int8: bool = False,
         keeps_rows: bool = True,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
         """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy.
 
-        `packed` False: no copy, for a head with gathered rows only; `eight_bits`: the copy is int8 with scales;
+        `packed` False: no copy, for a head with gathered rows only; `int8`: the copy is int8 with scales;
         `keeps_rows` False: no gathered rows are needed. `linear` replaces the full matmul.
         """
         self.weight = weight.detach() if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
-        self._product: nn.Module
+        self._linear: nn.Module
         if packed and weight.device.type == "cpu":
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
             padded = F.pad(weight.detach(), (0, 0, 0, missing))
             library = cpu_library() if CompiledLinear.takes(padded) else None
             if library is not None:
-                self._product = CompiledLinear(library, padded, padded_bias, wide=True, eight_bits=eight_bits)
-            elif eight_bits:
-                self._product = Int8Linear(padded, padded_bias, wide=True)
+                self._linear = CompiledLinear(library, padded, padded_bias, wide=True, int8=int8)
+            elif int8:
+                self._linear = Int8Linear(padded, padded_bias, wide=True)
             else:
-                self._product = PackedLinear(padded, padded_bias)
+                self._linear = PackedLinear(padded, padded_bias)
             let_go(weight)
         else:
-            self._product = linear(weight.detach(), self.bias)
+            self._linear = linear(weight.detach(), self.bias)
 
     @property
     def is_plain(self) -> bool:
@@ -66,18 +66,18 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
-        padded = hidden if isinstance(self._product, CompiledLinear) else pad_rows(hidden)
-        logits = self._product(padded)
+        padded = hidden if isinstance(self._linear, CompiledLinear) else pad_rows(hidden)
+        logits = self._linear(padded)
         return self._finish(logits.float())[: len(hidden), : self.vocab_size]
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
         if self.weight is None:
             raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
-        products = _products
+        logits_at = _logits_at
         if hidden.is_cuda:
-            from space_kernels.step.draft_head_triton import logits_of as products
-        logits = products(hidden, self.weight, ids)
+            from space_kernels.step.draft_head_triton import logits_of as logits_at
+        logits = logits_at(hidden, self.weight, ids)
         if self.bias is not None:
             logits = logits + self.bias[ids]
         return self._finish(logits)
@@ -88,7 +88,7 @@ class OutputHead:
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _products(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def _logits_at(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row times its own rows of the weight."""
     rows = F.embedding(ids, weight)  # [N, M, hidden]
     return torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)

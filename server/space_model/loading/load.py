@@ -24,7 +24,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection, load_draft_head
 from space_model.checkpoint.unused_tensors import check_found
-from space_model.checkpoint.weight_values import refuse_odd_values
+from space_model.checkpoint.weight_stream import refuse_odd_values
 from space_model.heads.draft_head_weights import DraftHeadWeights, with_compiled
 from space_model.heads.head_rows import head_rows
 from space_model.heads.output_head import OutputHead
@@ -39,11 +39,10 @@ from space_model.model_error import (
 )
 from space_model.model_facts import ModelFacts
 from space_model.networks.compact_network import compact_network
-from space_model.networks.paged_attention_interface import ATTENTION_NAME
 from space_model.networks.tensor_parallel import Ranks, Share
-from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
+from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
-from space_model.quantization.fp8_model import check_plain, hold_float8
+from space_model.quantization.fp8_model import check_plain, quantize_to_fp8
 from space_model.quantization.quantized_model import read_packed, stays_packed
 from space_model.space_model import SpaceModel
 from space_model.uncompiled import without_compiler
@@ -95,7 +94,7 @@ def load_model(
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights, kept=checkpoint.kept_as)
     if kv_dtype not in KV_DTYPES:
         raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")
-    float8_kv = kv_dtype == "fp8"
+    fp8_kv = kv_dtype == "fp8"
     if weights != "plain" and ranks is not None:
         raise InvalidSetting(
             f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
@@ -146,18 +145,18 @@ def load_model(
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
-        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[float8_kv],
+        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[fp8_kv],
         attention="",  # the operations set this below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
         adapters=tuple(adapter.facts for adapter in drafting),
         weights=weights,
-        float8_kv=float8_kv,
+        fp8_kv=fp8_kv,
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
         if choose_ops is None:
-            ops = ops_for(place, attention=attention, exact=exact, dtype=number, float8_kv=float8_kv)
+            ops = ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv)
         else:
             ops = choose_ops(facts)
     except ValueError as error:
@@ -203,8 +202,8 @@ def _assemble(
         output.bias,
         scale=family.head_scale(config),
         softcap=family.head_softcap(config),
-        eight_bits=facts.eight_bits,
-        keeps_rows=facts.has_any_draft_head or not facts.eight_bits,
+        int8=facts.int8,
+        keeps_rows=facts.has_any_draft_head or not facts.int8,
         linear=ops.linear,
     )
     if facts.most_masks:
@@ -217,7 +216,7 @@ def _assemble(
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
         if facts.device.type == "cpu":
-            make_row_invariant(base, facts.num_threads, eight_bits=facts.eight_bits)
+            make_row_invariant(base, facts.num_threads, int8=facts.int8)
         elif ops.is_exact:
             raise InvalidSetting(
                 f"Models of type {config.model_type!r} as this one is held are not exact on a GPU, for their norms and "
@@ -256,7 +255,7 @@ def _read_weights(
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     if weights == "fp8":
-        hold_float8(model.base_model, device, lambda weight: weight.to(device=device, dtype=dtype))
+        quantize_to_fp8(model.base_model, device, lambda weight: weight.to(device=device, dtype=dtype))
     if packed is None:
         settle(model, dtype, device)
     loaded: PreTrainedModel = model.eval()

@@ -14,22 +14,18 @@ from space_model.adapters.adapter import Adapter
 from space_model.adapters.gated_linear import attach
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.joined_rows import JoinedRows
 from space_model.checkpoint.unused_tensors import refuse_unused
 from space_model.checkpoint.weight_files import WeightFiles
-from space_model.checkpoint.weight_stream import WeightStream, send
-from space_model.checkpoint.weight_values import refuse_odd_values
+from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, refuse_odd_values, send
 from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.heads.output_head import OutputHead
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.compact_network import compact_network
-from space_model.networks.paged_attention_interface import ATTENTION_NAME
 from space_model.networks.sharded_head import ShardedHead
 from space_model.networks.tensor_parallel import BY_COLUMNS, BY_ROWS, LaterRanks, Ranks, Share, SummedLinear
-from space_model.networks.transformers_network import TransformersNetwork, make_row_invariant
-from space_model.quantization.quantized_model import say_dense, without_quantization
-from space_model.quantization.quantized_weights import QuantizedWeights, open_weights
+from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
+from space_model.quantization.quantized_model import log_dense, open_weights, without_quantization
 from space_model.space_model import SpaceModel
 from space_model.verification.layer_reference import reference
 from space_model.verification.probe import check_attention, check_parts
@@ -68,13 +64,7 @@ def read_part(
         refuse_unused(checkpoint, model, set(files.names) - read | set(files.unused()))
         refuse_odd_values(checkpoint.name, base)
         _log.info("rank %d of %d read %d bytes of weights", share.rank, share.size, files.num_bytes)
-        if isinstance(files, QuantizedWeights):
-            held = sum(parameter.nbytes for parameter in base.parameters())
-            say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
-        elif files.num_packed:
-            from space_model.checkpoint.gguf_weights import say_made  # imported late: others need no gguf package
-
-            say_made(checkpoint, files, sum(parameter.nbytes for parameter in base.parameters()), dtype)
+        log_dense(checkpoint, files, base.parameters(), dtype)
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     return model.eval()

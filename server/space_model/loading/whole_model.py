@@ -11,11 +11,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import key_mapping
-from space_model.checkpoint.joined_rows import JoinedRows
-from space_model.checkpoint.weight_stream import WeightStream, send
-from space_model.networks.llama_network import FAMILIES
-from space_model.quantization.quantized_model import Loaded, say_dense, without_quantization
-from space_model.quantization.quantized_weights import QuantizedWeights, open_weights
+from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, send
+from space_model.networks.llama_parts import FAMILIES
+from space_model.quantization.quantized_model import (
+    Loaded,
+    QuantizedWeights,
+    log_dense,
+    open_weights,
+    without_quantization,
+)
 
 
 def stream_model(
@@ -52,13 +56,7 @@ def stream_model(
             ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
         )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
-        if isinstance(files, QuantizedWeights):
-            held = sum(parameter.nbytes for parameter in model.parameters())
-            say_dense(checkpoint, files.form, files.num_quantized, files.num_bytes, held, dtype)
-        elif files.num_packed:
-            from space_model.checkpoint.gguf_weights import say_made  # imported late: others need no gguf package
-
-            say_made(checkpoint, files, sum(parameter.nbytes for parameter in model.parameters()), dtype)
+        log_dense(checkpoint, files, model.parameters(), dtype)
     return model, found
 
 

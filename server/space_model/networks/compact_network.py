@@ -13,6 +13,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.llama_parts import LlamaSource
 from space_model.networks.network import Network
 from space_model.networks.tensor_parallel import Ranks
 
@@ -27,13 +28,14 @@ def compact_network(
 ) -> Network | None:
     """Take `base` apart and return its compact network; None, with `base` unchanged, if there is none."""
     sizes = facts.num_heads, facts.kv_heads, facts.head_dim
+    source = LlamaSource(base, *sizes, adapters, prefix, ranks, facts.int8)
     if facts.device.type == "cpu":
         library = cpu_library() if ops.attention == "compiled" else None
         if library is not None and CompiledLlama.fits(base, facts.dtype, facts.head_dim):
-            return CompiledLlama(base, *sizes, library, adapters, prefix, ranks, eight_bits=facts.eight_bits)
+            return CompiledLlama(source, library)
         if not LlamaNetwork.fits(base.config, facts.dtype):
             return None
-        return LlamaNetwork(base, *sizes, adapters, prefix, ranks, eight_bits=facts.eight_bits)
+        return LlamaNetwork(source)
     if not LlamaCudaNetwork.fits(base):
         return None
-    return LlamaCudaNetwork(base, *sizes, ops, adapters, prefix, ranks)
+    return LlamaCudaNetwork(source, ops)

@@ -6,43 +6,47 @@ the same bits either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from space_kernels.attention.cpu_backend import CpuRows, attends
-from space_kernels.build.cpu_library import CpuLibrary
-from space_kernels.build.cpu_structs import AttentionStruct, BuffersStruct, HeadsStruct, LayerStruct, NetworkStruct
-from space_kernels.layers.rotary_table import RotaryTable
+from space_kernels.build.cpu_library import (
+    AttentionStruct,
+    BuffersStruct,
+    CpuLibrary,
+    HeadsStruct,
+    LayerStruct,
+    NetworkStruct,
+)
+from space_kernels.layers.rotary import RotaryTable
 from space_kernels.linear.cpu_linear import LANES, CompiledLinear, in_turn
+from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from space_model.adapters.gated_lora import GatedLora
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
-from space_model.mapped_files import let_go
-from space_model.networks.llama_network import FAMILIES, LayerDeltas, Norm, layer_deltas
+from space_model.networks.llama_parts import (
+    FAMILIES,
+    LlamaLayer,
+    LlamaParts,
+    LlamaSource,
+    Norm,
+    Pack,
+    add_deltas,
+    layer_fields,
+    packed,
+)
 from space_model.networks.paged_kv import PagedKV
-from space_model.networks.tensor_parallel import Ranks
 
 
 @dataclass(frozen=True)
-class CompiledLayer:
-    """One decoder layer."""
+class CompiledLayer(LlamaLayer[CompiledLinear]):
+    """One decoder layer; the deltas of gate and up are interleaved."""
 
-    attention_norm: Norm
-    query_key_value: CompiledLinear  # [(H + 2G)·D, hidden]
-    query_norm: Norm | None  # over the head dimension (Qwen3)
-    key_norm: Norm | None
-    output: CompiledLinear
-    window: int | None
-    mlp_norm: Norm
     gate_up: CompiledLinear  # interleaved
-    down: CompiledLinear
-    deltas: tuple[LayerDeltas, ...]  # by adapter; those of gate and up are interleaved
 
     def struct(self, keys: Tensor, values: Tensor) -> LayerStruct:
         """Return the C struct of this layer with its KV cache."""
@@ -57,40 +61,18 @@ def _address(norm: Norm | None) -> int | None:
     return None if norm is None else norm.weight.data_ptr()
 
 
-class CompiledLlama:
+class CompiledLlama(LlamaParts):
     """Llama, Mistral, Qwen2 or Qwen3 from ids to the final norm, in bfloat16."""
 
-    def __init__(
-        self,
-        base: PreTrainedModel,
-        num_heads: int,
-        kv_heads: int,
-        head_dim: int,
-        library: CpuLibrary,
-        adapters: Sequence[GatedLora] = (),
-        prefix: str = "model",
-        ranks: Ranks | None = None,
-        *,
-        eight_bits: bool = False,
-    ) -> None:
-        """Take `base` apart: each of its linears is packed, then freed. `prefix`: its path in the whole model.
-
-        `ranks`: the other ranks that hold parts of the same layers (heads, inner columns); None: no tensor parallelism.
-        `eight_bits`: linears are int8 with scales.
-        """
-        self._library, self._ranks = library, ranks
-        pack = partial(CompiledLinear, library, eight_bits=eight_bits)
-        self._heads = HeadsStruct(num_heads, kv_heads, head_dim)
-        self._embedding: Tensor = base.get_input_embeddings().weight.detach().contiguous()
-        self._angles = RotaryTable(base.rotary_emb.inv_freq.float(), float(base.rotary_emb.attention_scaling))
-        self._norm = Norm.of(base.norm)
-        everywhere = base.config.sliding_window if base.config.model_type == "mistral" else None
-        self._layers = [
-            _take_apart(pack, layer, everywhere, adapters, f"{prefix}.layers.{number}")
-            for number, layer in enumerate(base.layers)
-        ]
-        self._mask_embeddings = [adapter.mask_embeddings for adapter in adapters]
-        self._scale = head_dim**-0.5
+    def __init__(self, source: LlamaSource, library: CpuLibrary) -> None:
+        super().__init__(source)
+        self._library = library
+        rotary = source.base.rotary_emb
+        self._heads = HeadsStruct(source.num_heads, source.kv_heads, source.head_dim)
+        self._embedding = self._embedding.contiguous()
+        self._angles = RotaryTable(rotary.inv_freq.float(), float(rotary.attention_scaling))
+        pack: Pack[CompiledLinear] = partial(CompiledLinear, library, int8=source.int8)
+        self._layers = [_take_apart(source, pack, *layer) for layer in source.layers()]
         self._whole: tuple[PagedKV, NetworkStruct] | None = None  # for the KV cache of the last step
 
     @staticmethod
@@ -109,10 +91,6 @@ class CompiledLlama:
             )
         )
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[N] -> [N, hidden]"""
-        return F.embedding(ids, self._embedding)
-
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm; padding rows are undefined."""
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
@@ -123,7 +101,7 @@ class CompiledLlama:
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
         if self._ranks is not None:
-            return F.embedding(batch.ids, self._embedding)
+            return super().enter(batch)
         return self._run(self._struct([], self._embedding, 1), batch)[0]
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
@@ -176,9 +154,7 @@ class CompiledLlama:
 
     def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Compute `forward` of cpu/network.cpp, plus adapter deltas and sums over ranks."""
-        x = F.embedding(batch.ids, self._embedding)  # [R, hidden]
-        for run in batch.gated:
-            x[run.slice] = self._mask_embeddings[run.adapter][run.masks]
+        x = self._enter_gated(batch)
         for number in range(len(self._layers)):
             x = self._one_layer(number, x, batch, kv)
         return self._normed(self._norm, x)
@@ -188,10 +164,10 @@ class CompiledLlama:
         first = gated[0].slice.start if gated else num_rows
         y = self._normed(layer.attention_norm, x)
         fused = layer.query_key_value(y)
-        _add(fused, y, gated, [deltas.query_key_value for deltas in layer.deltas])
+        add_deltas(fused, y, gated, layer.deltas_of("query_key_value"))
         attended = self._attended(layer, fused, batch, kv.keys[number], kv.values[number])
         attended = attended.view(num_rows, self._heads.query * self._heads.dim)
-        x = self._summed(layer.output, attended, x, gated, [deltas.output for deltas in layer.deltas])
+        x = self._summed(layer.output, attended, x, gated, layer.deltas_of("output"))
         y = self._normed(layer.mlp_norm, x)
         inner = layer.gate_up.swiglu(y[:first])
         if gated:
@@ -200,7 +176,7 @@ class CompiledLlama:
                 if (delta := layer.deltas[run.adapter].gate_up) is not None:
                     both[run.slice.start - first : run.slice.stop - first] += delta(y[run.slice])
             inner = torch.cat([inner, _swiglu_in_turn(both)])
-        return self._summed(layer.down, inner, x, gated, [deltas.down for deltas in layer.deltas])
+        return self._summed(layer.down, inner, x, gated, layer.deltas_of("down"))
 
     def _normed(self, norm: Norm, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -230,22 +206,17 @@ class CompiledLlama:
         return out
 
     def _summed(
-        self, linear: CompiledLinear, x: Tensor, residual: Tensor, gated: Sequence[GatedRows], deltas: Sequence[object]
+        self,
+        linear: CompiledLinear,
+        x: Tensor,
+        residual: Tensor,
+        gated: Sequence[GatedRows],
+        deltas: Sequence[GatedDelta | None],
     ) -> Tensor:
         """Return the residual plus the matmul, the adapters' deltas, and the other ranks' parts."""
-        if self._ranks is None:
-            out = linear.plus(x, residual)
-            _add(out, x, gated, deltas)
-            return out
-        out = linear(x)
-        _add(out, x, gated, deltas)
-        return self._ranks.sum(out).add_(residual)
-
-
-def _add(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[object]) -> None:
-    for run in gated:
-        if (delta := deltas[run.adapter]) is not None:
-            delta.add_to(y, x, run.slice)  # type: ignore[attr-defined]
+        out = linear.plus(x, residual) if self._ranks is None else linear(x)
+        add_deltas(out, x, gated, deltas)
+        return out if self._ranks is None else self._ranks.sum(out).add_(residual)
 
 
 def _swiglu_in_turn(both: Tensor) -> Tensor:
@@ -255,48 +226,8 @@ def _swiglu_in_turn(both: Tensor) -> Tensor:
 
 
 def _take_apart(
-    pack: Callable[[Tensor, Tensor | None], CompiledLinear],
-    layer: nn.Module,
-    window: int | None,
-    adapters: Sequence[GatedLora],
-    path: str,
+    source: LlamaSource, pack: Pack[CompiledLinear], layer: nn.Module, path: str, window: int | None
 ) -> CompiledLayer:
-    """Pack a transformers decoder layer's weights and free the originals. `window`: if the layer has none."""
-    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
-    sizes = [attention.get_submodule(f"{name}_proj").get_parameter("weight").shape[0] for name in "qkv"]
-    hidden, inner = mlp.get_submodule("down_proj").get_parameter("weight").shape
-    norms = [
-        Norm.of(attention.get_submodule(name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
-    ]
-    return CompiledLayer(
-        attention_norm=Norm.of(layer.get_submodule("input_layernorm")),
-        query_key_value=_packed(pack, attention, ["q_proj", "k_proj", "v_proj"]),
-        query_norm=norms[0],
-        key_norm=norms[1],
-        output=_packed(pack, attention, ["o_proj"]),
-        window=getattr(attention, "sliding_window", window),
-        mlp_norm=Norm.of(layer.get_submodule("post_attention_layernorm")),
-        gate_up=_packed(pack, mlp, ["gate_proj", "up_proj"], turns=True),
-        down=_packed(pack, mlp, ["down_proj"]),
-        deltas=tuple(layer_deltas(adapter, path, sizes, hidden, inner, turns=True) for adapter in adapters),
-    )
-
-
-def _packed(
-    pack: Callable[[Tensor, Tensor | None], CompiledLinear],
-    parent: nn.Module,
-    names: Sequence[str],
-    *,
-    turns: bool = False,
-) -> CompiledLinear:
-    """Pack the linears `names` of `parent`, concatenated or (two) interleaved, and free the originals."""
-    linears = [parent.get_submodule(name) for name in names]
-    weights = [linear.get_parameter("weight").detach() for linear in linears]
-    biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
-    join = in_turn if turns else lambda *parts: torch.cat(parts)
-    bias = join(*(b[:, None] for b in biases))[:, 0] if biases else None
-    packed = pack(join(*weights), bias)
-    for name, weight in zip(names, weights, strict=True):
-        delattr(parent, name)
-        let_go(weight)
-    return packed
+    fields = layer_fields(source, layer, path, window, partial(packed, pack), interleaved=True)
+    gate_up = packed(pack, layer.get_submodule("mlp"), ["gate_proj", "up_proj"], lambda parts: in_turn(*parts))
+    return CompiledLayer(**fields, gate_up=gate_up)

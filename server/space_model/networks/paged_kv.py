@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from space_kernels.attention.attention import KVPages
 from torch import Tensor
 
 
@@ -16,6 +17,10 @@ class PagedKV:
     values: list[Tensor]
     num_blocks: int
     block_size: int
+
+    def layer(self, number: int) -> KVPages:
+        """Return one layer's pages."""
+        return KVPages(self.keys[number], self.values[number])
 
     @classmethod
     def allocate(

@@ -1,24 +1,145 @@
-"""Any transformers decoder as a Network, with our attention; on the CPU also our linears, activations and experts."""
+"""Any transformers decoder as a Network, with our attention; on the CPU also our linears, activations and experts.
+
+Our paged attention is registered as a transformers attention implementation. `each_layer` runs a decoder with its
+layers replaced; embedding, masks and norm stay transformers'.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+from space_kernels.attention.attention import QKV, Attention, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
-from space_kernels.dispatch import Attention
 from space_kernels.layers.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from space_model.adapters.gated_linear import ServedGate
+from space_model.checkpoint.family import decoder_layers
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.mapped_files import let_go
 from space_model.model_error import UnsupportedModel
-from space_model.networks.each_layer import AroundLayer, RunLayer, each_layer
-from space_model.networks.paged_attention_interface import AttentionStep
 from space_model.networks.paged_kv import PagedKV
+
+RunLayer = Callable[[Tensor], Tensor]
+"""The original layer, applied to other rows [1, R, hidden] with the same remaining arguments."""
+
+AroundLayer = Callable[[int, Tensor, RunLayer], Tensor]
+"""Layer number, layer input [1, R, hidden], original layer -> the output to use instead."""
+
+
+@contextmanager
+def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
+    """In the block, a forward pass of `base` calls `around` instead of each decoder layer."""
+    _, layers = decoder_layers(base)
+    for number, layer in enumerate(layers):
+        layer.forward = _stand_in(number, layer.forward, around, base)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+_WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()
+"""Bases whose layers were seen to return tuples."""
+
+
+def _stand_in(
+    number: int, forward: Callable[..., Any], around: AroundLayer, base: PreTrainedModel
+) -> Callable[..., Any]:
+    def stand_in(*inputs: Any, **keywords: Any) -> Any:
+        def run(rows: Tensor) -> Tensor:
+            named = keywords if inputs else keywords | {"hidden_states": rows}
+            out = forward(*(rows, *inputs[1:])[: len(inputs)], **named)
+            if isinstance(out, tuple):
+                _WITH_TUPLES.add(base)
+            made: Tensor = out[0] if isinstance(out, tuple) else out
+            return made
+
+        rows = around(number, inputs[0] if inputs else keywords["hidden_states"], run)
+        return (rows,) if base in _WITH_TUPLES else rows
+
+    return stand_in
+
+
+ATTENTION_NAME = "spaceserve"
+
+_MEANINGLESS_HERE = {"position_ids", "cache_position", "use_cache", "is_causal"}
+"""Keywords to ignore: the batch already defines rows and masks."""
+
+
+@dataclass
+class AttentionStep:
+    """What every layer's attention needs, passed through the model's forward as one keyword argument."""
+
+    batch: ForwardBatch
+    kv: PagedKV
+    attention: Attention = space_attention
+    layers_seen: list[int] = field(default_factory=list)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    space_step: AttentionStep | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D]."""
+    if space_step is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} is not handed what its model is called with (keywords of forward), so its keys "
+            "and values cannot be paged."
+        )
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends to later tokens, too: the model is no causal language model, and writes "
+            "no text. Use a checkpoint of one."
+        )
+    _, heads, _, size = space_step.kv.keys[0].shape
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1] == size or key.shape[1] != heads:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "
+            f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
+            "hold keys and values of one size, the same in all layers."
+        )
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    unknown = sorted(asked - _MEANINGLESS_HERE)
+    if unknown or attention_mask is not None or dropout:
+        what = ", ".join(unknown) or ("a mask of its own" if attention_mask is not None else "dropout")
+        raise UnsupportedModel(
+            f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do"
+            f"{' (s_aux: attention sinks)' if 's_aux' in unknown else ''}."
+        )
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    space_step.layers_seen.append(layer)
+    out = space_step.attention(
+        QKV(*(part[0].transpose(0, 1) for part in (query, key, value))),
+        space_step.kv.layer(layer),
+        space_step.batch.rows,
+        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), sliding_window, softcap),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
 
 _STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
 
@@ -102,22 +223,22 @@ class TransformersNetwork:
         return hidden
 
 
-def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = False) -> None:
+def make_row_invariant(base: nn.Module, num_threads: int, *, int8: bool = False) -> None:
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
     routers.
 
-    `eight_bits`: linears and experts become int8 with scales.
+    `int8`: linears and experts become int8 with scales.
 
     One module at a time, so that only one weight is in memory twice.
     """
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
-            setattr(base, name, cpu_linear(child.weight, child.bias, eight_bits=eight_bits))
+            setattr(base, name, cpu_linear(child.weight, child.bias, int8=int8))
             let_go(child.weight)
         elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
-            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, eight_bits=eight_bits))
+            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, int8=int8))
             let_go(weight)
         elif _is_activation(child):
             setattr(base, name, row_invariant(child, num_threads))
@@ -129,9 +250,9 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, eight_bits: bool = 
                 )
             activation = row_invariant(child.get_submodule("act_fn"), num_threads)
             weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
-            setattr(base, name, RowInvariantExperts(*weights, activation, eight_bits=eight_bits))
+            setattr(base, name, RowInvariantExperts(*weights, activation, int8=int8))
         else:
-            make_row_invariant(child, num_threads, eight_bits=eight_bits)
+            make_row_invariant(child, num_threads, int8=int8)
             if _multiplies_by_itself(child):
                 setattr(base, name, RowInvariantRouter(child))
 

@@ -21,7 +21,7 @@ def check_plain(form: QuantizedFormat | None) -> None:
         raise InvalidSetting(f"The checkpoint's weights are {form.name} ones already; leave out --weights fp8.")
 
 
-def hold_float8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
+def quantize_to_fp8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
     """Quantise the weights of each linear to fp8, one at a time, so that only one is in memory twice.
 
     `bring`: moves a weight to its device.

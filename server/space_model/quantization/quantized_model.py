@@ -1,11 +1,14 @@
-"""Loads a quantised checkpoint as a transformers model with packed weights, if a library supports them; else warns.
+"""A quantised checkpoint's weights: dequantised when they are read, or kept packed for a library that takes them so.
 
-The warning says what holding the weights dequantised costs.
+A warning says what holding the weights dequantised costs.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +18,113 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import key_mapping
-from space_model.checkpoint.quantized_formats import QuantizedFormat
-from space_model.quantization.quantized_weights import has_kernels
+from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.weight_files import WeightFiles
+from space_model.model_error import UnsupportedModel
+
+
+class QuantizedWeights(WeightFiles):
+    """The model's tensors, dequantised from the tensors of the files one at a time, on demand."""
+
+    def __init__(self, files: WeightFiles, form: QuantizedFormat) -> None:
+        super().__init__(files.name, files.opened, files.size)
+        self.form = form
+        self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> its tensors
+        self._read: set[str] = set()  # tensors of the files that were used for weights
+        aside: set[str] = set()
+        found: dict[str, set[str]] = {}
+        marked: set[str] = set()
+        for name in files.names:
+            path, part = self._split(name)
+            found.setdefault(path, set()).add(part)
+            if form.marks(part):
+                marked.add(path)
+            if part in form.parts:
+                aside.add(name)
+        if not marked:
+            raise UnsupportedModel(
+                f"The config.json of {self.name} says that its weights are quantised as {form.name}, and none of them "
+                "is. Remove quantization_config from it if they are plain numbers."
+            )
+        self._parts = {path: frozenset(found[path]) for path in marked}
+        self._aside = aside
+        self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Split a name into the module's path and the suffix."""
+        for part in self.form.parts:
+            if name.endswith(f".{part}"):
+                return name[: -len(part) - 1], part
+        path, _, part = name.rpartition(".")
+        return path, part
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or super().__contains__(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the model's tensors."""
+        return self._names
+
+    @property
+    def num_quantized(self) -> int:
+        """Return the number of dequantised weights."""
+        return len(self._parts)
+
+    def unused(self) -> list[str]:
+        """After all tensors were read, return the parts of quantised weights that no weight used."""
+        return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; a quantised one is dequantised for it."""
+        return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor; quantised ones become float32."""
+        if not self._is_quantized(name):
+            return super().whole(name)
+        path = name.removesuffix(".weight")
+        whole = super().whole
+
+        def read(part: str) -> Tensor:
+            self._read.add(f"{path}.{part}")
+            return whole(f"{path}.{part}")
+
+        try:
+            return self.form.dense(read, self._parts[path])
+        except (IndexError, KeyError, RuntimeError, ValueError) as error:
+            raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
+
+    def rows(self, name: str, part: slice) -> Tensor:
+        """Return some rows of a tensor; of a quantised one, all are read."""
+        return self.whole(name)[part].clone() if self._is_quantized(name) else super().rows(name, part)
+
+    def columns(self, name: str, part: slice) -> Tensor:
+        """Return some columns of a matrix; of a quantised one, all are read."""
+        return self.whole(name)[:, part].clone() if self._is_quantized(name) else super().columns(name, part)
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._parts
+
+
+@contextmanager
+def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
+    """Open the tensors of the checkpoint's model, in whatever format they are stored."""
+    if checkpoint.gguf is not None:
+        from space_model.checkpoint.gguf_weights import open_gguf  # imported late: other formats need no gguf package
+
+        with open_gguf(checkpoint, checkpoint.gguf) as found:
+            yield found
+        return
+    form = read_format(checkpoint.config, checkpoint.name)
+    with WeightFiles.open(checkpoint) as files:
+        yield files if form is None else QuantizedWeights(files, form)
+
+
+def has_kernels(form: QuantizedFormat) -> bool:
+    """Return whether the library whose kernels multiply by packed weights is installed."""
+    return bool(form.library) and importlib.util.find_spec(form.library) is not None
+
 
 _log = logging.getLogger(__name__)
 
@@ -64,22 +172,23 @@ def packed_class(config: PreTrainedConfig) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def say_dense(
-    checkpoint: Checkpoint, form: QuantizedFormat, count: int, kept: int, held: int, dtype: torch.dtype
-) -> None:
-    """Log the cost of holding quantised weights dequantised."""
-    packed = f". On a GPU with {form.library} installed they stay packed" if form.library else ""
-    _log.warning(
-        "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at every "
-        "step%s",
-        checkpoint.name,
-        count,
-        form.name,
-        str(dtype).removeprefix("torch."),
-        held / 2**20,
-        kept / 2**20,
-        packed,
-    )
+def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Log the cost of holding the checkpoint's quantised weights dequantised, if it has any."""
+    held = sum(parameter.nbytes for parameter in parameters) / 2**20
+    form = str(dtype).removeprefix("torch.")
+    if isinstance(files, QuantizedWeights):
+        packed = f". On a GPU with {files.form.library} installed they stay packed" if files.form.library else ""
+        _log.warning(
+            "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
+            "every step%s",
+            checkpoint.name, files.num_quantized, files.form.name, form, held, files.num_bytes / 2**20, packed,
+        )  # fmt: skip
+    elif files.num_packed:
+        _log.info(
+            "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read "
+            "at every step",
+            checkpoint.name, files.num_packed, checkpoint.kept_as or "few bits", form, held, files.size / 2**20,
+        )  # fmt: skip
 
 
 def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:

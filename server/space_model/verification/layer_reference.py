@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
-from space_model.networks.each_layer import AroundLayer, RunLayer, each_layer
+from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 
 NUM_ROWS = 24
 """More than a page of 16."""
@@ -233,7 +233,7 @@ class _Walk:
         return torch.cat([normed[:whole], normed[whole:] * sizes[:, None]]).to(self._dtype)
 
     def _held(self, number: int, dtype: torch.dtype) -> AbstractContextManager[None]:
-        return _held(self._layers[number], self._dtype, dtype, eight_bits=self._facts.eight_bits)
+        return _held(self._layers[number], self._dtype, dtype, int8=self._facts.int8)
 
     def _pass(self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor]) -> Tensor | None:
         """Return the logits of the head's input. Appends the final norm's output to `norms`, the exact one first."""
@@ -272,7 +272,7 @@ class _Walk:
         embedding.padding_idx = None
         if self._has_head:
             weight = head.weight[self._head_ids]
-            if self._facts.eight_bits:
+            if self._facts.int8:
                 weight = Int8Weights.of(weight).dense()
             swaps.put(head._parameters, "weight", weight.to(dtype))
             if head.bias is not None:
@@ -312,14 +312,14 @@ class Contexts:
         return self.kept(self._like(keys, 1) * size[:, None]), self.kept(self._like(values, 2) * loudness[:, None])
 
     @property
-    def has_float8(self) -> bool:
+    def has_fp8(self) -> bool:
         """Return whether the KV cache is 8-bit."""
         return self._facts.kv_dtype is FORMAT
 
     def kept(self, rows: Tensor) -> Tensor:
         """Return the values as the KV cache would store them, in the serving dtype."""
         rows = rows.to(self._facts.dtype)
-        return nearest(rows).to(rows.dtype) if self.has_float8 else rows
+        return nearest(rows).to(rows.dtype) if self.has_fp8 else rows
 
     def _like(self, rows: Tensor, seed: int) -> Tensor:
         rows = rows.to(self._facts.dtype).float()
@@ -354,7 +354,7 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         joined = []
         for seen, states in ((self.keys_seen, key_states[0]), (self.values_seen, value_states[0])):
-            kept = self._contexts.kept(states).to(states.dtype) if self._contexts.has_float8 else states
+            kept = self._contexts.kept(states).to(states.dtype) if self._contexts.has_fp8 else states
             seen.append(states if not seen else kept)
             joined.append(kept)
         in_front = self._contexts.of(self.keys_seen[0], self.values_seen[0])
@@ -401,7 +401,7 @@ class _Dense(nn.Module):
 
 
 @contextmanager
-def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, eight_bits: bool) -> Iterator[None]:
+def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, int8: bool) -> Iterator[None]:
     """Hold the layer's weights in `dtype`; 8-bit weights are dequantised."""
     swaps = _Swaps()
     try:
@@ -410,7 +410,7 @@ def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, eight_bi
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            if eight_bits:
+            if int8:
                 for name in _quantised(module):
                     weight = module.get_parameter(name)
                     whole = [Int8Weights.of(part).dense().to(dtype) for part in weight.view(-1, *weight.shape[-2:])]

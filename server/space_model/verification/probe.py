@@ -129,7 +129,7 @@ def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> No
 class _Comparison:
     def __init__(self, facts: ModelFacts, wanted: Reference) -> None:
         self._unit, self._unit_kept = (torch.finfo(dtype).eps / 2 for dtype in (facts.dtype, facts.kv_dtype))
-        self._turned_squared = 2 * self._unit_kept * self._unit if facts.float8_kv else 0.0
+        self._turned_squared = 2 * self._unit_kept * self._unit if facts.fp8_kv else 0.0
         self._sum_squared = wanted.longest_sum * (torch.finfo(torch.float32).eps / 2) ** 2 / 6
 
     def compare(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
-from space_kernels.paging.row_pattern import Ints
+from space_kernels.paging.step_rows import Ints
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
 

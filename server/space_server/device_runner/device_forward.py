@@ -15,20 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from space_kernels.paging.step_tables import PatternTables, StepTables
-from space_kernels.sampling.choice import IdLogprobs
 from space_kernels.sampling.device_sampling import log_probabilities
+from space_kernels.sampling.sampler import IdLogprobs
 from space_kernels.sampling.sampling_tensors import Stages
-from space_kernels.step.draft_candidates import candidates, sampling_columns
-from space_kernels.step.draft_head import propose
+from space_kernels.step.draft_head import candidates, propose, sampling_columns
 from space_kernels.step.ops import StepOps
-from space_kernels.step.state import DeviceMaskRows, DeviceRows, Prefixes, StepState, chain_choices, mask_choices
-from space_kernels.step.step_verification import StepVerification
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState, chain_choices, mask_choices
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification import StepVerification
 from space_model.geometry.batch_pattern import BatchPattern, batch_pattern
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -184,11 +182,6 @@ def _adapter_masks(facts: ModelFacts) -> tuple[int, ...]:
     return tuple(adapter.num_masks for adapter in facts.adapters)
 
 
-def _prefixes(state: StepState, before: Prefixes) -> dict[str, Any]:
-    """Return the hypothetical tokens before each row, as sampling takes them."""
-    return {"tails": before.tails, "num_tail": before.num_tail, "counts": state.counts, "bans": before.bans}
-
-
 class DeviceForward:
     """Runs steps on one state, in place."""
 
@@ -235,8 +228,7 @@ class DeviceForward:
         logprob_indices = self._logprob_indices[: kind.num_with_logprobs]
         raw = logits.index_select(0, logprob_indices) if kind.num_with_logprobs else None
         before = chain_choices(state, index, stages)
-        prefixes = _prefixes(state, before)
-        choice = ops.choose(logits, state.batch_params, stages, before.positions, self._banned, **prefixes)
+        choice = ops.sample(logits, state.batch_params, stages, before, self._banned, state.counts)
         verification = ops.verify_step(state, index, laid_out, choice)
         drafts, num_drafts = self._drafts(state, index, kind, verification, hidden)
         result = ops.advance(state, laid_out, verification, drafts, num_drafts, self._banned).flatten()
@@ -274,13 +266,12 @@ class DeviceForward:
         masks = hidden[group.rows]  # [S, K', hidden]
         logits = model.logits(masks.flatten(0, 1)).contiguous().view(S, most, -1)
         before = mask_choices(state, verification, most, stages)
-        prefixes = _prefixes(state, before)
         head = model.draft_head_of(kind.adapter)
         if head is None:
-            return ops.choose(logits, batch_params, stages, before.positions, self._banned, **prefixes).ids
+            return ops.sample(logits, batch_params, stages, before, self._banned, state.counts).ids
 
         def edit(raw: Tensor) -> Tensor:
-            return ops.edit(raw, batch_params, stages, self._banned, **prefixes)
+            return ops.edit(raw, batch_params, stages, before, self._banned, state.counts)
 
         ids, offsets = candidates(logits, stages, edit)
         last = (verification.lengths - 1).clamp(min=0)[:, None]
@@ -298,5 +289,5 @@ class DeviceForward:
             form=head.form,
             embed=model.embed,
             logits_of=model.logits_of,
-            choose=ops.choose_candidates,
+            sample=ops.sample_candidates,
         )

@@ -27,7 +27,7 @@ import torch
 from space_kernels.sampling.sampling_tensors import Stages
 from space_kernels.step.ops import StepOps, step_ops_for
 from space_kernels.step.state import RESULT_FIXED, result_width
-from space_kernels.step.step_verification import EndCode
+from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.paged_kv import PagedKV
 from torch import Tensor

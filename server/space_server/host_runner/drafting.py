@@ -11,10 +11,9 @@ from types import TracebackType
 
 import numpy as np
 import torch
-from space_kernels.paging.row_pattern import Ints
-from space_kernels.sampling.choice import choose_rows
-from space_kernels.sampling.cpu_choice import best_of, takes
+from space_kernels.paging.step_rows import Ints
 from space_kernels.sampling.logits_processors import edit
+from space_kernels.sampling.sampler import best_of, library_for_logits, sample_rows
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import BatchSamplingParams, IdBits, SamplingRow, SamplingRows
 from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns, propose
@@ -161,10 +160,10 @@ def candidates(logits: Tensor, rows: SamplingRows, banned_ids: Tensor) -> tuple[
 
     Penalties count as a shift of the mask's own logit, which is close enough for a draft.
     """
-    count = min(NUM_CANDIDATES if rows.run_laws.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
-    if not rows.run_laws.edits and (library := takes(logits)) is not None:
+    count = min(NUM_CANDIDATES if rows.run_params.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
+    if not rows.run_params.edits and (library := library_for_logits(logits)) is not None:
         return best_of(library, logits, banned_ids, count)
-    raw = logits.clone() if rows.run_laws.edits else logits
+    raw = logits.clone() if rows.run_params.edits else logits
     edit(logits, rows, banned_ids)
     best = torch.topk(logits, count, dim=1, sorted=False)
     ids, order = best.indices.sort(dim=1)
@@ -243,7 +242,7 @@ class MaskDrafter:
         rows = _sampling_rows(runs, sampling_group)
         if head is None:
             with self._computing:
-                chosen = choose_rows(logits, rows, self._banned).ids.tolist()
+                chosen = sample_rows(logits, rows, self._banned).ids.tolist()
             ends = list(itertools.accumulate((run.count for run in runs), initial=0))
             return [chosen[begin:end] for begin, end in itertools.pairwise(ends)]
         with self._computing:

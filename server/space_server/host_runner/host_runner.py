@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from space_kernels.paging.attention_plan import AttentionPlan
 from space_kernels.paging.bucket_pattern import PlanKey
-from space_kernels.sampling.choice import IdLogprobs, choose_rows, log_probabilities
+from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample_rows
 from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 from space_kernels.step.verification import num_accepted
 from space_model.geometry.forward_batch import ForwardBatch
@@ -175,7 +175,7 @@ class HostRunner(ModelRunner):
         self.num_forwards += 1
         logits, of_masks = self._logits(hidden, batch, chosen)
         forwarded = clock()
-        self._plan_keys = tuple(batch.rows.plans)
+        self._plan_keys = AttentionPlan.keys_of(batch.rows)
         if closing:
             self._verify(closing, logits)
         for number, output in enumerate(outputs):
@@ -228,17 +228,17 @@ class HostRunner(ModelRunner):
                     raw[n] = logits[first : first + count].clone()
                 first += count
         with self._sampling:
-            choice = choose_rows(logits, rows, self._banned)
-            ids, usable = choice.ids.tolist(), choice.usable.tolist()
-        all_usable = all(usable)
+            choice = sample_rows(logits, rows, self._banned)
+            ids, valid = choice.ids.tolist(), choice.valid.tolist()
+        all_valid = all(valid)
         first = 0
         for n, output in enumerate(outputs):
             sequence, num_drafts = output.plan.sequence, output.plan.layout.num_drafts
             behind = first + num_drafts + 1
             accepted = num_accepted(ids[first:behind], sequence.drafts[:num_drafts]) if num_drafts else 0
             made = ids[first : first + accepted + 1]
-            if not all_usable:
-                fit = usable[first : first + accepted + 1]
+            if not all_valid:
+                fit = valid[first : first + accepted + 1]
                 if not fit[0]:
                     output.error = no_choice(sequence)
                     first = behind

@@ -22,19 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import (
     BACKENDS,
     AttentionNeed,
     Backend,
     UnusableAttention,
+    available_backends,
+    backend_named,
     installed_version,
-    named,
-    usable,
 )
-from space_kernels.dispatch import Attention, Ops, ops_for
+from space_kernels.dispatch import Ops, ops_for
 from space_kernels.fp8 import nearest
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_facts import ModelFacts
@@ -134,17 +135,17 @@ def choose_attention(
             dtype=facts.dtype,
             block_size=block_size,
             exact=exact,
-            float8_kv=facts.float8_kv,
+            fp8_kv=facts.fp8_kv,
         )
     if asked != "auto":
-        backend = named(asked, need, installed=installed, backends=backends)
+        backend = backend_named(asked, need, installed=installed, backends=backends)
         try:
             return AttentionChoice(backend, backend.load(need))
         except Exception as error:  # a package that is installed and broken may raise anything
             raise UnusableAttention(f"--attention {asked}: {_first_line(error)}. Or use --attention auto.") from error
     if need.capability is None:
         return AttentionChoice(backends["torch"], backends["torch"].load(need))
-    found, absent = usable(need, installed=installed, backends=backends)
+    found, absent = available_backends(need, installed=installed, backends=backends)
     candidates = [backend for backend in found if backend.name != "torch"]
     return _fastest(candidates, absent, need, cases(facts.most_masks, facts.window), backends["torch"], clock)
 
@@ -154,7 +155,7 @@ def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = 
 
     Raises ValueError that names the cure. With several ranks `auto` is not measured, because all must use the same.
     """
-    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype, float8_kv=facts.float8_kv)
+    ops = ops_for(facts.device, exact=exact, dtype=facts.dtype, fp8_kv=facts.fp8_kv)
     if asked == "auto" and facts.num_ranks > 1:
         _log.info(
             "attention: %s, not measured: %d ranks share the model and must agree", ops.attention, facts.num_ranks
@@ -277,11 +278,8 @@ class MadeUpAttentionStep:
     """One layer's attention of a case, on random values."""
 
     rows: StepRows
-    query: Tensor  # [R, H, D]
-    key: Tensor  # [R, G, D]
-    value: Tensor
-    key_pages: Tensor  # [num_blocks, G, block_size, D]
-    value_pages: Tensor
+    qkv: QKV
+    pages: KVPages
     num_rows: int
 
     @classmethod
@@ -289,7 +287,7 @@ class MadeUpAttentionStep:
         """Build as many of the case's sequences as fit in `MOST_BYTES` of pages, each with its own pages."""
         size, device = need.block_size, need.device
         each = -(-(case.context + case.num_chain) // size)
-        page_bytes = 2 * need.kv_heads * size * need.head_dim * (1 if need.float8_kv else need.dtype.itemsize)
+        page_bytes = 2 * need.kv_heads * size * need.head_dim * (1 if need.fp8_kv else need.dtype.itemsize)
         num_sequences = max(1, min(case.num_sequences, MOST_BYTES // (each * page_bytes)))
         num_blocks = each * num_sequences
         layout = DraftLayout.full(case.num_masks, case.num_masks) if case.num_masks else DraftLayout.plain()
@@ -307,24 +305,20 @@ class MadeUpAttentionStep:
 
         def pages() -> Tensor:
             made = drawn(num_blocks, need.kv_heads, size)
-            return nearest(made) if need.float8_kv else made
+            return nearest(made) if need.fp8_kv else made
 
         num_rows = len(batch.ids)
         return cls(
             batch.rows,
-            drawn(num_rows, need.num_heads),
-            drawn(num_rows, need.kv_heads),
-            drawn(num_rows, need.kv_heads),
-            pages(),
-            pages(),
+            QKV(*(drawn(num_rows, count) for count in (need.num_heads, need.kv_heads, need.kv_heads))),
+            KVPages(pages(), pages()),
             batch.num_rows,
         )
 
     def run(self, attention: Attention) -> Tensor:
         """Return [rows, H, D] without padding."""
-        scale = self.query.shape[-1] ** -0.5
-        out = attention(self.query, self.key, self.value, self.key_pages, self.value_pages, self.rows, scale=scale)
-        return out[: self.num_rows]
+        spec = AttentionSpec(self.qkv.query.shape[-1] ** -0.5)
+        return attention(self.qkv, self.pages, self.rows, spec)[: self.num_rows]
 
 
 def _first_line(error: Exception) -> str:

@@ -16,12 +16,12 @@ from space_common import default_model
 from space_common.finding import Finding
 from space_common.hub import Hub, HubError, Missing, is_hub_id, size_text, split_hub_file
 from space_common.worker_settings import WorkerSettings
-from space_kernels.attention_backends import AttentionNeed, UnusableAttention, named, usable
+from space_kernels.attention_backends import AttentionNeed, UnusableAttention, available_backends, backend_named
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
-from space_model.checkpoint.json_file import read_object
+from space_model.checkpoint.checkpoint_file import read_object
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
@@ -128,7 +128,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         yield Finding("model", "fail", str(error))
         return
     model = asked.config
-    held = number_format(asked.dtype, config.weights, float8_kv=config.kv_dtype == "fp8")
+    held = number_format(asked.dtype, config.weights, fp8_kv=config.kv_dtype == "fp8")
     kept = "" if asked.form is None else f", quantised ({asked.form.name})"
     if checkpoint.gguf is not None:
         kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
@@ -191,7 +191,7 @@ def _attention(
         dtype=dtype,
         block_size=config.block_size,
         exact=config.exact,
-        float8_kv=config.kv_dtype == "fp8",
+        fp8_kv=config.kv_dtype == "fp8",
     )
     try:
         check_cpu_kernels(config, device, dtype)
@@ -199,12 +199,12 @@ def _attention(
         return Finding("kernels", "fail", str(error))
     if config.attention != "auto":
         try:
-            return Finding("kernels", "ok", f"attention: {named(config.attention, need).name}, as asked.")
+            return Finding("kernels", "ok", f"attention: {backend_named(config.attention, need).name}, as asked.")
         except UnusableAttention as error:
             return Finding("kernels", "fail", str(error))
     if device.type == "cpu":
         return _cpu_kernels(dtype, config.cpu_kernels)
-    can, cannot = usable(need)
+    can, cannot = available_backends(need)
     others = "; ".join(f"{name} {why}" for name, why in cannot.items() if name != "torch")
     fact = f"attention: the fastest at start of {', '.join(backend.name for backend in can)}."
     return Finding("kernels", "ok", fact, f"Not used: {others}." if others else "")

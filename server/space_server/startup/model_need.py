@@ -80,7 +80,7 @@ class ModelNeed:
     device: torch.device
     small: tuple[str, int, int] | None = None  # name, weights and head with 8-bit linears
     held: str = "plain"  # one of precision.WEIGHTS
-    float8_kv: bool = False
+    fp8_kv: bool = False
 
     @property
     def fixed(self) -> int:
@@ -122,11 +122,11 @@ class ModelNeed:
             num_masks=asked.section.num_masks or 0,
             drafting=list(_drafting(checkpoint.home, asked.section)),
             form=asked.form,
-            float8_kv=config.kv_dtype == "fp8",
+            fp8_kv=config.kv_dtype == "fp8",
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
-        return need if config.weights == "plain" else need.in_eight_bits() or need
+        return need if config.weights == "plain" else need.with_int8_weights() or need
 
     @classmethod
     def of(
@@ -140,7 +140,7 @@ class ModelNeed:
         num_masks: int = 0,
         drafting: Sequence[Path] = (),
         form: QuantizedFormat | None = None,
-        float8_kv: bool = False,
+        fp8_kv: bool = False,
         num_ranks: int = 1,
         unread: int = 0,
     ) -> ModelNeed:
@@ -173,26 +173,26 @@ class ModelNeed:
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
-            kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if float8_kv else dtype.itemsize) // num_ranks,
+            kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if fp8_kv else dtype.itemsize) // num_ranks,
             window=window,
             dtype=dtype,
             device=device,
             small=small,
-            float8_kv=float8_kv,
+            fp8_kv=fp8_kv,
         )
 
-    def in_eight_bits(self) -> ModelNeed | None:
+    def with_int8_weights(self) -> ModelNeed | None:
         """The same with 8-bit linears; None if unknown here, or already so."""
         if self.small is None:
             return None
         name, weights, head = self.small
         return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
 
-    def with_float8_kv(self) -> ModelNeed | None:
+    def with_fp8_kv(self) -> ModelNeed | None:
         """The same with an 8-bit KV cache; None if already so, or unsupported by the device."""
-        if self.float8_kv or self.device.type == "cpu":
+        if self.fp8_kv or self.device.type == "cpu":
             return None
-        return replace(self, float8_kv=True, kv_bytes_per_token=self.kv_bytes_per_token // self.dtype.itemsize)
+        return replace(self, fp8_kv=True, kv_bytes_per_token=self.kv_bytes_per_token // self.dtype.itemsize)
 
     def parts(self, *, windows: bool = True) -> str:
         """Describe the parts; `windows`: including keys and values."""
@@ -209,7 +209,7 @@ class ModelNeed:
     def held_in(self, dtype: torch.dtype) -> ModelNeed:
         """The same in another dtype."""
         by = dtype.itemsize / self.dtype.itemsize
-        sizes = ("weights", "head", "drafting", "step", *(() if self.float8_kv else ("kv_bytes_per_token",)))
+        sizes = ("weights", "head", "drafting", "step", *(() if self.fp8_kv else ("kv_bytes_per_token",)))
         return replace(self, dtype=dtype, **{name: int(getattr(self, name) * by) for name in sizes})  # type: ignore[arg-type]
 
     def longest(self, available: int) -> int:
@@ -249,12 +249,12 @@ def cure(need: ModelNeed, available: int) -> str:
             found.append(f"--dtype bfloat16 ({shown(half.least)})")
         elif not length and (length := half.longest(available)):
             found.append(f"--dtype bfloat16 --max-model-len {length}")
-    if (small := need.in_eight_bits()) is not None:
+    if (small := need.with_int8_weights()) is not None:
         if small.least <= available:
             found.append(f"--weights {small.held} ({shown(small.least)})")
         elif not found and (length := small.longest(available)):
             found.append(f"--weights {small.held} --max-model-len {length}")
-    if (short := need.with_float8_kv()) is not None and short.least <= available:
+    if (short := need.with_fp8_kv()) is not None and short.least <= available:
         found.append(f"--kv-dtype fp8 ({shown(short.least)})")
     if found:
         return f"It fits with {' or '.join(found)}."

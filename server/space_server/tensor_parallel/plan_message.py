@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from space_kernels.paging.row_pattern import Ints
+from space_kernels.paging.step_rows import Ints
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
 

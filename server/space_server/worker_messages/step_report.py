@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from space_kernels.sampling.choice import IdLogprobs
+from space_kernels.sampling.sampler import IdLogprobs
 from space_proto import worker_pb2 as pb
 
 from space_server.batch.sequence import RunningSequence, SequenceEnd

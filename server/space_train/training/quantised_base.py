@@ -5,7 +5,7 @@ from __future__ import annotations
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import BlockFp8, read_format
 from space_model.model_error import UnsupportedModel
-from space_model.quantization.quantized_weights import has_kernels
+from space_model.quantization.quantized_model import has_kernels
 
 from space_train.train_plan import TrainPlan
 

@@ -54,7 +54,7 @@ def test_a_fault_ends_with_status_1_and_the_first_token_that_differs(
 ) -> None:
     def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
         """A chain's rows share one noise."""
-        runs = zip(rows.run_laws, rows.run_positions, rows.run_counts, strict=True)
+        runs = zip(rows.run_params, rows.run_positions, rows.run_counts, strict=True)
         return [first for sampling_params, first, count in runs if wanted(sampling_params) for _ in range(count)]
 
     monkeypatch.setattr(SamplingRows, "positions", of_the_root)

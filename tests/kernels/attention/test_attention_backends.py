@@ -12,9 +12,9 @@ from space_kernels.attention_backends import (
     BACKENDS,
     AttentionNeed,
     UnusableAttention,
+    available_backends,
+    backend_named,
     installed_version,
-    named,
-    usable,
 )
 
 H100 = AttentionNeed(32, 8, 128, torch.bfloat16, 256, torch.device("cuda"), (9, 0))
@@ -26,11 +26,11 @@ def having(**versions: str) -> Callable[[str], str | None]:
 
 
 def refusals(installed: Callable[[str], str | None] = ALL.get, **changes: object) -> dict[str, str]:
-    return usable(dataclasses.replace(H100, **changes), installed=installed)[1]  # type: ignore[arg-type]
+    return available_backends(dataclasses.replace(H100, **changes), installed=installed)[1]  # type: ignore[arg-type]
 
 
 def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
-    backends, absent = usable(H100, installed=ALL.get)
+    backends, absent = available_backends(H100, installed=ALL.get)
     assert [backend.name for backend in backends] == list(BACKENDS)
     assert absent == {}
 
@@ -40,10 +40,10 @@ def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
     [
         (
             "flash-attn-4",
-            {"float8_kv": True},
+            {"fp8_kv": True},
             "takes keys and values in the model's own dtype: leave out --kv-dtype fp8",
         ),
-        ("flashinfer", {"float8_kv": True}, "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"),
+        ("flashinfer", {"fp8_kv": True}, "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"),
         ("triton", {"capability": (7, 5)}, "runs on compute capability 8.x and later; this GPU has 7.5"),
         ("flash-attn-4", {"capability": (8, 0)}, "runs on compute capability 9.x to 11.x; this GPU has 8.0"),
         ("flash-attn-4", {"capability": (12, 0)}, "runs on compute capability 9.x to 11.x; this GPU has 12.0"),
@@ -77,29 +77,29 @@ def test_an_absent_library_is_named_with_its_cure() -> None:
 
 
 def test_flash_attn_is_the_newest_that_can_be_used() -> None:
-    assert named("flash-attn", H100, installed=ALL.get).name == "flash-attn-4"
-    assert named("flash-attn", H100, installed=having(flash_attn="2.8.3")).name == "flash-attn-2"
+    assert backend_named("flash-attn", H100, installed=ALL.get).name == "flash-attn-4"
+    assert backend_named("flash-attn", H100, installed=having(flash_attn="2.8.3")).name == "flash-attn-2"
     ampere = dataclasses.replace(H100, capability=(8, 6))
-    assert named("flash-attn", ampere, installed=ALL.get).name == "flash-attn-2"
+    assert backend_named("flash-attn", ampere, installed=ALL.get).name == "flash-attn-2"
     with pytest.raises(UnusableAttention, match=r"flash-attn-4 not installed: .*; flash-attn-2 not installed: "):
-        named("flash-attn", H100, installed=having())
+        backend_named("flash-attn", H100, installed=having())
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(UnusableAttention, match=r"no attention implementation 'fast'; there are torch, triton, flash-"):
-        named("fast", H100)
+        backend_named("fast", H100)
     with pytest.raises(UnusableAttention, match=r"--attention flashinfer: not installed: .* Or use --attention auto\."):
-        named("flashinfer", H100, installed=having())
+        backend_named("flashinfer", H100, installed=having())
 
 
 def test_the_reference_is_always_there() -> None:
     cpu = AttentionNeed.on(
         torch.device("cpu"), num_heads=4, kv_heads=2, head_dim=20, dtype=torch.float32, block_size=16, exact=True
     )
-    backend = named("torch", cpu, installed=having())
+    backend = backend_named("torch", cpu, installed=having())
     assert backend.load(cpu) is space_attention
     assert backend.attend(space_attention) is None
-    assert [backend.name for backend in usable(cpu, installed=ALL.get)[0]] == ["torch"]
+    assert [backend.name for backend in available_backends(cpu, installed=ALL.get)[0]] == ["torch"]
 
 
 def test_versions_are_read_without_an_import() -> None:
@@ -109,7 +109,7 @@ def test_versions_are_read_without_an_import() -> None:
 
 def test_naming_the_backends_imports_none_of_them() -> None:
     code = (
-        "import sys, space_kernels.attention_backends as b; b.usable(b.AttentionNeed.on("
+        "import sys, space_kernels.attention_backends as b; b.available_backends(b.AttentionNeed.on("
         "b.torch.device('cpu'), num_heads=4, kv_heads=2, head_dim=64, dtype=b.torch.bfloat16, block_size=256)); "
         "print(*(name for name in ('triton', 'flash_attn', 'flashinfer') if name in sys.modules))"
     )

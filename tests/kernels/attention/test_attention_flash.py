@@ -1,12 +1,13 @@
 """The flash-attn adapters against the reference: by stand-ins with the library's signatures, for real on a GPU."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
-from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
+from doubles.kernels import SCALE, MadeUp, full_layout, made_up_step, run
+from space_kernels.attention.attention import AttentionSpec
 from space_kernels.attention.flash_attn_backend import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
 from space_kernels.attention.merge import OwnPart
 from space_kernels.attention.torch_backend import space_attention as reference
@@ -221,17 +222,12 @@ CHUNK = MadeUp(cached=100, num_chain=60, seed=6)
 ALL = [SHORT, SPACE, CHUNK, PRUNED, PLAIN, FRESH]
 
 
-def run(step: MadeUpStep, attention: Callable[..., Tensor], **options: object) -> Tensor:
-    pages = step.key_pages.clone(), step.value_pages.clone()
-    out = attention(step.query, step.key, step.value, *pages, step.rows, scale=0.3, **options)
-    return out[: step.num_rows]
-
-
 def expected(sequences: Sequence[MadeUp], *, heads: int, kv_heads: int, **options: object) -> Tensor:
     return run(made_up_step(sequences, heads=heads, kv_heads=kv_heads), reference, **options)
 
 
 BLOCKS = {2: 256, 4: 16}
+SPEC = AttentionSpec(SCALE)
 
 
 @pytest.mark.parametrize("version", [2, 4])
@@ -275,9 +271,9 @@ def test_keys_and_values_are_stored_as_the_reference_stores_them() -> None:
     step.key[1] = other.key[1] = math.inf
     for one, options in ((step, {}), (other, {"library": library(4)})):
         attention = space_attention if options else reference
-        attention(one.query, one.key, one.value, one.key_pages, one.value_pages, one.rows, scale=0.3, **options)  # type: ignore[operator]
-    assert torch.equal(step.key_pages, other.key_pages)
-    assert torch.equal(step.value_pages, other.value_pages)
+        attention(one.qkv, one.pages, one.rows, SPEC, **options)  # type: ignore[operator]
+    assert torch.equal(step.pages.keys, other.pages.keys)
+    assert torch.equal(step.pages.values, other.pages.values)
 
 
 def test_our_part_may_be_the_kernels() -> None:
@@ -291,17 +287,12 @@ def test_our_part_may_be_the_kernels() -> None:
 def test_pages_that_are_written_already_are_left_as_they_are() -> None:
     step = made_up_step(ALL, garbage=0.0)
     wanted = run(step, space_attention, library=library(4))
-    OwnPart.on(torch.device("cpu")).store_kv(
-        step.key, step.value, step.key_pages, step.value_pages, StepTables.of(step.rows)
-    )
-    before = step.key_pages.clone()
+    OwnPart.on(torch.device("cpu")).store_kv(step.qkv, step.pages, StepTables.of(step.rows))
+    before = step.pages.keys.clone()
     step.key[: step.rows.num_chain_rows] = math.nan
-    found = space_attention(
-        step.query, step.key, step.value, step.key_pages, step.value_pages, step.rows,
-        scale=0.3, library=library(4), is_stored=True,
-    )  # fmt: skip
+    found = space_attention(step.qkv, step.pages, step.rows, SPEC, library=library(4), is_stored=True)
     assert torch.equal(found[: step.num_rows], wanted)
-    assert torch.equal(step.key_pages, before)
+    assert torch.equal(step.pages.keys, before)
 
 
 def test_plain_decoding_is_one_call_and_masks_are_one_more() -> None:
@@ -319,8 +310,8 @@ def test_a_sequence_that_is_dead_stores_nothing() -> None:
     step.rows.parts[StepTables, step.rows.device] = StepTables(
         live.pattern, live.starts, live.page_table, live.block_size, written
     )
-    before, after = step.key_pages.clone(), step.key_pages
-    space_attention(step.query, step.key, step.value, after, step.value_pages, step.rows, scale=0.3, library=library(4))
+    before, after = step.pages.keys.clone(), step.pages.keys
+    space_attention(step.qkv, step.pages, step.rows, SPEC, library=library(4))
     changed = (before != after).flatten(3).any(3).any(1)  # [num_blocks, block_size]
     held = step.rows.pages
     assert sorted(map(tuple, changed.nonzero().tolist())) == sorted([(held[0][16], 0), (held[2][0], 5)])
@@ -330,11 +321,9 @@ def test_a_sequence_that_is_dead_stores_nothing() -> None:
     dead.rows.parts[StepTables, dead.rows.device] = StepTables(
         live.pattern, live.starts, live.page_table, live.block_size, written
     )
-    before = dead.key_pages.clone()
-    space_attention(
-        dead.query, dead.key, dead.value, dead.key_pages, dead.value_pages, dead.rows, scale=0.3, library=library(4)
-    )
-    assert torch.equal(dead.key_pages, before)
+    before = dead.pages.keys.clone()
+    space_attention(dead.qkv, dead.pages, dead.rows, SPEC, library=library(4))
+    assert torch.equal(dead.pages.keys, before)
 
 
 def test_pages_that_version_2_does_not_take_are_refused_with_the_cure() -> None:

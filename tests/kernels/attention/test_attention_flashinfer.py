@@ -1,15 +1,16 @@
 """The flashinfer adapter against the reference: by a stand-in with the library's signature, for real on a GPU."""
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
+from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step, run
 from space_kernels.attention.flashinfer_backend import FlashInfer, space_attention
 from space_kernels.attention.torch_backend import space_attention as reference
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from torch import Tensor
 
 SHORT = MadeUp(cached=5, num_chain=1, groups=[(0, 2)], seed=1)
@@ -123,12 +124,6 @@ def library(wrapper: type[Wrapper] = Wrapper, **options: Any) -> FlashInfer:
     return FlashInfer(wrapper, torch.empty(64, dtype=torch.uint8), **options)
 
 
-def run(step: MadeUpStep, attention: Callable[..., Tensor], **options: object) -> Tensor:
-    pages = step.key_pages.clone(), step.value_pages.clone()
-    out = attention(step.query, step.key, step.value, *pages, step.rows, scale=0.3, **options)
-    return out[: step.num_rows]
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (300, 2.0)])
 def test_unequal_sequences_equal_the_reference(
@@ -176,7 +171,7 @@ def test_two_steps_in_turn_are_each_planned_for() -> None:
     """The plan of another step is never used."""
     step, flashinfer = made_up_step([MadeUp(40, 3, [(1, 2)], seed=1)]), library()
     first = run(step, space_attention, library=flashinfer)
-    shorter = MadeUpStep(step.query, step.key, step.value, step.key_pages, step.value_pages, moved_on(step, -20))
+    shorter = dataclasses.replace(step, rows=moved_on(step, -20))
     assert not torch.allclose(run(shorter, space_attention, library=flashinfer), first)
     assert torch.equal(run(step, space_attention, library=flashinfer), first)
 
@@ -192,7 +187,7 @@ def test_a_graph_s_wrapper_takes_a_new_plan_at_the_same_addresses() -> None:
     flashinfer.plan(shorter)
     assert Wrapper.num_plans == plans + 2
     assert [[buffer.data_ptr() for buffer in wrapper.state] for wrapper in wrappers] == addresses
-    moved = MadeUpStep(step.query, step.key, step.value, step.key_pages, step.value_pages, shorter)
+    moved = dataclasses.replace(step, rows=shorter)
     found = run(moved, space_attention, library=flashinfer)
     assert Wrapper.num_plans == plans + 2
     torch.testing.assert_close(found, run(moved, reference), atol=3e-6, rtol=0)

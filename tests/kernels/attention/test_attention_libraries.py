@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
+from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step, run
+from space_kernels.attention.attention import AttentionSpec
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, installed_version
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
 from torch import Tensor
 
@@ -41,12 +42,6 @@ def attention_of(name: str, step: MadeUpStep) -> Callable[..., Tensor]:
     return BACKENDS[name].load(need)
 
 
-def run(step: MadeUpStep, attention: Callable[..., Tensor], **options: object) -> Tensor:
-    pages = step.key_pages.clone(), step.value_pages.clone()
-    out = attention(step.query, step.key, step.value, *pages, step.rows, scale=0.3, **options)
-    return out[: step.num_rows]
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 128), (8, 1, 128)])
@@ -70,16 +65,18 @@ def test_flash_attn_runs_in_a_graph_of_which_the_host_does_not_know_the_lengths(
         sequences, head_dim=64, block_size=LARGEST_PAGE, dtype=torch.bfloat16, device="cuda", garbage=0.0
     )
     attention, tables = attention_of(name, step), StepTables.of(step.rows)
-    given = step.query, step.key, step.value, step.key_pages, step.value_pages
+    given = step.qkv, step.pages
     run(step, attention)  # compiles, and builds the pattern, which copies to the device
     rows = StepRows(step.rows.pattern, step.rows.starts, step.rows.pages, LARGEST_PAGE, step.rows.device)
     rows.parts[StepTables, rows.device] = tables
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(*given, rows, scale=0.3)
+        out = attention(*given, rows, AttentionSpec(SCALE))
     for moved in (0, -7):
         tables.starts.add_(moved)  # on the device alone
         graph.replay()
         found = out[: step.num_rows].clone()
         there = StepRows(rows.pattern, rows.starts + moved, rows.pages, LARGEST_PAGE, rows.device)
-        torch.testing.assert_close(found, attention(*given, there, scale=0.3)[: step.num_rows], atol=0, rtol=0)
+        torch.testing.assert_close(
+            found, attention(*given, there, AttentionSpec(SCALE))[: step.num_rows], atol=0, rtol=0
+        )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from doubles.kernels import MadeUp, made_up_step
+from space_kernels.attention.attention import AttentionSpec
 from space_kernels.attention.merge import OwnPart, in_step_attention, merge, natural, store_kv
 from space_kernels.paging.step_tables import StepTables
 from torch import Tensor
@@ -96,10 +97,8 @@ def own_keys(chain: bool) -> Iterator[tuple[int, list[int]]]:
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_rows_see_the_step_s_own_keys(chain: bool, window: int | None, softcap: float | None) -> None:
     step = made_up_step(TWO, heads=4, kv_heads=2, head_dim=D)
-    out, lse = in_step_attention(
-        step.query, step.key, step.value, StepTables.of(step.rows),
-        scale=0.4, softcap=softcap, window=window, chain=chain,
-    )  # fmt: skip
+    spec = AttentionSpec(0.4, window, softcap)
+    out, lse = in_step_attention(step.qkv, StepTables.of(step.rows), spec, chain=chain)
     assert torch.equal(lse[step.num_rows :], torch.full((len(lse) - step.num_rows, 4), -math.inf))
     for row, keys in own_keys(chain):
         keys = keys[-(window or 99) :]  # every row's own keys stand at consecutive positions
@@ -122,15 +121,15 @@ def test_the_kernels_are_the_reference(device: torch.device) -> None:
     kernels, step = OwnPart.kernels(), made_up_step(TWO, head_dim=16, device=device, garbage=0.0)
     other = made_up_step(TWO, head_dim=16, device=device, garbage=0.0)
     tables = StepTables.of(step.rows)
-    kernels.store_kv(step.key, step.value, step.key_pages, step.value_pages, tables)
-    store_kv(other.key, other.value, other.key_pages, other.value_pages, tables)
-    assert torch.equal(step.key_pages, other.key_pages)
-    assert torch.equal(step.value_pages, other.value_pages)
+    kernels.store_kv(step.qkv, step.pages, tables)
+    store_kv(other.qkv, other.pages, tables)
+    assert torch.equal(step.pages.keys, other.pages.keys)
+    assert torch.equal(step.pages.values, other.pages.values)
     parts = []
     for chain in (False, True):
-        given, options = (step.query, step.key, step.value, tables), {"scale": 0.4, "softcap": 2.0, "chain": chain}
-        out, lse = kernels.in_step_attention(*given, **options)
-        wanted, wanted_lse = in_step_attention(*given, **options)  # type: ignore[arg-type]
+        given = step.qkv, tables, AttentionSpec(0.4, softcap=2.0)
+        out, lse = kernels.in_step_attention(*given, chain=chain)
+        wanted, wanted_lse = in_step_attention(*given, chain=chain)
         torch.testing.assert_close(out[: step.num_rows], wanted[: step.num_rows], atol=2e-6, rtol=0)
         torch.testing.assert_close(lse[: step.num_rows], wanted_lse[: step.num_rows], atol=2e-6, rtol=0)
         parts += [wanted[: step.num_rows], wanted_lse[: step.num_rows]]

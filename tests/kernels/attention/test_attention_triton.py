@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 import numpy as np
-from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
+from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.attention.attention_triton import (
     Walk,
     attend,
@@ -22,13 +23,11 @@ from space_kernels.attention.attention_triton import (
 from space_kernels.attention.store_kv_triton import store_kv
 from space_kernels.attention.tile import SPLIT, tile_for
 from space_kernels.attention.torch_backend import space_attention as reference
-from space_kernels.paging.row_pattern import RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import RowPattern, StepRows
 from space_kernels.paging.step_tables import PatternTables, StepTables
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SCALE = 0.3
 
 SHORT = MadeUp(cached=5, num_chain=1, groups=[(0, 2)], seed=1)
 SPACE = MadeUp(cached=66, num_chain=3, groups=[(0, 2), (1, 0), (2, 1)], seed=2)
@@ -44,27 +43,15 @@ def real(step: MadeUpStep, out: Tensor) -> Tensor:
 
 def expected(step: MadeUpStep, window: int | None = None, softcap: float | None = None) -> Tensor:
     """The reference in float32, on the CPU, on copies of the pages."""
-    query, key, value, key_pages, value_pages = (
-        tensor.cpu().float().clone() for tensor in (step.query, step.key, step.value, step.key_pages, step.value_pages)
-    )
+    qkv = QKV(*(tensor.cpu().float().clone() for tensor in step.qkv))
+    pages = KVPages(*(tensor.cpu().float().clone() for tensor in step.pages))
     rows = step.rows
     on_cpu = StepRows(rows.pattern, rows.starts, rows.pages, rows.block_size, torch.device("cpu"))
-    found = reference(query, key, value, key_pages, value_pages, on_cpu, scale=SCALE, window=window, softcap=softcap)
-    return real(step, found)
+    return real(step, reference(qkv, pages, on_cpu, AttentionSpec(SCALE, window, softcap)))
 
 
 def found(step: MadeUpStep, window: int | None = None, softcap: float | None = None) -> Tensor:
-    out = space_attention(
-        step.query,
-        step.key,
-        step.value,
-        step.key_pages,
-        step.value_pages,
-        step.rows,
-        scale=SCALE,
-        window=window,
-        softcap=softcap,
-    )
+    out = space_attention(step.qkv, step.pages, step.rows, AttentionSpec(SCALE, window, softcap))
     assert out.dtype is step.query.dtype
     return real(step, out)
 
@@ -135,7 +122,7 @@ def test_sixteen_bits_stay_within_their_rounding(
     """Weights and outputs are rounded once each, by Triton's interpreter towards zero: two units in the last place."""
     step = made_up_step([SHORT, SPACE], head_dim=64, dtype=dtype, device=DEVICE)
     wanted = expected(step, window, softcap)
-    largest = float(torch.cat([step.value_pages.nan_to_num().flatten(), step.value.flatten()]).abs().max())
+    largest = float(torch.cat([step.pages.values.nan_to_num().flatten(), step.value.flatten()]).abs().max())
     error = (found(step, window, softcap).cpu().float() - wanted).abs().max()
     assert error <= bound * largest
 
@@ -197,8 +184,8 @@ def test_a_row_decoded_alone_has_the_bits_it_has_in_a_prefill(dtype: torch.dtype
     for number in (0, 3, 17, 18, 23):  # 18 is the first row that sees the third split
         one = tables_of(1, [110 + number], whole.page_table, whole.block_size)
         own = slice(number, number + 1)
-        parts = (step.query[own], step.key[own], step.value[own], step.key_pages, step.value_pages)
-        alone = attend(*parts, one, scale=SCALE, window=window, walk="parallel", split=64)
+        qkv = QKV(*(part[own] for part in step.qkv))
+        alone = attend(qkv, step.pages, one, AttentionSpec(SCALE, window), walk="parallel", split=64)
         assert torch.equal(alone, prefilled[own]), number
 
 
@@ -215,10 +202,8 @@ def test_who_walks_the_splits_changes_no_bit(dtype: torch.dtype, window: int | N
 def walked(step: MadeUpStep, walk: Walk, window: int | None = None, tables: StepTables | None = None) -> Tensor:
     """With splits of one key block or two."""
     tables = tables or StepTables.of(step.rows)
-    store_kv(step.key, step.value, step.key_pages, step.value_pages, tables)
-    pages = step.key_pages, step.value_pages
-    out = attend(step.query, step.key, step.value, *pages, tables, scale=SCALE, window=window, walk=walk, split=64)
-    return real(step, out)
+    store_kv(step.qkv, step.pages, tables)
+    return real(step, attend(step.qkv, step.pages, tables, AttentionSpec(SCALE, window), walk=walk, split=64))
 
 
 @pytest.mark.parametrize("walk", ["parallel", "serial"])
@@ -264,13 +249,13 @@ def test_queries_keys_and_values_may_be_cut_from_one_product() -> None:
     step = made_up_step([SPACE, SHORT], device=DEVICE)
     fused = torch.cat([step.query, step.key, step.value], 1).contiguous()
     query, key, value = fused.split([4, 2, 2], 1)
-    cut = dataclasses.replace(step, query=query, key=key, value=value)
+    cut = dataclasses.replace(step, qkv=QKV(query, key, value))
     assert torch.equal(found(cut), found(made_up_step([SPACE, SHORT], device=DEVICE)))
 
 
 def test_padding_rows_are_zero() -> None:
     step = made_up_step([SHORT], device=DEVICE)
-    out = space_attention(step.query, step.key, step.value, step.key_pages, step.value_pages, step.rows, scale=SCALE)
+    out = space_attention(step.qkv, step.pages, step.rows, AttentionSpec(SCALE))
     assert len(out) > step.num_rows
     assert not bool(out[step.num_rows :].any())
 
@@ -282,14 +267,11 @@ def test_prefix_and_step_merge_to_the_whole(chain: bool, window: int | None, sof
     step = made_up_step([SPACE, CHUNK], device=DEVICE)
     wanted = expected(step, window, softcap)
     tables = StepTables.of(step.rows)
-    store_kv(step.key, step.value, step.key_pages, step.value_pages, tables)
+    store_kv(step.qkv, step.pages, tables)
     committed = dataclasses.replace(tables, num_written=torch.zeros_like(tables.num_written)) if chain else tables
-    prefix = prefix_attention(
-        step.query, step.key_pages, step.value_pages, committed, scale=SCALE, window=window, softcap=softcap
-    )
-    among = in_step_attention(
-        step.query, step.key, step.value, tables, scale=SCALE, window=window, softcap=softcap, chain=chain
-    )
+    spec = AttentionSpec(SCALE, window, softcap)
+    prefix = prefix_attention(step.query, step.pages, committed, spec)
+    among = in_step_attention(step.qkv, tables, spec, chain=chain)
     num_chain = tables.pattern.num_chain_rows
     if not chain:
         assert bool((among[1][:num_chain] == -float("inf")).all())
@@ -302,12 +284,10 @@ def test_prefix_and_step_merge_to_the_whole(chain: bool, window: int | None, sof
 def test_the_log_sum_exp_is_that_of_the_scores() -> None:
     step = made_up_step([MadeUp(cached=70, num_chain=1, seed=5)], heads=2, kv_heads=2, device=DEVICE)
     tables = StepTables.of(step.rows)
-    store_kv(step.key, step.value, step.key_pages, step.value_pages, tables)
+    store_kv(step.qkv, step.pages, tables)
     for walk in ("parallel", "serial"):
-        _, lse = prefix_attention(
-            step.query, step.key_pages, step.value_pages, tables, scale=SCALE, walk=walk, split=64
-        )
-        keys = step.key_pages[tables.page_table[0].long()].transpose(1, 2).flatten(0, 1)[:71]
+        _, lse = prefix_attention(step.query, step.pages, tables, AttentionSpec(SCALE), walk=walk, split=64)
+        keys = step.pages.keys[tables.page_table[0].long()].transpose(1, 2).flatten(0, 1)[:71]
         scores = torch.einsum("hd,nhd->hn", step.query[0].double(), keys.double()) * SCALE
         torch.testing.assert_close(lse[0].double(), torch.logsumexp(scores, 1), atol=1e-5, rtol=0)
 
@@ -333,8 +313,8 @@ def test_tables_updated_in_place_move_every_sequence_on() -> None:
         now = StepTables.of(step.rows)
         static.starts.copy_(now.starts)
         static.page_table.copy_(now.page_table)
-        store_kv(step.key, step.value, step.key_pages, step.value_pages, static)
-        out = attend(step.query, step.key, step.value, step.key_pages, step.value_pages, static, scale=SCALE)
+        store_kv(step.qkv, step.pages, static)
+        out = attend(step.qkv, step.pages, static, AttentionSpec(SCALE))
         torch.testing.assert_close(real(step, out).cpu(), expected(step), atol=1e-5, rtol=0)
 
 
@@ -344,11 +324,11 @@ def test_chain_rows_that_are_dead_store_nothing_and_harm_nobody() -> None:
     wanted = expected(step)
     tables = StepTables.of(step.rows)
     alive = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
-    before = step.key_pages.clone()
+    before = step.pages.keys.clone()
     fewer = dataclasses.replace(tables, num_written=alive)
-    store_kv(step.key, step.value, step.key_pages, step.value_pages, fewer)
-    assert int((before.isnan() & ~step.key_pages.isnan()).any((1, 3)).sum()) == 2  # slots
-    out = attend(step.query, step.key, step.value, step.key_pages, step.value_pages, fewer, scale=SCALE)
+    store_kv(step.qkv, step.pages, fewer)
+    assert int((before.isnan() & ~step.pages.keys.isnan()).any((1, 3)).sum()) == 2  # slots
+    out = attend(step.qkv, step.pages, fewer, AttentionSpec(SCALE))
     torch.testing.assert_close(out[:2].cpu(), wanted[:2], atol=1e-5, rtol=0)
     assert bool(out.isfinite().all())
 
@@ -356,15 +336,15 @@ def test_chain_rows_that_are_dead_store_nothing_and_harm_nobody() -> None:
 def test_a_step_needs_a_positive_scale_and_heads_that_divide() -> None:
     step = made_up_step([SHORT], heads=4, kv_heads=2, device=DEVICE)
     tables = StepTables.of(step.rows)
-    pages = step.key_pages, step.value_pages
+    pages, spec = step.pages, AttentionSpec(SCALE)
     with pytest.raises(ValueError, match="The scale is 0"):
-        attend(step.query, step.key, step.value, *pages, tables, scale=0.0)
+        attend(step.qkv, pages, tables, AttentionSpec(0.0))
     with pytest.raises(ValueError, match="3 query heads do not divide among 2"):
-        attend(step.query[:, :3], step.key, step.value, *pages, tables, scale=SCALE)
+        attend(step.qkv._replace(query=step.query[:, :3]), pages, tables, spec)
     with pytest.raises(ValueError, match="A split of 40 positions is no multiple"):
-        attend(step.query, step.key, step.value, *pages, tables, scale=SCALE, split=40)
+        attend(step.qkv, pages, tables, spec, split=40)
     with pytest.raises(ValueError, match="slots of a page must be adjacent"):
-        attend(step.query, step.key, step.value, *(p.transpose(1, 2) for p in pages), tables, scale=SCALE)
+        attend(step.qkv, KVPages(*(p.transpose(1, 2) for p in pages)), tables, spec)
 
 
 def test_a_tile_follows_from_head_size_and_dtype_alone() -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from doubles.kernels import MadeUp, MadeUpStep, full_layout, made_up_step
+from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention import merge as attention_merge
 from space_kernels.attention import torch_backend as attention
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import FORMAT, nearest
 from space_kernels.layers import rotary
-from space_kernels.paging.slots import StepRows
+from space_kernels.layers.rotary import HeadCounts
+from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
 from torch import Tensor
 
@@ -64,8 +66,8 @@ def test_in_a_kernel_a_number_becomes_the_nearest_and_is_read_back_as_it() -> No
 
 def run(how: Attention, step: MadeUpStep, **options: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return every row's output, and the pages after the step."""
-    pages = step.key_pages.clone(), step.value_pages.clone()
-    out = how(step.query, step.key, step.value, *pages, step.rows, scale=0.3, **options)
+    pages = step.copied_pages()
+    out = how(step.qkv, pages, step.rows, AttentionSpec(SCALE, **options))  # type: ignore[arg-type]
     return out[: step.num_rows], *pages
 
 
@@ -75,14 +77,14 @@ def in_plain_pages(step: MadeUpStep) -> MadeUpStep:
     key, value = step.key.float(), step.value.float()
     for new in (key, value):
         new[:chain] = nearest(new[:chain]).float()
-    pages = step.key_pages.float(), step.value_pages.float()
-    return MadeUpStep(step.query.float(), key, value, *pages, step.rows)
+    pages = KVPages(step.pages.keys.float(), step.pages.values.float())
+    return MadeUpStep(QKV(step.query.float(), key, value), pages, step.rows)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 2.0)])
 @pytest.mark.parametrize("how", EITHER)
 def test_a_row_sees_the_nearest_numbers(how: Attention, window: int | None, softcap: float | None) -> None:
-    step = made_up_step([SPACE, CHUNK, ALONE], dtype=torch.float32, device=DEVICE, float8=True)
+    step = made_up_step([SPACE, CHUNK, ALONE], dtype=torch.float32, device=DEVICE, fp8=True)
     wanted = run(attention.space_attention, in_plain_pages(step), window=window, softcap=softcap)[0]
     found, keys, _ = run(how, step, window=window, softcap=softcap)
     assert keys.dtype is FORMAT
@@ -92,7 +94,7 @@ def test_a_row_sees_the_nearest_numbers(how: Attention, window: int | None, soft
 @pytest.mark.parametrize("heads", [(4, 1, 64), (2, 2, 128)])
 def test_kernel_and_reference_store_the_same_bytes_and_nearly_agree(heads: tuple[int, int, int]) -> None:
     sizes = dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True))
-    step = made_up_step([LONG, SPACE], dtype=DTYPE, device=DEVICE, float8=True, **sizes)  # type: ignore[arg-type]
+    step = made_up_step([LONG, SPACE], dtype=DTYPE, device=DEVICE, fp8=True, **sizes)  # type: ignore[arg-type]
     wanted, found = (run(how, step) for how in EITHER)
     torch.testing.assert_close(found[0].float(), wanted[0].float(), atol=2**-7, rtol=0)
     for mine, theirs in zip(found[1:], wanted[1:], strict=True):
@@ -100,12 +102,12 @@ def test_kernel_and_reference_store_the_same_bytes_and_nearly_agree(heads: tuple
 
 
 def test_both_stores_are_the_same() -> None:
-    step = made_up_step([SPACE, ALONE], dtype=DTYPE, device=DEVICE, float8=True)
+    step = made_up_step([SPACE, ALONE], dtype=DTYPE, device=DEVICE, fp8=True)
     step.key[0, 0, :3] = torch.tensor([float("nan"), float("inf"), 1000.0])
     found = []
     for store in (attention_merge.store_kv, store_kv_triton.store_kv):
-        pages = step.key_pages.clone(), step.value_pages.clone()
-        store(step.key, step.value, *pages, StepTables.of(step.rows))
+        pages = step.copied_pages()
+        store(step.qkv, pages, StepTables.of(step.rows))
         found.append([page.view(torch.uint8) for page in pages])
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -117,12 +119,12 @@ def test_both_stores_are_the_same() -> None:
 def test_rotary_stores_are_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     fused = torch.randn(6, (4 + 2 + 2) * 16, generator=generator).to(DEVICE, DTYPE)
-    cos, sin = rotary.angles(torch.arange(6, device=DEVICE), torch.rand(8, generator=generator).to(DEVICE))
+    angles = rotary.angles(torch.arange(6, device=DEVICE), torch.rand(8, generator=generator).to(DEVICE))
     slots = torch.tensor([3, -1, 17, 40], device=DEVICE)
     found = []
     for store in (rotary.rotary_store, rotary_triton.rotary_store):
-        pages = [torch.zeros(3, 2, 16, 16, dtype=FORMAT, device=DEVICE) for _ in range(2)]
-        out = store(fused.clone(), cos, sin, *pages, slots, num_heads=4, kv_heads=2)
+        pages = KVPages(*(torch.zeros(3, 2, 16, 16, dtype=FORMAT, device=DEVICE) for _ in range(2)))
+        out = store(fused.clone(), angles, pages, slots, HeadCounts(4, 2))
         found.append([page.view(torch.uint8) for page in pages])
         assert torch.equal(pages[0][1, :, 1].float(), nearest(out[1][2]).float())
         assert torch.equal(pages[1][0, :, 3].float(), nearest(out[2][0]).float())
@@ -133,7 +135,7 @@ def test_rotary_stores_are_the_same() -> None:
 def test_a_chain_has_the_same_bits_alone_in_company_and_row_by_row(how: Attention) -> None:
     plain = MadeUp(cached=66, num_chain=3, seed=2)
     with_masks = dataclasses.replace(plain, groups=full_layout(2))
-    sizes = {"dtype": DTYPE, "device": DEVICE, "float8": True}
+    sizes = {"dtype": DTYPE, "device": DEVICE, "fp8": True}
     wanted, keys, values = run(how, made_up_step([plain], **sizes))  # type: ignore[arg-type]
     beside = made_up_step([ALONE, with_masks, CHUNK], **sizes)  # type: ignore[arg-type]
     assert torch.equal(run(how, beside)[0][1:4], wanted)
@@ -141,15 +143,15 @@ def test_a_chain_has_the_same_bits_alone_in_company_and_row_by_row(how: Attentio
     alone = made_up_step([dataclasses.replace(plain, num_chain=1)], **sizes)  # type: ignore[arg-type]
     for row in range(3):
         one = StepRows(alone.rows.pattern, alone.rows.starts + row, step.rows.pages, 16, torch.device(DEVICE))
-        own = [torch.cat([part[row : row + 1], part[:3] * 0]) for part in (step.query, step.key, step.value)]
-        found = how(*own, keys, values, one, scale=0.3)
+        own = QKV(*(torch.cat([part[row : row + 1], part[:3] * 0]) for part in step.qkv))
+        found = how(own, KVPages(keys, values), one, AttentionSpec(SCALE))
         assert torch.equal(found[0], wanted[row])
 
 
 @pytest.mark.parametrize("how", EITHER)
 def test_what_lies_in_unwritten_slots_changes_nothing(how: Attention) -> None:
     found = [
-        run(how, made_up_step([SPACE, ALONE], dtype=DTYPE, device=DEVICE, float8=True, garbage=garbage))[0]
+        run(how, made_up_step([SPACE, ALONE], dtype=DTYPE, device=DEVICE, fp8=True, garbage=garbage))[0]
         for garbage in (float("nan"), 300.0)
     ]
     assert torch.equal(*found)

@@ -77,13 +77,13 @@ def test_helpers_leave_signals_to_the_program(library: CpuLibrary) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 70])
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("int8", [False, True])
 def test_a_product_has_the_same_bits_however_its_panels_fall_to_threads(
-    library: CpuLibrary, rows: int, eight_bits: bool
+    library: CpuLibrary, rows: int, int8: bool
 ) -> None:
     draws = torch.Generator().manual_seed(rows)
     weight = (torch.randn(1200, 172, generator=draws) / 13).bfloat16()
-    linear = CompiledLinear(library, weight, None, eight_bits=eight_bits)
+    linear = CompiledLinear(library, weight, None, int8=int8)
     x, before = torch.randn(rows, 172, generator=draws).bfloat16(), torch.get_num_threads()
     found = []
     try:

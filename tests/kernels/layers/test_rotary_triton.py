@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from space_kernels.attention.attention import QKV, KVPages
 from space_kernels.layers import rotary
-from space_kernels.layers.rotary import HeadNorm, angles
+from space_kernels.layers.rotary import HeadCounts, HeadNorm, angles
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -35,16 +36,16 @@ class Case:
     norm: HeadNorm | None
     block_size: int = 16
 
-    def run(self, store: Callable[..., tuple[Tensor, Tensor, Tensor]], rows: int | None = None) -> list[Tensor]:
+    def run(self, store: Callable[..., QKV], rows: int | None = None) -> list[Tensor]:
         """query, key, value, key pages, value pages: of the first rows."""
         count = len(self.fused) if rows is None else rows
         shape = (5, self.groups, self.block_size, self.width)
-        pages = [torch.full(shape, math.nan, dtype=self.fused.dtype, device=DEVICE) for _ in range(2)]
+        pages = KVPages(*(torch.full(shape, math.nan, dtype=self.fused.dtype, device=DEVICE) for _ in range(2)))
         frequencies = 10_000.0 ** -(torch.arange(0, self.width, 2, device=DEVICE) / self.width)
-        cos, sin = angles(self.positions[:count], frequencies)
+        turns = angles(self.positions[:count], frequencies)
         slots = self.slots[:count]
         fused = self.fused[:count].clone()
-        out = store(fused, cos, sin, *pages, slots, num_heads=self.heads, kv_heads=self.groups, norm=self.norm)
+        out = store(fused, turns, pages, slots, HeadCounts(self.heads, self.groups), self.norm)
         return [*out, *pages]
 
 
@@ -77,7 +78,7 @@ def test_the_kernel_is_the_reference(heads: int, groups: int, width: int, normed
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_each_pair_is_turned_by_its_angle(store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+def test_each_pair_is_turned_by_its_angle(store: Callable[..., QKV]) -> None:
     drawn = case(torch.float32)
     query, key, value, _, _ = drawn.run(store)
     before = drawn.fused.view(7, 8, 16).double().cpu()
@@ -92,7 +93,7 @@ def test_each_pair_is_turned_by_its_angle(store: Callable[..., tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_only_rows_with_a_slot_are_stored(store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+def test_only_rows_with_a_slot_are_stored(store: Callable[..., QKV]) -> None:
     drawn = case(torch.float32)
     _, key, value, key_pages, value_pages = drawn.run(store)
     written = {slot: row for row, slot in enumerate(drawn.slots.tolist()) if slot >= 0}
@@ -107,7 +108,7 @@ def test_only_rows_with_a_slot_are_stored(store: Callable[..., tuple[Tensor, Ten
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, where kernels are interpreted
 @pytest.mark.parametrize("store", STORES)
-def test_what_is_not_finite_is_stored_as_zero(store: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+def test_what_is_not_finite_is_stored_as_zero(store: Callable[..., QKV]) -> None:
     drawn = case(torch.float32)
     drawn.fused[0] = math.nan
     drawn.fused[1, -32:] = math.inf  # the values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from space_kernels.layers import swiglu
+from space_kernels.layers import activation as swiglu
 from torch.nn import functional as F
 
 pytest.importorskip("triton")

@@ -57,13 +57,13 @@ def test_threads_change_no_bit(library: CpuLibrary) -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
-def test_processors_that_widen_agree_on_every_bit(eight_bits: bool) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_processors_that_widen_agree_on_every_bit(int8: bool) -> None:
     kinds = [kind for kind in own_kinds() if kind in ("avx512", "avx2")]
     if len(kinds) < 2:
         pytest.skip("this processor is of one kind that widens")
     weight, bias, x, _ = draw(256, 704)
-    one, other = (CompiledLinear(library_for(kind), weight, bias, eight_bits=eight_bits) for kind in kinds)
+    one, other = (CompiledLinear(library_for(kind), weight, bias, int8=int8) for kind in kinds)
     for rows in (1, 3, 5, 9, 13, 70):
         assert torch.equal(one(x[:rows]), other(x[:rows])), rows
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from space_kernels.fp8 import FORMAT, GREATEST, Fp8, float8_product, nearest
+from space_kernels.fp8 import FORMAT, GREATEST, Fp8, fp8_matmul, nearest
 from space_kernels.linear.cuda_linear import Fp8Linear
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def test_every_number_is_itself_in_the_kernel() -> None:
     numbers = every_number()
     weight = numbers.view(127, 2).repeat(1, 8).to(DEVICE)
     x = torch.eye(16, dtype=DTYPE, device=DEVICE)
-    found = linear_triton.float8_product(x, weight, torch.ones(127, device=DEVICE), None)
+    found = linear_triton.fp8_matmul(x, weight, torch.ones(127, device=DEVICE), None)
     assert torch.equal(found.T.float(), weight.float())
 
 
@@ -101,7 +101,7 @@ def test_a_product_is_that_of_its_definition(out: int, width: int) -> None:
     product = x.double() @ kept.dense().double().T
     tolerance = torch.finfo(DTYPE).eps
     for given, wanted in ((None, product), (bias, product + bias.double())):
-        for how in (linear_triton.float8_product, float8_product):
+        for how in (linear_triton.fp8_matmul, fp8_matmul):
             found = how(x, kept.numbers, kept.scale, given)
             assert found.dtype is DTYPE
             torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -109,18 +109,18 @@ def test_a_product_is_that_of_its_definition(out: int, width: int) -> None:
 
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows() -> None:
     x, kept, bias = draw(70, 48, 96)
-    whole = linear_triton.float8_product(x, kept.numbers, kept.scale, bias)
+    whole = linear_triton.fp8_matmul(x, kept.numbers, kept.scale, bias)
     for count in (1, 2, 3, 17, 64, 65):
-        found = linear_triton.float8_product(x[:count], kept.numbers, kept.scale, bias)
+        found = linear_triton.fp8_matmul(x[:count], kept.numbers, kept.scale, bias)
         assert torch.equal(found, whole[:count]), count
 
 
 def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, kept, bias = draw(6, 24, 1100)
     assert linear_triton.LinearTile.of(24, 1100, DTYPE).parts > 1
-    apart = linear_triton.float8_product(x, kept.numbers, kept.scale, bias)
+    apart = linear_triton.fp8_matmul(x, kept.numbers, kept.scale, bias)
     monkeypatch.setattr(linear_triton, "_FEW_ROWS", 0)
-    assert torch.equal(linear_triton.float8_product(x, kept.numbers, kept.scale, bias), apart)
+    assert torch.equal(linear_triton.fp8_matmul(x, kept.numbers, kept.scale, bias), apart)
 
 
 def test_linears_one_below_the_other() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from space_kernels.linear import linear_triton
-from space_kernels.linear.linear_triton import LinearTile, row_invariant_product
+from space_kernels.linear.linear_triton import LinearTile, row_invariant_matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -30,7 +30,7 @@ def test_a_product_is_that_of_double_precision(out: int, width: int, dtype: torc
     product = x.double() @ weight.double().T
     tolerance = max(torch.finfo(dtype).eps, 2e-6)
     for given, wanted in ((None, product), (bias, product + bias.double())):
-        found = row_invariant_product(x, weight, given)
+        found = row_invariant_matmul(x, weight, given)
         assert found.dtype is dtype
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
@@ -39,10 +39,10 @@ def test_a_product_is_that_of_double_precision(out: int, width: int, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(dtype: torch.dtype) -> None:
     x, weight, bias = draw(70, 48, 96, dtype)
-    whole = row_invariant_product(x, weight, bias)
+    whole = row_invariant_matmul(x, weight, bias)
     for count in (1, 2, 3, 17, 64, 65):
-        assert torch.equal(row_invariant_product(x[:count], weight, bias), whole[:count]), count
-    assert torch.equal(row_invariant_product(x[5:9], weight, bias), whole[5:9])
+        assert torch.equal(row_invariant_matmul(x[:count], weight, bias), whole[:count]), count
+    assert torch.equal(row_invariant_matmul(x[5:9], weight, bias), whole[5:9])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,9 +51,9 @@ def test_parts_summed_apart_or_one_after_the_other_are_the_same_bits(
 ) -> None:
     x, weight, bias = draw(6, 24, 1100, dtype)
     assert LinearTile.of(24, 1100, dtype).parts > 1
-    apart = row_invariant_product(x, weight, bias)
+    apart = row_invariant_matmul(x, weight, bias)
     monkeypatch.setattr(linear_triton, "_FEW_ROWS", 0)
-    assert torch.equal(row_invariant_product(x, weight, bias), apart)
+    assert torch.equal(row_invariant_matmul(x, weight, bias), apart)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from doubles.kernels import MadeUp, full_layout, made_up_step
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import PatternTables, StepTables
 
 SEQUENCES = [

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
-from space_kernels.sampling.cpu_choice import best_of, greatest
+from space_kernels.sampling.sampler import argmax, best_of
 from torch import Tensor
 
 
@@ -30,7 +30,7 @@ BANNED = torch.tensor([0, 4])
 @pytest.mark.parametrize("coarse", [0.0, 0.5])
 def test_the_greatest_is_the_first_of_equal_ones(library: CpuLibrary, num_ids: int, coarse: float) -> None:
     logits = rows(num_ids, coarse)
-    ids, usable = greatest(library, logits, BANNED)
+    ids, usable = argmax(library, logits, BANNED)
     assert bool(usable.all())
     assert ids.tolist() == logits.index_fill(1, BANNED, -math.inf).argmax(dim=1).tolist()
 
@@ -38,7 +38,7 @@ def test_the_greatest_is_the_first_of_equal_ones(library: CpuLibrary, num_ids: i
 def test_minus_zero_is_zero(library: CpuLibrary) -> None:
     logits = torch.full((1, 600), -1.0)
     logits[0, 20], logits[0, 550] = -0.0, 0.0
-    assert greatest(library, logits, BANNED)[0].tolist() == [20]
+    assert argmax(library, logits, BANNED)[0].tolist() == [20]
 
 
 def test_rows_without_a_finite_greatest_or_with_nan_have_none(library: CpuLibrary) -> None:
@@ -47,10 +47,10 @@ def test_rows_without_a_finite_greatest_or_with_nan_have_none(library: CpuLibrar
     logits[1, 5000] = math.nan
     logits[2, 9] = -torch.tensor(math.nan)
     logits[3, 100] = math.inf
-    assert greatest(library, logits, BANNED)[1].tolist() == [False, False, False, False, True]
+    assert argmax(library, logits, BANNED)[1].tolist() == [False, False, False, False, True]
     few = torch.full((1, 5), -math.inf)
     few[0, 4] = 1.0  # banned
-    assert greatest(library, few, BANNED)[1].tolist() == [False]
+    assert argmax(library, few, BANNED)[1].tolist() == [False]
 
 
 @pytest.mark.parametrize(("num_ids", "count"), [(7, 256), (256, 256), (300, 256), (6144, 256), (40_001, 256), (900, 3)])

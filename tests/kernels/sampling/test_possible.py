@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from space_kernels.sampling.choice import choose_rows
 from space_kernels.sampling.logits_processors import process
+from space_kernels.sampling.sampler import sample_rows
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import IdBits, SamplingRow
 from space_kernels.sampling.sampling_tensors import SamplingCapacity
@@ -39,7 +39,7 @@ def test_each_row_keeps_the_bits_of_what_its_grammar_allows(num_ids: int) -> Non
         allowed[range(num_ids) if ids is None else ids] = True
         expected = torch.where(allowed, raw[number], -torch.inf)
         assert made[number].numpy().tobytes() == expected.numpy().tobytes()
-    assert choose_rows(raw, rows, NO_IDS).usable.tolist() == [True, True, True, True, False]
+    assert sample_rows(raw, rows, NO_IDS).valid.tolist() == [True, True, True, True, False]
 
 
 def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
@@ -48,7 +48,7 @@ def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
     row = SamplingRow(sampling_params, [1], 1, possible=bits([9, 11, 12], 40))
     made = process(raw, [row], torch.tensor([12]))
     assert torch.isneginf(made).all()
-    assert choose_rows(
+    assert sample_rows(
         torch.zeros(1, 40), [replace(row, sampling_params=sampling_params.ending)], NO_IDS
     ).ids.tolist() == [9]
 

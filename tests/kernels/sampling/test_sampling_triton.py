@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from space_kernels.sampling import device_sampling as reference
 from space_kernels.sampling import sampling_triton
-from space_kernels.sampling.choice import SampledTokens, choose_rows
-from space_kernels.sampling.choice import log_probabilities as log_probabilities_on_host
-from space_kernels.sampling.device_sampling import end_bans, log_probabilities, word_bans
+from space_kernels.sampling.device_sampling import Prefixes, end_bans, log_probabilities, word_bans
+from space_kernels.sampling.sampler import SampledTokens, sample_rows
+from space_kernels.sampling.sampler import log_probabilities as log_probabilities_on_host
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import SamplingRow
 from space_kernels.sampling.sampling_tensors import NO_ID, SamplingTensors, Stages, token_counts
@@ -29,12 +29,12 @@ Choose = Callable[..., SampledTokens]
 
 def in_small_tiles(*arguments: object, **named: object) -> SampledTokens:
     """Sample in two tiles; the first 32 candidates suffice for some rows only."""
-    return sampling_triton.choose(*arguments, shape=LogitsShape(tile=64, few=32, num_warps=1), **named)
+    return sampling_triton.sample(*arguments, shape=LogitsShape(tile=64, few=32, num_warps=1), **named)
 
 
 WAYS: dict[str, Choose] = {
-    "reference": reference.choose,
-    "one tile": sampling_triton.choose,
+    "reference": reference.sample,
+    "one tile": sampling_triton.sample,
     "small tiles": in_small_tiles,
 }
 
@@ -65,9 +65,9 @@ class Batch:
             )
             for j in range(self.J)
         ]
-        choice = choose_rows(logits.clone().view(-1, self.V), rows, torch.tensor(BANNED))
+        choice = sample_rows(logits.clone().view(-1, self.V), rows, torch.tensor(BANNED))
         S = len(self.batch_params)
-        return SampledTokens(choice.ids.view(S, self.J), choice.usable.view(S, self.J))
+        return SampledTokens(choice.ids.view(S, self.J), choice.valid.view(S, self.J))
 
     def by(self, choose: Choose, logits: torch.Tensor, only: slice = slice(None)) -> SampledTokens:
         batch_params = self.batch_params[only]
@@ -88,19 +88,16 @@ class Batch:
             logits.clone().view(-1, self.J, self.V)[only].contiguous().to(DEVICE),
             tensors,
             Stages.of(batch_params),
-            num_known.to(DEVICE),
+            Prefixes(num_known.to(DEVICE), tails.to(DEVICE), num_tail.to(DEVICE), torch.cat([words, ends], dim=2)),
             torch.tensor(BANNED).to(DEVICE),
-            tails=tails.to(DEVICE),
-            num_tail=num_tail.to(DEVICE),
-            counts=torch.stack(counts).to(DEVICE),
-            bans=torch.cat([words, ends], dim=2),
+            torch.stack(counts).to(DEVICE),
         )
-        return SampledTokens(choice.ids.cpu(), choice.usable.cpu())
+        return SampledTokens(choice.ids.cpu(), choice.valid.cpu())
 
 
 def agree(one: SampledTokens, other: SampledTokens) -> None:
-    assert torch.equal(one.usable, other.usable)
-    assert one.ids[one.usable].tolist() == other.ids[other.usable].tolist()
+    assert torch.equal(one.valid, other.valid)
+    assert one.ids[one.valid].tolist() == other.ids[other.valid].tolist()
 
 
 def logits_of(S: int, J: int, seed: int, spread: float = 3.0, step: float = 0.0, vocab_size: int = V) -> torch.Tensor:
@@ -138,7 +135,7 @@ CUTS = [
 
 
 def test_rows_choose_as_on_the_host_whatever_cuts_their_law(choose: Choose) -> None:
-    batch_params = CUTS if choose is reference.choose or DEVICE == "cuda" else CUTS[3:13:2]
+    batch_params = CUTS if choose is reference.sample or DEVICE == "cuda" else CUTS[3:13:2]
     batch = Batch(batch_params, 1, seed=1)
     logits = logits_of(len(batch_params), 1, seed=2)
     logits[1::2] = (logits[1::2] * 2.0).round() / 2.0  # many are equal
@@ -181,8 +178,8 @@ def test_rows_without_a_choice_are_told_and_harm_nobody(choose: Choose) -> None:
     logits[3, 0] = -math.inf
     logits[4, 1, 90] = math.nan  # of a banned id: ignored
     harmed = batch.by(choose, logits)
-    assert harmed.usable.tolist() == [[True, False], [False, True], [False, False], [False, True], [True, True]]
-    assert torch.equal(harmed.ids[harmed.usable], whole.ids[harmed.usable])
+    assert harmed.valid.tolist() == [[True, False], [False, True], [False, False], [False, True], [True, True]]
+    assert torch.equal(harmed.ids[harmed.valid], whole.ids[harmed.valid])
     assert ((harmed.ids >= 0) & (harmed.ids < V)).all()
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from space_kernels.build import cpu_library
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.step.cpu_draft_head import CompiledDraftHead
-from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns, propose
+from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm, SamplingColumns, propose
 from torch.nn import functional as F
 
 HIDDEN, INNER, VOCABULARY, CANDIDATES = 64, 48, 300, 40

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from space_kernels.step.step_verification import StepVerification
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors, synthetic_accept
+from space_kernels.step.verification import StepVerification
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANCES = (0.9, 0.7, 0.5)

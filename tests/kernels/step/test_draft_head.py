@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from space_kernels.sampling.choice import choose_rows
+from space_kernels.sampling.sampler import sample_rows
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import SamplingRow
-from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns, choose_candidates, propose
+from space_kernels.step.draft_head import DraftHeadForm, SamplingColumns, propose, sample_candidates
 from torch.nn import functional as F
 
 HIDDEN, VOCAB, K, M = 8, 40, 3, 12
@@ -70,6 +70,6 @@ def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
     logits = tensors(9, len(LAWS), VOCAB)
     ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
     keys, positions = torch.tensor([sampling_params.key for sampling_params in LAWS]), torch.tensor([1, 2, 3, 4])
-    drafts = choose_candidates(logits, ids, SamplingColumns.of(LAWS, logits.device), keys, positions)
+    drafts = sample_candidates(logits, ids, SamplingColumns.of(LAWS, logits.device), keys, positions)
     rows = [SamplingRow(sampling_params, ids=(0,) * (n + 1), num_prompt=1) for n, sampling_params in enumerate(LAWS)]
-    assert drafts.tolist() == choose_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()
+    assert drafts.tolist() == sample_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()

@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 from space_kernels.step import draft_head, draft_head_triton
-from space_kernels.step.draft_candidates import candidates, sampling_columns
-from space_kernels.step.draft_head import SamplingColumns
+from space_kernels.step.draft_head import SamplingColumns, candidates, sampling_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAWS = [
@@ -48,10 +47,10 @@ def test_candidates_are_chosen_alike(M: int, step: float) -> None:
     places = [each.to(device) for each in (keys, positions)]
     for some in (slice(None), slice(0, 1), slice(1, 2)):  # with every stage, greedy alone, without cuts
         columns = SamplingColumns.of(batch_params[some], device)
-        found = draft_head_triton.choose_candidates(
+        found = draft_head_triton.sample_candidates(
             *(each[some] for each in arguments), columns, *(each[some] for each in places)
         )
-        expected = draft_head.choose_candidates(
+        expected = draft_head.sample_candidates(
             *(each[some] for each in arguments), columns, *(each[some] for each in places)
         )
         assert found.tolist() == expected.tolist()

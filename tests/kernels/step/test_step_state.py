@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import SampledTokens
-from space_kernels.sampling.device_sampling import choose
+from space_kernels.sampling.device_sampling import sample
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as reference
-from space_kernels.step.draft_candidates import candidates, sampling_columns
-from space_kernels.step.draft_head import propose
+from space_kernels.step.draft_head import candidates, propose, sampling_columns
 from space_kernels.step.state import StateAdmission, StepState
-from space_kernels.step.step_verification import EndCode, verify_sequences
 from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification import EndCode, verify_sequences
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,18 +148,16 @@ def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, ban
     laid_out = reference.rows(state, index, torch.arange(1, 5, device=logits.device))
     of_rows = logits[laid_out.ids] + 0.1 * logits[laid_out.positions % V]
     before = reference.chain_choices(state, index, stages)
-    named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
     chain = of_rows[: index.num_chain_rows].view(S, k + 1, V)
     verification = reference.verify_step(
-        state, index, laid_out, choose(chain, state.batch_params, stages, before.positions, banned, **named)
+        state, index, laid_out, sample(chain, state.batch_params, stages, before, banned, state.counts)
     )
     found = reference.masks(state, index, verification)
     before = reference.mask_choices(state, verification, index.most_drafts, stages)
-    named = {"counts": state.counts, "tails": before.tails, "num_tail": before.num_tail, "bans": before.bans}
     ids, offsets = candidates(
         of_rows[found.rows],
         stages,
-        lambda raw: choosing.edit(raw, state.batch_params, stages, banned, **named),
+        lambda raw: choosing.edit(raw, state.batch_params, stages, before, banned, state.counts),
     )
     last = verification.emitted.gather(1, (verification.lengths - 1).clamp(min=0)[:, None])[:, 0]
     drafts = propose(

@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from space_kernels.step import step_verification as step_verdict
-from space_kernels.step import verification as verification
+from space_kernels.step import verification
 from space_kernels.step import verification_triton as verdict_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,14 +25,9 @@ def test_kernels_judge_as_the_reference(k: int) -> None:
     usable, running = torch.rand(S, k + 1, generator=generator) > 0.1, of(0, 5, S) > 0
     num_left, num_eos = of(1, k + 4, S), of(0, 3, S)
     end_ids = of(-1, 12, S, 3)
-    arguments = [each.to(DEVICE) for each in (samples, drafts, num_live)]
-    found, expected = verdict_triton.verify(*arguments), verification.verify(*arguments)
-    for name in ("accepted", "emitted", "lengths"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert len(set(expected.accepted.tolist())) > k // 2
-
+    assert len(set(verification.verify(samples, drafts, num_live).accepted.tolist())) > k // 2
     arguments = [each.to(DEVICE) for each in (samples, usable, drafts, num_live, running, num_left, end_ids, num_eos)]
-    cut, expected_cut = verdict_triton.verify_sequences(*arguments), step_verdict.verify_sequences(*arguments)
+    cut, expected_cut = verdict_triton.verify_sequences(*arguments), verification.verify_sequences(*arguments)
     for name in ("accepted", "emitted", "lengths", "end"):
         assert torch.equal(getattr(cut, name), getattr(expected_cut, name)), name
     assert len(set(expected_cut.end.tolist())) > 3
@@ -42,5 +36,13 @@ def test_kernels_judge_as_the_reference(k: int) -> None:
 def test_rows_of_wider_tensors_are_judged_where_they_are() -> None:
     drafts = torch.tensor([[5, 6, 9, 9], [5, 7, 9, 9]], device=DEVICE)
     samples = torch.tensor([[5, 6, 8], [5, 6, 8]], device=DEVICE)
-    live = torch.tensor([2, 2], device=DEVICE)
-    assert verdict_triton.verify(samples, drafts[:, :2], live).accepted.tolist() == [2, 1]
+    live, left, none = (
+        torch.tensor([2, 2], device=DEVICE),
+        torch.tensor([9, 9], device=DEVICE),
+        torch.zeros_like(drafts),
+    )
+    fit, running = torch.ones_like(samples, dtype=torch.bool), torch.ones_like(live, dtype=torch.bool)
+    verified = verdict_triton.verify_sequences(
+        samples, fit, drafts[:, :2], live, running, left, none[:, :1] - 1, none[:, 0]
+    )
+    assert verified.accepted.tolist() == [2, 1]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from family_sweep import EQUAL, sweep
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
-from space_model.family_sweep import EQUAL, sweep
 from space_model.loading.load import load_model
 from space_model.model_error import ModelError, UnsupportedModel
 from space_model.testing import tiny_checkpoint

@@ -27,7 +27,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, ModelError
 from space_model.networks.tensor_parallel import Share
 from space_model.precision import choose_dtype
-from space_model.quantization.quantized_weights import open_weights
+from space_model.quantization.quantized_model import open_weights
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from torch import Tensor

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from space_model.checkpoint import weight_stream
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
-from space_model.checkpoint.joined_rows import JoinedRows, one_below_the_other
 from space_model.checkpoint.weight_files import WeightFiles
-from space_model.checkpoint.weight_stream import WeightStream, send
+from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, one_below_the_other, send
 from space_model.loading import whole_model
 from space_model.loading.load import load_model
 from space_model.loading.whole_model import settle, stream_model
@@ -173,7 +172,7 @@ def test_the_class_is_the_one_that_the_config_names(monkeypatch: pytest.MonkeyPa
 def test_what_is_packed_is_gone_before_the_next_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
-    def packed(weight: Tensor, bias: Tensor | None, *, eight_bits: bool) -> nn.Module:
+    def packed(weight: Tensor, bias: Tensor | None, *, int8: bool) -> nn.Module:
         assert not [one for one in seen if one() is not None]
         seen.append(weakref.ref(weight))
         return nn.Identity()

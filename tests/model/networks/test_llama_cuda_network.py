@@ -18,6 +18,7 @@ from space_model.loading import load
 from space_model.networks import compact_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_network import LlamaNetwork
+from space_model.networks.llama_parts import LlamaSource
 from space_model.networks.tensor_parallel import Ranks
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
@@ -51,10 +52,10 @@ class OnOps:
         prefix: str,
         ranks: Ranks | None,
         *,
-        eight_bits: bool,
+        int8: bool,
     ) -> LlamaCudaNetwork:
-        assert not eight_bits
-        return LlamaCudaNetwork(base, heads, groups, width, self._ops, adapters, prefix, ranks)
+        assert not int8
+        return LlamaCudaNetwork(LlamaSource(base, heads, groups, width, adapters, prefix, ranks), self._ops)
 
 
 def load_on(

@@ -14,8 +14,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
-from space_model.networks.paged_attention_interface import AttentionStep, paged_attention
-from space_model.networks.transformers_network import TransformersNetwork
+from space_model.networks.transformers_network import AttentionStep, TransformersNetwork, paged_attention
 
 
 @pytest.mark.parametrize(

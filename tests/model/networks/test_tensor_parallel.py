@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_testing import write_quantized
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.weight_files import Checkpoint, WeightFiles
 from space_model.geometry.draft_layout import DraftLayout
@@ -19,7 +20,6 @@ from space_model.model_error import InvalidSetting, ModelError, UnsupportedModel
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.tensor_parallel import Share, check_ranks
 from space_model.networks.transformers_network import TransformersNetwork
-from space_model.quantized_testing import write_quantized
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from torch import Tensor

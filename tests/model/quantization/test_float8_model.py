@@ -18,7 +18,8 @@ from space_model.loading import load
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
-from space_model.quantization.fp8_model import hold_float8
+from space_model.networks.llama_parts import LlamaSource
+from space_model.quantization.fp8_model import quantize_to_fp8
 from space_model.space_model import SpaceModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -60,16 +61,16 @@ def as_on_a_gpu(path: Path, monkeypatch: pytest.MonkeyPatch, *, compact: bool) -
     """Loaded with linears as a GPU holds them, in the networks that a GPU has."""
 
     def held(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor]) -> None:
-        hold_float8(base, torch.device("cuda"), bring)
+        quantize_to_fp8(base, torch.device("cuda"), bring)
 
     def network(base: Any, facts: Any, ops: Any, adapters: Any, prefix: str, ranks: Any = None) -> Any:
         if not compact:
             return None
         assert LlamaCudaNetwork.fits(base)
         sizes = facts.num_heads, facts.kv_heads, facts.head_dim
-        return LlamaCudaNetwork(base, *sizes, ops_for("cpu", attention="torch"), adapters, prefix, ranks)
+        return LlamaCudaNetwork(LlamaSource(base, *sizes, adapters, prefix, ranks), ops_for("cpu", attention="torch"))
 
-    monkeypatch.setattr(load, "hold_float8", held)
+    monkeypatch.setattr(load, "quantize_to_fp8", held)
     monkeypatch.setattr(load, "compact_network", network)
     return load_model(path, weights="fp8", attention="torch")
 
@@ -127,7 +128,7 @@ def test_a_gpus_network_keeps_them_too(
     def network(base: Any, facts: Any, _: Any, adapters: Any, prefix: str, ranks: Any = None) -> Any:
         sizes = facts.num_heads, facts.kv_heads, facts.head_dim
         taken = ops_for("cpu") if ops == "references" else triton_ops(PackedLinear)
-        return LlamaCudaNetwork(base, *sizes, taken, adapters, prefix, ranks)
+        return LlamaCudaNetwork(LlamaSource(base, *sizes, adapters, prefix, ranks), taken)
 
     monkeypatch.setattr(load, "compact_network", network)
     found = logits_of(load_model(path, dtype="float32", kv_dtype="fp8"), IDS[:19])
@@ -145,4 +146,4 @@ def test_what_they_cannot_be_had_with_is_said(checkpoint_of: Callable[[str], Pat
     with pytest.raises(InvalidSetting, match="leave out --weights fp8, or --tensor-parallel 2"):
         load_model(path, weights="fp8", ranks=ranks)
     with pytest.raises(InvalidSetting, match="has none; leave out --weights fp8"):
-        hold_float8(nn.ModuleList([nn.LayerNorm(4)]), torch.device("cpu"))
+        quantize_to_fp8(nn.ModuleList([nn.LayerNorm(4)]), torch.device("cpu"))

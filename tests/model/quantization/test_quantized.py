@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_testing import GROUP, KINDS, write_quantized
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import Bitsandbytes
@@ -20,9 +21,7 @@ from space_model.loading import load
 from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.quantization import quantized_model
-from space_model.quantization.quantized_model import stays_packed
-from space_model.quantization.quantized_weights import QuantizedWeights, open_weights
-from space_model.quantized_testing import GROUP, KINDS, write_quantized
+from space_model.quantization.quantized_model import QuantizedWeights, open_weights, stays_packed
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from torch import Tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from doubles.worker import ScriptedModel
 from space_common.worker_client import WorkerClient
-from space_kernels.sampling.choice import log_probabilities
+from space_kernels.sampling.sampler import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import (

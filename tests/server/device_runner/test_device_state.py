@@ -10,14 +10,14 @@ import pytest
 import torch
 from doubles.worker import ScriptedModel
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.choice import SampledTokens
 from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as step_state
 from space_kernels.step.state import RESULT_FIXED, StateAdmission, StepState
-from space_kernels.step.step_verification import EndCode
 from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.paged_kv import PagedKV
@@ -92,7 +92,7 @@ class Pair:
     layout: DraftLayout
     draw: random.Random
     ops: ModuleType = step_state  # rows, judge_step, masks and advance
-    choose: Callable[..., SampledTokens] = choosing.choose
+    choose: Callable[..., SampledTokens] = choosing.sample
     on_host: dict[int, RunningSequence] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
 
@@ -182,12 +182,9 @@ class Pair:
             hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB).clone(),
             state.batch_params,
             stages,
-            before.positions,
+            before,
             self.mask_ids,
-            tails=before.tails,
-            num_tail=before.num_tail,
-            counts=state.counts,
-            bans=before.bans,
+            state.counts,
         )
         verification = ops.verify_step(state, index, laid_out, choice)
         from_masks = ops.masks(state, index, verification)
@@ -196,12 +193,9 @@ class Pair:
             hidden[from_masks.rows],
             state.batch_params,
             stages,
-            before.positions,
+            before,
             self.mask_ids,
-            tails=before.tails,
-            num_tail=before.num_tail,
-            counts=state.counts,
-            bans=before.bans,
+            state.counts,
         )
         return ops.advance(state, laid_out, verification, drafts.ids, from_masks.count, self.mask_ids)
 
@@ -295,7 +289,7 @@ def test_kernels_take_the_same_steps() -> None:
     from space_kernels.step import state_triton as step_state_triton
 
     # The interpreter takes seconds for a choice of this batch; that kernels choose alike is shown by itself.
-    choose = sampling_triton.choose if DEVICE == "cuda" else choosing.choose
+    choose = sampling_triton.sample if DEVICE == "cuda" else choosing.sample
     pair = Pair(DraftLayout(2, (2, 0, 3)), random.Random(4), step_state_triton, choose)
     for _ in range(60):
         pair.host_decides()

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from space_common.worker_client import WorkerClient
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.dispatch import Ops
-from space_kernels.layers import norm, swiglu
-from space_kernels.layers.rotary import HeadNorm
+from space_kernels.layers import activation, norm
+from space_kernels.layers.rotary import HeadCounts, HeadNorm
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
 from space_model.adapters.gated_lora import GatedLora
 from space_model.loading.load import load_model
 from space_model.networks import compact_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
+from space_model.networks.llama_parts import LlamaSource
 from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
@@ -60,63 +62,49 @@ class NothingAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def turn_and_store(
     fused: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
     slots: Tensor,
-    *,
-    num_heads: int,
-    kv_heads: int,
+    counts: HeadCounts,
     norm: HeadNorm | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> QKV:
     """`rotary.rotary_store` in which dead rows write to the last block, which nobody has."""
     assert norm is None
+    num_heads, kv_heads = counts
     heads = fused.view(len(fused), num_heads + 2 * kv_heads, -1)
     query, key, value = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
     turned = heads[:, : num_heads + kv_heads]
     first, second = turned.chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = (of_row[:, None] for of_row in angles)
     turned.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
-    size, count = key_pages.shape[2], len(slots)
-    slots = torch.where(slots < 0, len(key_pages) * size - 1, slots)
-    for pages, new in ((key_pages, key), (value_pages, value)):
-        pages[slots // size, :, slots % size] = new[:count]
-    return query, key, value
+    size, count = pages.keys.shape[2], len(slots)
+    slots = torch.where(slots < 0, len(pages.keys) * size - 1, slots)
+    for kept, new in ((pages.keys, key), (pages.values, value)):
+        kept[slots // size, :, slots % size] = new[:count]
+    return QKV(query, key, value)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    rows: StepRows,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend(qkv: QKV, of_layer: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
     """Each row over all slots of its sequence's page table and all rows of the step, what it must not see hidden."""
-    assert window is None
-    assert softcap is None
+    assert spec == AttentionSpec(spec.scale)
+    query, key, value = qkv
     tables = StepTables.of(rows)
     at = tables.pattern
     count, num_heads = at.num_rows, query.shape[1]
     owner = at.owner.long()
-    table = tables.page_table.long().clamp(0, len(key_pages) - 1)[owner]  # [rows, P]
+    table = tables.page_table.long().clamp(0, len(of_layer.keys) - 1)[owner]  # [rows, P]
 
     def of_pages(pages: Tensor, new: Tensor) -> Tensor:
         old = pages[table].transpose(2, 3).flatten(1, 2)  # [rows, P·size, G, D]
         both = torch.cat([old, new[None, :count].expand(count, -1, -1, -1)], dim=1)
         return both.repeat_interleave(num_heads // pages.shape[1], dim=2)  # [rows, keys, H, D]
 
-    keys, values = of_pages(key_pages, key), of_pages(value_pages, value)
+    keys, values = of_pages(of_layer.keys, key), of_pages(of_layer.values, value)
     slot, row = torch.arange(tables.capacity), torch.arange(count)
     in_pages = slot < (tables.starts[owner] + torch.minimum(at.reach, tables.num_written[owner]))[:, None]
     in_step = (at.group[:, None] >= 0) & (row >= at.group_first[:, None]) & (row <= row[:, None])
     seen = torch.cat([in_pages, in_step], dim=1)  # [rows, keys]
-    scores = torch.einsum("rhd,rkhd->rhk", query[:count], keys) * scale
+    scores = torch.einsum("rhd,rkhd->rhk", query[:count], keys) * spec.scale
     weights = scores.masked_fill(~seen[:, None], -1e30).softmax(dim=2)
     found = torch.einsum("rhk,rkhd->rhd", weights, values)
     return torch.cat([found, torch.zeros_like(query[count:])])
@@ -133,7 +121,7 @@ OPS = Ops(
     rms_norm=norm.rms_norm,
     add_rms_norm=norm.add_rms_norm,
     rotary_store=turn_and_store,
-    swiglu=swiglu.swiglu,
+    swiglu=activation.swiglu,
     linear=CudaLinear,
 )
 
@@ -155,10 +143,10 @@ class OnTensors:
         prefix: str,
         ranks: Ranks | None,
         *,
-        eight_bits: bool,
+        int8: bool,
     ) -> LlamaCudaNetwork:
-        assert not eight_bits
-        return LlamaCudaNetwork(base, heads, groups, width, OPS, adapters, prefix, ranks)
+        assert not int8
+        return LlamaCudaNetwork(LlamaSource(base, heads, groups, width, adapters, prefix, ranks), OPS)
 
 
 @pytest.fixture(scope="module", params=["draft head", "masks alone", "adapter"])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.worker import ScriptedModel
+from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.attention_backends import (
     ATTENTION_NAMES,
@@ -15,8 +16,7 @@ from space_kernels.attention_backends import (
     Backend,
     UnusableAttention,
 )
-from space_kernels.dispatch import Attention
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import StepRows
 from space_model.model_facts import ModelFacts
 from space_router.config import settings
 from space_server.config import parse
@@ -51,12 +51,11 @@ class Clock:
 def taking(clock: Clock, seconds: Callable[[bool], float], *, wrong: float = 0.0, breaks: str = "") -> Attention:
     """The reference, with a time by whether there are masks."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-        rows: StepRows = others[-1]
+    def attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
         if breaks:
             raise RuntimeError(breaks)
         clock.now += seconds(len(rows.pattern.offsets) > rows.num_chain_rows)
-        return space_attention(query, key, value, *others, **options) + wrong
+        return space_attention(qkv, pages, rows, spec) + wrong
 
     return attention
 

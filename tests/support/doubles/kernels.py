@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import nearest
-from space_kernels.paging.row_pattern import RowPattern
-from space_kernels.paging.slots import StepRows
+from space_kernels.paging.step_rows import RowPattern, StepRows
 from torch import Tensor
+
+SCALE = 0.3
+"""Of the scores."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,46 @@ class MadeUp:
 class MadeUpStep:
     """The arguments of one `space_attention` call."""
 
-    query: Tensor  # [R, H, D]
-    key: Tensor  # [R, G, D]
-    value: Tensor
-    key_pages: Tensor  # [num_blocks, G, block_size, D]
-    value_pages: Tensor
+    qkv: QKV
+    pages: KVPages
     rows: StepRows
 
     @property
     def num_rows(self) -> int:
         """Without padding."""
         return len(self.rows.pattern.offsets)
+
+    @property
+    def query(self) -> Tensor:
+        """[R, H, D]"""
+        return self.qkv.query
+
+    @property
+    def key(self) -> Tensor:
+        """[R, G, D]"""
+        return self.qkv.key
+
+    @property
+    def value(self) -> Tensor:
+        """[R, G, D]"""
+        return self.qkv.value
+
+    def copied_pages(self) -> KVPages:
+        """Return copies of the pages, which a call may write to."""
+        return KVPages(*(pages.clone() for pages in self.pages))
+
+
+def run(
+    step: MadeUpStep,
+    attention: Callable[..., Tensor],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    **options: object,
+) -> Tensor:
+    """Return the outputs of the step's rows, without padding; its pages stay as they are."""
+    spec = AttentionSpec(SCALE, window, softcap)
+    return attention(step.qkv, step.copied_pages(), step.rows, spec, **options)[: step.num_rows]
 
 
 def made_up_step(
@@ -50,12 +82,12 @@ def made_up_step(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     garbage: float = float("nan"),
-    float8: bool = False,
+    fp8: bool = False,
 ) -> MadeUpStep:
     """Build a step; keys, values and queries do not depend on the block size.
 
     Unwritten slots hold `garbage`. Pages are assigned backwards and interleaved, and two belong to no sequence.
-    `float8`: the pages are fp8.
+    `fp8`: the pages are fp8.
     """
     device = torch.device(device)
     counts = [-(-(one.cached + one.num_chain) // block_size) for one in sequences]
@@ -85,7 +117,7 @@ def made_up_step(
         for rows, count in ((chains, one.num_chain), (masks, num_masks)):
             rows.append((normal(count, heads), normal(count, kv_heads), normal(count, kv_heads)))
 
-    if float8:
+    if fp8:
         key_pages, value_pages = nearest(key_pages), nearest(value_pages)
     pattern = _pattern(sequences)
 
@@ -101,7 +133,8 @@ def made_up_step(
         block_size=block_size,
         device=device,
     )
-    return MadeUpStep(packed(0), packed(1), packed(2), key_pages.to(device), value_pages.to(device), step_rows)
+    pages_there = KVPages(key_pages.to(device), value_pages.to(device))
+    return MadeUpStep(QKV(packed(0), packed(1), packed(2)), pages_there, step_rows)
 
 
 def _pattern(sequences: Sequence[MadeUp]) -> RowPattern:

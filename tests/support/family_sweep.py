@@ -1,7 +1,7 @@
 """Tries every causal language model of transformers, tiny and random: served with equal logits, or refused with a
 reason.
 
-`python -P -m space_model.family_sweep` prints the page of results (server/MODELS.md), which a test compares with the
+`tests/support/family_sweep.py` prints the page of results (server/MODELS.md), which a test compares with the
 code.
 """
 
@@ -21,13 +21,9 @@ from unittest import mock
 
 import torch
 import transformers
+from quantized_testing import KINDS
 from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
-from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
-
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.config_check import SERVED_ROPE
 from space_model.checkpoint.family import read_config
@@ -37,8 +33,11 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import ModelError
 from space_model.networks.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
-from space_model.quantized_testing import KINDS
 from space_model.space_model import SpaceModel
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 NUM_TOKENS, WINDOW = 40, 24
 """Length of the prompt, and a sliding window shorter than it."""
@@ -118,7 +117,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyResult:
     """The result for one family."""
 
     model_type: str
@@ -172,21 +171,21 @@ def write_tiny(model_type: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def sweep(model_type: str, folder: Path) -> Outcome:
+def sweep(model_type: str, folder: Path) -> FamilyResult:
     """Write a tiny model of the family to `folder`, serve it, and compare it with transformers."""
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         return _sweep(model_type, families()[model_type], folder)
 
 
-def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
+def _sweep(model_type: str, name: str, folder: Path) -> FamilyResult:
     usual = refused_by_config(model_type)
     try:
         write_tiny(model_type, folder)
     except Exception as error:  # transformers may raise anything for these sizes
         if usual is not None:
-            return Outcome(model_type, name, "refused", "refused", usual)
-        return Outcome(model_type, name, "untried", "untried", _short(error))
+            return FamilyResult(model_type, name, "refused", "refused", usual)
+        return FamilyResult(model_type, name, "untried", "untried", _short(error))
     try:
         model = load_model(folder, dtype="float32")
     except ModelError as error:
@@ -196,10 +195,10 @@ def _sweep(model_type: str, name: str, folder: Path) -> Outcome:
                 model = load_model(folder, dtype="float32")
         except ModelError as second:
             reason = _impersonal(str(second), model_type, folder)
-            return Outcome(model_type, name, "refused", "refused", reason)
+            return FamilyResult(model_type, name, "refused", "refused", reason)
         difference, _ = _compare(model, folder)
-        return Outcome(model_type, name, "refused", "served", reason, difference)
-    return Outcome(model_type, name, "served", "served", usual or "", *_compare(model, folder))
+        return FamilyResult(model_type, name, "refused", "served", reason, difference)
+    return FamilyResult(model_type, name, "served", "served", usual or "", *_compare(model, folder))
 
 
 def refused_by_config(model_type: str) -> str | None:
@@ -273,13 +272,13 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def sweep_all() -> list[Outcome]:
-    """Return the outcomes of all families."""
-    outcomes = []
+def sweep_all() -> list[FamilyResult]:
+    """Return the results of all families."""
+    results = []
     for model_type in families():
         with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(sweep(model_type, Path(folder)))
-    return outcomes
+            results.append(sweep(model_type, Path(folder)))
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------- the page
@@ -292,20 +291,20 @@ TRIED_ON_GPU = frozenset({"llama", "qwen3", "gemma2", "gemma3_text"})
 """Families that `make gpu-check` compares with transformers on a GPU."""
 
 
-def to_page(outcomes: Sequence[Outcome]) -> str:
+def to_page(results: Sequence[FamilyResult]) -> str:
     """Return the text of server/MODELS.md."""
-    served = [one for one in outcomes if "served" in (one.cpu, one.gpu)]
+    served = [one for one in results if "served" in (one.cpu, one.gpu)]
     on_cpu = sum(one.cpu == "served" for one in served)
     refused: dict[str, list[str]] = {}
-    for one in outcomes:
+    for one in results:
         if one.gpu == "refused":
             refused.setdefault(one.reason, []).append(one.model_type)
-    untried = [one for one in outcomes if one.gpu == "untried"]
+    untried = [one for one in results if one.gpu == "untried"]
     lines = [
         "# Models that are served",
         "",
-        "This page is made by `python -P -m space_model.family_sweep`, and a test makes it again. It goes through all "
-        f"{len(outcomes)} causal language models of transformers {transformers.__version__}: for each, a tiny random "
+        "This page is made by `tests/support/family_sweep.py`, and a test makes it again. It goes through all "
+        f"{len(results)} causal language models of transformers {transformers.__version__}: for each, a tiny random "
         "checkpoint is written, loaded as a server loads it, and its logits are held against transformers' own. "
         f"{on_cpu} are served on a CPU and a GPU, {len(served) - on_cpu} on a GPU alone. What is not served is refused "
         "at the start, with the reason.",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import byref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.cpu_choice import greatest, is_bare, takes
-from space_kernels.sampling.logits_processors import process
+from space_kernels.build.cpu_library import CpuLibrary, LogitsStruct, cpu_library
+from space_kernels.sampling.logits_processors import first_columns, process
 from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
-from space_kernels.sampling.ordering import first_columns
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 
@@ -28,39 +28,39 @@ _NO_ID = torch.iinfo(torch.int64).max
 class SampledTokens:
     """The sampled ids of N rows."""
 
-    ids: Tensor  # [N] int64; undefined where not `usable`
-    usable: Tensor  # [N] bool: the row had no NaN and at least one possible id
+    ids: Tensor  # [N] int64; undefined where not `valid`
+    valid: Tensor  # [N] bool: the row had no NaN and at least one possible id
 
 
-def choose_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
+def sample_rows(logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
     """Sample one id per row with the row's sampling parameters.
 
     logits [N, V] float32 raw (overwritten), banned_ids [B] int64: never sampled.
     """
     runs = SamplingRows.of(rows)
-    if is_bare(runs.run_laws) and (library := takes(logits)) is not None:
-        return SampledTokens(*greatest(library, logits, banned_ids))
+    if runs.run_params.is_plain_argmax and (library := library_for_logits(logits)) is not None:
+        return SampledTokens(*argmax(library, logits, banned_ids))
     process(logits, runs, banned_ids)
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
-    usable = logits.gather(1, first)[:, 0].isfinite()
+    valid = logits.gather(1, first)[:, 0].isfinite()
     chosen = first[:, 0]
-    if runs.run_laws.samples:
+    if runs.run_params.samples:
         batch_params = runs.batch_params(_is_sampled)
         keys = torch.tensor([sampling_params.key for sampling_params in batch_params], device=logits.device)
         positions = torch.tensor(runs.positions(_is_sampled), device=logits.device)
         if len(batch_params) == len(runs):
-            chosen = sample(logits, keys, positions)
+            chosen = gumbel_argmax(logits, keys, positions)
         else:
             sampled = runs.numbers(_is_sampled)
-            chosen[sampled] = sample(logits[sampled], keys, positions)
-    return SampledTokens(chosen, usable)
+            chosen[sampled] = gumbel_argmax(logits[sampled], keys, positions)
+    return SampledTokens(chosen, valid)
 
 
 def _is_sampled(sampling_params: SamplingParams) -> bool:
     return not sampling_params.greedy
 
 
-def sample(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def gumbel_argmax(z: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """Return argmax_v(z_v + gumbel(key, position, v)), ties to the lower id.
 
     z [N, V] float32 (÷ temperature, impossible ids -inf), keys [N] int64, positions [N] int64 -> [N] int64
@@ -142,3 +142,39 @@ def log_probabilities(raw: Tensor, ids: Sequence[int], num_top: int) -> list[IdL
             ids, chosen.tolist(), columns.tolist(), top.tolist(), strict=True
         )
     ]
+
+
+def library_for_logits(logits: Tensor) -> CpuLibrary | None:
+    """Return the compiled library if it supports these logits, else None."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return None
+    return cpu_library()
+
+
+def argmax(library: CpuLibrary, logits: Tensor, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's greatest id [N] int64, ties to the lower id, and whether it is valid [N] bool.
+
+    logits [N, V], overwritten at the banned ids. A row is valid if it has no NaN and its greatest logit is finite.
+    """
+    ids, valid = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+    library.argmax(byref(_struct(logits, banned_ids)), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads())
+    return ids, valid
+
+
+def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return each row's best M = min(count, V) ids, ascending, [N, M] int64, and offsets [N, M] float32.
+
+    logits [N, V], overwritten at the banned ids. An offset is -inf where the logit is, else 0. Ties: the lower ids.
+    """
+    count = min(count, logits.shape[1])
+    ids, offsets = torch.empty(len(logits), count, dtype=torch.int64), torch.empty(len(logits), count)
+    here = byref(_struct(logits, banned_ids))
+    library.best_of(here, count, ids.data_ptr(), offsets.data_ptr(), torch.get_num_threads())
+    return ids, offsets
+
+
+def _struct(logits: Tensor, banned_ids: Tensor) -> LogitsStruct:
+    rows, vocabulary = logits.shape
+    return LogitsStruct(
+        logits.data_ptr(), rows, logits.stride(0), vocabulary, banned_ids.data_ptr(), len(banned_ids)
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""What an attention backend takes: `attention(qkv, pages, rows, spec)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from space_kernels.paging.step_rows import StepRows
+
+
+class QKV(NamedTuple):
+    """The queries, keys and values of a step's rows in one layer; R is padded."""
+
+    query: Tensor  # [R, H, D]
+    key: Tensor  # [R, G, D]
+    value: Tensor  # [R, G, D]
+
+
+class KVPages(NamedTuple):
+    """One layer's part of the paged KV cache: [num_blocks, G, block_size, D] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention computes."""
+
+    scale: float  # factor of the scores
+    window: int | None = None  # positions a row sees back, its own included; None: all
+    softcap: float | None = None  # scores become softcap·tanh(score/softcap)
+
+
+Attention = Callable[[QKV, KVPages, StepRows, AttentionSpec], Tensor]
+"""`space_attention` of one backend, or its variant for pages that already hold the step's keys: returns [R, H, D]."""

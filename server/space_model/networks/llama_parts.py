@@ -1,0 +1,204 @@
+"""What the compact networks of the Llama family share: taking a loaded transformers model apart, and its parts.
+
+A compact network needs no weights of its own: each linear of the loaded model is packed, then freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from space_kernels.linear.gated_delta import GatedDelta
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from space_model.adapters.gated_lora import GatedLora
+from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.mapped_files import let_go
+from space_model.networks.tensor_parallel import Ranks
+
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+
+Linear = TypeVar("Linear", bound=nn.Module)
+Pack = Callable[[Tensor, Tensor | None], Linear]
+"""Returns a linear layer for a weight [out, in] and a bias [out]."""
+Take = Callable[[nn.Module, Sequence[str]], Linear]
+"""Returns the named linears of a module as one, and frees the originals."""
+
+
+@dataclass(frozen=True)
+class LlamaSource:
+    """A loaded transformers model, to be taken apart, and what its compact network needs besides."""
+
+    base: PreTrainedModel
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    adapters: Sequence[GatedLora] = ()
+    prefix: str = "model"  # path of `base` in the whole model
+    ranks: Ranks | None = None  # that hold parts of the same layers (heads, inner columns); None: no tensor parallelism
+    int8: bool = False  # linears become int8 with scales
+
+    def layers(self) -> list[tuple[nn.Module, str, int | None]]:
+        """Return each decoder layer, its path in the whole model, and its sliding window."""
+        config = self.base.config
+        everywhere = config.sliding_window if config.model_type == "mistral" else None
+        return [
+            (layer, f"{self.prefix}.layers.{number}", getattr(layer.self_attn, "sliding_window", everywhere))
+            for number, layer in enumerate(self.base.layers)
+        ]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm over the last dimension."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Norm:
+        """Convert a transformers norm."""
+        return cls(module.get_parameter("weight").detach(), float(module.variance_epsilon))  # type: ignore[arg-type]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerDeltas:
+    """One adapter's deltas in one layer; None: no delta."""
+
+    query_key_value: GatedDelta | None
+    output: GatedDelta | None
+    gate_up: GatedDelta | None
+    down: GatedDelta | None
+
+
+@dataclass(frozen=True)
+class LlamaLayer(Generic[Linear]):
+    """One decoder layer without its first two feed-forward matrices, whose layout the networks choose."""
+
+    attention_norm: Norm
+    query_key_value: Linear  # [(H + 2G)·D, hidden]
+    query_norm: Norm | None  # over the head dimension (Qwen3)
+    key_norm: Norm | None
+    output: Linear
+    window: int | None
+    mlp_norm: Norm
+    down: Linear
+    deltas: tuple[LayerDeltas, ...]  # by adapter
+
+    def deltas_of(self, name: str) -> list[GatedDelta | None]:
+        """Return the adapters' deltas of one of the linears."""
+        return [getattr(deltas, name) for deltas in self.deltas]
+
+
+def layer_fields(
+    source: LlamaSource,
+    layer: nn.Module,
+    path: str,
+    window: int | None,
+    take: Take[Linear],
+    *,
+    interleaved: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of a LlamaLayer. `interleaved`: the outputs of gate and up are."""
+    attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
+    sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
+    hidden, inner = int(mlp.down_proj.out_features), int(mlp.down_proj.in_features)  # type: ignore[arg-type,union-attr]
+    head_norms = [
+        Norm.of(attention.get_submodule(name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+    ]
+    return {
+        "attention_norm": Norm.of(layer.get_submodule("input_layernorm")),
+        "query_key_value": take(attention, ["q_proj", "k_proj", "v_proj"]),
+        "query_norm": head_norms[0],
+        "key_norm": head_norms[1],
+        "output": take(attention, ["o_proj"]),
+        "window": window,
+        "mlp_norm": Norm.of(layer.get_submodule("post_attention_layernorm")),
+        "down": take(mlp, ["down_proj"]),
+        "deltas": tuple(
+            _layer_deltas(adapter, path, sizes, hidden, inner, interleaved=interleaved) for adapter in source.adapters
+        ),
+    }
+
+
+def packed(
+    pack: Pack[Linear],
+    parent: nn.Module,
+    names: Sequence[str],
+    join: Callable[[Sequence[Tensor]], Tensor] = torch.cat,  # type: ignore[assignment]
+) -> Linear:
+    """Pack the linears `names` of `parent` as one, their outputs joined by `join`, and free the originals."""
+    linears = [parent.get_submodule(name) for name in names]
+    weights = [linear.get_parameter("weight").detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
+    if len(names) == 1:
+        made = pack(weights[0], biases[0] if biases else None)
+    else:
+        bias = join([bias[:, None] for bias in biases])[:, 0] if biases else None
+        made = pack(join(weights), bias)
+    for name, weight in zip(names, weights, strict=True):
+        delattr(parent, name)
+        let_go(weight)
+    return made
+
+
+def _layer_deltas(
+    adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int, *, interleaved: bool
+) -> LayerDeltas:
+    """Return one adapter's deltas in the layer at `path`. `sizes`: output sizes of query, key and value."""
+
+    def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> GatedDelta | None:
+        pairs = [adapter.pairs.get(f"{path}.{name}_proj") for name in names]
+        return None if not any(pairs) else GatedDelta(pairs, outs, adapter.scale, turns=turns)
+
+    return LayerDeltas(
+        query_key_value=delta(["self_attn.q", "self_attn.k", "self_attn.v"], sizes),
+        output=delta(["self_attn.o"], [hidden]),
+        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner], turns=interleaved),
+        down=delta(["mlp.down"], [hidden]),
+    )
+
+
+class LlamaParts:
+    """The parts of a network around its layers."""
+
+    def __init__(self, source: LlamaSource) -> None:
+        self._ranks = source.ranks
+        self._embedding: Tensor = source.base.get_input_embeddings().weight.detach()
+        self._norm = Norm.of(source.base.norm)
+        self._mask_embeddings = [adapter.mask_embeddings for adapter in source.adapters]
+        self._scale = source.head_dim**-0.5
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]"""
+        return F.embedding(ids, self._embedding)
+
+    def enter(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: the input of the first layer."""
+        return self.embed(batch.ids)
+
+    def norm(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, hidden]: the final norm alone."""
+        return self._norm(hidden)
+
+    def _enter_gated(self, batch: ForwardBatch) -> Tensor:
+        """[R, hidden]: the input of the first layer, with the adapters' own mask embeddings."""
+        x = self.embed(batch.ids)
+        for run in batch.gated:
+            x[run.slice] = F.embedding(run.masks, self._mask_embeddings[run.adapter])
+        return x
+
+
+def add_deltas(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> None:
+    """Add each adapter's delta to its rows of y = f(x), in place. `deltas`: by adapter."""
+    for run in gated:
+        delta = deltas[run.adapter]
+        if delta is not None:
+            delta.add_to(y, x, run.slice)
