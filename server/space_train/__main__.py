@@ -11,10 +11,9 @@ from pathlib import Path
 from space_common.worker_process import WorkerError
 from space_model.model_error import ModelError
 
-from space_train.data.data_error import DataError
-from space_train.schedule import Budget
+from space_train.data.records import DataError
 from space_train.self_generation.own_text_file import OwnTextError
-from space_train.train_plan import PUBLISHED_SIZES, Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.train_plan import PUBLISHED_SIZES, Anchors, Budget, HeadForm, InvalidPlan, Method, TrainPlan, paper
 from space_train.training.published_options import options_table
 
 DESCRIPTION = """\
@@ -106,8 +105,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("draft head").add_argument
     add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
     add("--head-hidden", type=int, help=f"its width, or rank (default: {own.head_hidden})")
-    add("--head-scale", type=float, help=f"of the embedding it is told (default: {own.head_scale:g})")
-    add("--scheduled-drafting", type=float, help="share of masks told the head's own draft before (default: 0)")
+    add("--head-scale", type=float, help=f"factor of the previous token's embedding (default: {own.head_scale:g})")
+    add("--scheduled-drafting", type=float, help="share of masks that get the head's own previous draft (default: 0)")
 
     add = parser.add_argument_group("adapters (gated-lora)").add_argument
     add("--lora-rank", type=int, help=f"rank (default: {own.lora_rank})")
@@ -181,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     try:
         from space_train.session import run_session
-        from space_train.training.interruption import Interrupted, stopped_at_once
         from space_train.training.optimiser import Diverged
+        from space_train.training.trainer import Interrupted, stopped_at_once
     except ModuleNotFoundError as missing:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2

@@ -17,34 +17,29 @@ import torch
 from space_model.checkpoint.checkpoint import Checkpoint
 from tokenizers import Tokenizer
 
-from space_train.data.corpus import build_corpus, read_texts
-from space_train.data.held_out import bytes_of_ids, characters_per_token, held_out_windows
-from space_train.data.mixed_rows import MixedRows, RowStream
-from space_train.data.packed_examples import PackedExamples
-from space_train.data.packed_tokens import PackedTokens, write_packed
-from space_train.data.sources import all_sources
-from space_train.data.token_rows import TokenRows
+from space_train.data.corpus import all_sources, build_corpus, read_texts
+from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows, write_packed
 from space_train.data.tokenizer import (
     END_OF_TEXT_ID,
     FIRST_MASK_ID,
     PAD_ID,
     SPECIAL_TOKENS,
+    bytes_of_ids,
+    characters_per_token,
+    held_out_windows,
     train_tokenizer,
     write_tokenizer,
 )
 from space_train.data.train_batch import Texts
-from space_train.networks.network import NetworkShape, TrainNetwork
+from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from space_train.networks.trainee import Trainee
 from space_train.reporting.card import CardFacts, StageRecord, card, current_commit, read_corpus
-from space_train.schedule import Budget, LearningRate
-from space_train.self_generation.repetition import line_ends
+from space_train.self_generation.loops import LoopsToUnlearn, line_ends
 from space_train.self_generation.self_generate import own_examples, write_own_texts
-from space_train.self_generation.unlearn_loops import LoopsToUnlearn
 from space_train.session import load_base
-from space_train.train_plan import Method, TrainPlan
+from space_train.train_plan import Budget, LearningRate, Method, TrainPlan
 from space_train.training.agreement import held_out_figures
 from space_train.training.checkpoint_writer import HEAD_FILE, read_head
-from space_train.training.export import export, load_llama
 from space_train.training.pretrain import PretrainPlan, bits_per_byte, can_compile, pretrain
 from space_train.training.stage import Measures
 from space_train.training.trainer import train
@@ -79,51 +74,47 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m space_train.demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    run = parser.add_argument_group("run")
-    run.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
-    run.add_argument("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage (default: export)")
-    run.add_argument("--install", type=Path, help="copy the finished checkpoint and its card into this folder")
-    run.add_argument(
-        "--start-from", type=Path, help="checkpoint of the same shape to train on from (default: random weights)"
-    )
-    run.add_argument("--remark", default="", help="a sentence for the card: what was special about this run")
-    run.add_argument("--seed", type=int, default=0, help="initial weights and order of the data (default: 0)")
-    run.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
-    run.add_argument("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
-    budget = parser.add_argument_group("budgets")
-    budget.add_argument("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
-    budget.add_argument(
+    add = parser.add_argument_group("run").add_argument
+    add("--out", type=Path, default=Path("runs/demo"), help="folder of the run (default: runs/demo)")
+    add("--until", choices=STAGES, default=STAGES[-1], help="stop after this stage (default: export)")
+    add("--install", type=Path, help="copy the finished checkpoint and its card into this folder")
+    add("--start-from", type=Path, help="checkpoint of the same shape to train on from (default: random weights)")
+    add("--remark", default="", help="a sentence for the card: what was special about this run")
+    add("--seed", type=int, default=0, help="initial weights and order of the data (default: 0)")
+    add("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
+    add("--no-compile", action="store_true", help="do without torch.compile, which doubles the rate")
+    add = parser.add_argument_group("budgets").add_argument
+    add("--minutes", type=float, default=55, help="next-token training, minutes (default: 55)")
+    add(
         "--loops-every",
         type=int,
         default=0,
         help="of so many updates, one unlearns made-up loops; 0: none (default: 0)",
     )
-    budget.add_argument(
+    add(
         "--unlearn-weight",
         type=float,
         default=0.0,
         help="weight of unlearning the model's own loops beside masks and head; 0: none (default: 0)",
     )
-    budget.add_argument("--own-texts", type=int, default=1024, help="texts the base writes itself (default: 1024)")
-    budget.add_argument("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
-    budget.add_argument(
-        "--head-minutes", type=float, default=0, help="draft head alone, minutes; 0: never (default: 0)"
-    )
-    budget.add_argument(
+    add("--own-texts", type=int, default=1024, help="texts the base writes itself (default: 1024)")
+    add("--space-minutes", type=float, default=30, help="masks and head, minutes (default: 30)")
+    add("--head-minutes", type=float, default=0, help="draft head alone, minutes; 0: never (default: 0)")
+    add(
         "--space-rate",
         type=float,
         default=1.0,
         help="factor of the learning rates of masks and head; what has settled wants less (default: 1)",
     )
-    budget.add_argument("--tokens-per-step", type=int, default=8192, help="next-token batch (default: 8192)")
-    budget.add_argument("--rows-per-step", type=int, default=8, help="rows of 256 in a mask batch (default: 8)")
-    shape = parser.add_argument_group("shape")
-    shape.add_argument("--vocabulary", type=int, default=6144, help="token ids (default: 6144: 3.7 characters a token)")
-    shape.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
-    shape.add_argument("--layers", type=int, default=5, help="layers (default: 5)")
-    shape.add_argument("--heads", type=int, default=4, help="attention heads of 64 (default: 4)")
-    shape.add_argument("--intermediate", type=int, default=704, help="width of the MLP (default: 704)")
-    shape.add_argument("--masks", type=int, default=5, help="mask tokens, at most 8 (default: 5)")
+    add("--tokens-per-step", type=int, default=8192, help="next-token batch (default: 8192)")
+    add("--rows-per-step", type=int, default=8, help="rows of 256 in a mask batch (default: 8)")
+    add = parser.add_argument_group("shape").add_argument
+    add("--vocabulary", type=int, default=6144, help="token ids (default: 6144: 3.7 characters a token)")
+    add("--hidden", type=int, default=256, help="hidden size (default: 256)")
+    add("--layers", type=int, default=5, help="layers (default: 5)")
+    add("--heads", type=int, default=4, help="attention heads of 64 (default: 4)")
+    add("--intermediate", type=int, default=704, help="width of the MLP (default: 704)")
+    add("--masks", type=int, default=5, help="mask tokens, at most 8 (default: 5)")
     return parser.parse_args(argv)
 
 

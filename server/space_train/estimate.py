@@ -12,8 +12,18 @@ from dataclasses import replace
 
 from space_model.model_error import ModelError
 
-from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
-from space_train.costs.training_cost import GB, GPUS, UTILISATION, GpuSpec, TrainingEstimate, estimate, fitted
+from space_train.costs import (
+    GB,
+    GPUS,
+    SHAPES,
+    UTILISATION,
+    GpuSpec,
+    ModelShape,
+    TrainingEstimate,
+    UnknownShape,
+    estimate,
+    fitted,
+)
 from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
 
 

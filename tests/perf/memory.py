@@ -22,7 +22,7 @@ from space_model.mapped_files import give_back, mappings
 from space_model.testing import tiny_checkpoint
 from space_server.machine.memory import keep_freed_memory, use_one_heap
 from space_server.startup.model_need import shown
-from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
+from space_train.costs import SHAPES, ModelShape, UnknownShape
 
 from perf.harness import PerfError, Report, at_least, start_module, table
 

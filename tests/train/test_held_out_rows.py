@@ -2,8 +2,8 @@
 
 import pytest
 from doubles.training import random_examples, tiny_plan
-from space_train.schedule import Budget
 from space_train.session import held_out_rows, rows_of_a_look
+from space_train.train_plan import Budget
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from space_train import demo
-from space_train.data.corpus import build_corpus
-from space_train.data.sources import Source
+from space_train.data.corpus import Source, build_corpus
 from space_train.training.stage import load_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

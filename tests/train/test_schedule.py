@@ -1,7 +1,7 @@
 """Progress follows the budget, and the learning rate follows progress."""
 
 import pytest
-from space_train.schedule import Budget, LearningRate, between
+from space_train.train_plan import Budget, LearningRate, between
 
 
 def test_progress_is_the_larger_share_of_the_two_budgets_and_never_above_one() -> None:

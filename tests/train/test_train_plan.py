@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from space_train.__main__ import arguments, plan_of
-from space_train.schedule import Budget
-from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.train_plan import Anchors, Budget, HeadForm, InvalidPlan, Method, TrainPlan, paper
 
 
 @pytest.mark.parametrize(

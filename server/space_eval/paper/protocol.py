@@ -11,7 +11,7 @@ from typing import Any
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
-from space_train.run_identity import fingerprint, parts_digest
+from space_train.run_folder import fingerprint, parts_digest
 from tokenizers import Tokenizer
 
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer

@@ -32,9 +32,9 @@ from space_model.geometry.draft_layout import DraftLayout
 from torch import Tensor
 from transformers import TrainerCallback
 
-from space_train.data.example import NOT_LEARNED, Example
+from space_train.data.example_encoder import NOT_LEARNED, Example
 
-_NOT_TOLD = -1
+_UNKNOWN_EPOCH = -1
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
         self.pad_id, self.num_masks, self.sar_share = pad_id, num_masks, sar_share
         self.seed, self.fixed, self.multiple_of = seed, fixed, multiple_of
         # In shared memory, so that data-loader workers that outlive an epoch see the next one.
-        self._epoch = torch.tensor([0 if fixed else _NOT_TOLD])
+        self._epoch = torch.tensor([0 if fixed else _UNKNOWN_EPOCH])
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,7 +130,7 @@ class PaperCollator(TrainerCallback):  # type: ignore[misc]  # transformers is n
     def cut_of(self, example: Example) -> int | None:
         """Return where this epoch cuts the sample, or None if it stays whole."""
         epoch = int(self._epoch)
-        if epoch == _NOT_TOLD:
+        if epoch == _UNKNOWN_EPOCH:
             raise RuntimeError(
                 "Fresh cuts need to know the epoch: give the collator to the Trainer as a callback too "
                 "(callbacks=[collator]), call set_epoch, or draw once with fixed=True."

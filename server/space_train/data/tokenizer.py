@@ -1,4 +1,4 @@
-"""Trains the tokenizer: byte-level BPE with a pre-tokenizer for code and the ids a SPACE checkpoint needs."""
+"""Trains the tokenizer of the embedded model, byte-level BPE with the ids a SPACE checkpoint needs, and measures it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from space_train.data.corpus import read_texts
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 NUM_MASK_TOKENS = 8
@@ -58,3 +63,28 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, window: int) -> None:
     }
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def held_out_windows(tokenizer: Tokenizer, path: Path, count: int = 96, length: int = 256) -> Tensor:
+    """Return fixed windows [count, length], evenly spread over the held-out files."""
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch(list(read_texts(path)), add_special_tokens=False):
+        ids.extend([*encoding.ids, END_OF_TEXT_ID])
+    if len(ids) < length:
+        raise ValueError(f"The held-out files have {len(ids)} ids; at least {length} are needed. Hold out more.")
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return torch.tensor([ids[start : start + length] for start in starts.tolist()])
+
+
+def bytes_of_ids(tokenizer: Tokenizer) -> Tensor:
+    """Return the bytes of each id, [V]; 0 for special tokens. (In byte-level BPE a character is a byte.)"""
+    lengths = [len(tokenizer.id_to_token(index) or "") for index in range(tokenizer.get_vocab_size())]
+    lengths[: len(SPECIAL_TOKENS)] = [0] * len(SPECIAL_TOKENS)
+    return torch.tensor(lengths)
+
+
+def characters_per_token(tokenizer: Tokenizer, path: Path) -> float:
+    """Return the mean characters per token on the held-out files."""
+    texts = list(read_texts(path))
+    num_ids = sum(len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
+    return sum(map(len, texts)) / num_ids

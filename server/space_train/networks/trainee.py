@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from space_train.data.anchors import AnchorRows, causal
-from space_train.data.train_batch import Texts, TrainBatch
-from space_train.networks.adapters import Adapters
+from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, causal
+from space_train.networks.adapters import Adapters, DraftHead
 from space_train.networks.decoder import Decoder
-from space_train.networks.draft_head import DraftHead
 from space_train.networks.losses import Losses, best, chances, hard, soft, survival, weighted
 from space_train.train_plan import Method, TrainPlan
 
@@ -55,7 +53,7 @@ class Trainee(nn.Module):
         if batch.plain is not None:
             losses = losses + self._plain(batch.plain)
         if batch.masked is not None and batch.anchors is not None:
-            return losses + self._masked(batch.masked, batch.anchors, batch.told_own)
+            return losses + self._masked(batch.masked, batch.anchors, batch.own_draft_rows)
         # Processes wait for each other's gradients, so these parts need zero gradients even without masks.
         taught = [part for part in (self.adapters, self.head) if part is not None]
         learning = [p for part in taught for p in part.parameters() if p.requires_grad]
@@ -75,7 +73,7 @@ class Trainee(nn.Module):
         hidden = self.decoder.rows(texts.ids, positions, causal(texts.document))
         return Losses(self._next_token(hidden, texts), zero.masks, zero.head)
 
-    def _masked(self, texts: Texts, anchors: AnchorRows, told_own: Tensor | None) -> Losses:
+    def _masked(self, texts: Texts, anchors: AnchorRows, own_draft_rows: Tensor | None) -> Losses:
         plan, last = self.plan, texts.ids.shape[1] - 1
         real, masks = self.hidden_rows(texts, anchors)
         zero = Losses.zero(texts.ids.device)
@@ -95,8 +93,8 @@ class Trainee(nn.Module):
         if self.head is None:
             return Losses(next_token, mask_loss, zero.head)
         previous = texts.ids.gather(1, source)
-        if told_own is not None:
-            previous = torch.where(told_own, self._own_drafts(masks, previous), previous)
+        if own_draft_rows is not None:
+            previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
         guided = self.head(masks, self.decoder.embed(previous))
         head_loss = self._learn(guided[learns], teacher[learns], labels[learns], weights[learns])
         return Losses(next_token, mask_loss, head_loss)

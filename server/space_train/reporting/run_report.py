@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from space_train.train_plan import TrainPlan
-from space_train.training.train_result import Counters, TrainResult
+from space_train.training.trainer import Counters, TrainResult
 
 GIGABYTE = 1e9
 

@@ -23,8 +23,8 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
-from space_train.data.examples import Example
-from space_train.run_identity import fingerprint
+from space_train.data.example_encoder import Example
+from space_train.run_folder import fingerprint
 from space_train.self_generation.own_text_file import (
     OwnText,
     OwnTextError,

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from space_train.data.anchors import anchor_rows, causal
-from space_train.data.train_batch import Texts, within_documents
+from space_train.data.train_batch import Texts, anchor_rows, causal, within_documents
 from space_train.networks.losses import best
 from space_train.networks.trainee import Trainee
 from space_train.training.stage import Measures

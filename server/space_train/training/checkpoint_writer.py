@@ -15,7 +15,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from space_train.networks.draft_head import DraftHead
+from space_train.networks.adapters import DraftHead
 from space_train.networks.trainee import Trainee
 
 HEAD_FILE = "draft_head.safetensors"

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from space_train.data.packed_tokens import PackedTokens
+from space_train.data.rows import PackedTokens
 from space_train.networks.network import TrainNetwork
-from space_train.schedule import Budget, LearningRate, between
-from space_train.self_generation.repetition import loop_loss, looped
+from space_train.self_generation.loops import loop_loss, looped
+from space_train.train_plan import Budget, LearningRate, between
 from space_train.training.optimiser import Optimiser
 from space_train.training.stage import DEFAULT_PACE, Measures, StageCounters, StagePace, Stateful, run_stage
 

@@ -1,4 +1,4 @@
-"""What the published training script is told, and how to tell `spaceserve train` the same."""
+"""The options of the published training and evaluation scripts, and the same of ours."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from space_train.schedule import Budget
+from space_train.train_plan import Budget
 
 Measures = dict[str, float]
 

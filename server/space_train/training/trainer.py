@@ -1,7 +1,8 @@
 """The training loop of `spaceserve train`: updates until the budget is used, on one process or many.
 
 accelerate distributes it over processes (torchrun, `accelerate launch`, FSDP). An update depends only on the plan and
-the row numbers, so a resumed run, and a run on several processes, computes the same as an uninterrupted one.
+the row numbers, so a resumed run, and a run on several processes, computes the same as an uninterrupted one. A first
+SIGINT or SIGTERM ends it after the current update, a second one at once.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
+import signal
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,22 +32,94 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from space_train.costs.flops import ModelCost, flops_of
-from space_train.data.mixed_rows import MixedRows
+from space_train.costs import ModelCost, flops_of
+from space_train.data.rows import MixedRows
 from space_train.data.train_batch import Texts, train_batch
 from space_train.networks.trainee import Trainee
-from space_train.run_folder import MODEL, STATE_FILE, check_may_write
-from space_train.run_identity import check_same, identity_of
-from space_train.schedule import LearningRate
-from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.run_folder import MODEL, STATE_FILE, check_may_write, check_same, identity_of, kept_updates
+from space_train.train_plan import InvalidPlan, LearningRate, Method, TrainPlan
 from space_train.training import sharding
 from space_train.training.agreement import draft_agreement, held_out_figures, tokens_per_step
 from space_train.training.checkpoint_writer import write_checkpoint
-from space_train.training.interruption import GO_ON, Interrupted, interruptions
 from space_train.training.optimiser import Optimiser
 from space_train.training.stage import Measures, load_checkpoint, save_atomically
 from space_train.training.starting_point import starting_point
-from space_train.training.train_result import Counters, TrainResult
+
+SAME = 1.0
+"""Seconds within which a repeated signal counts as the same one, because launchers forward a terminal's signal."""
+STDERR = 2
+
+
+class Interrupted(RuntimeError):
+    """The run was stopped by a signal; it can be resumed."""
+
+
+@contextlib.contextmanager
+def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[list[int]]:
+    """Yield a list that receives the signal number on SIGINT or SIGTERM; the run then ends after the current update.
+    `says`: print a note at once. Another signal more than SAME seconds later raises KeyboardInterrupt."""
+    received: list[int] = []
+    first = 0.0
+
+    def note(number: int, _: object) -> None:
+        nonlocal first
+        if received and clock() - first > SAME:
+            raise KeyboardInterrupt
+        if not received:
+            received.append(number)
+            first = clock()
+            if says:  # not through sys.stderr, which the signal may have interrupted
+                os.write(STDERR, b"\nspaceserve train: ends behind this update; once more to stop at once\n")
+
+    try:
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # only the main thread can set signal handlers
+        yield received
+        return
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped_at_once(out: Path) -> str:
+    """Describe the files in `out` of a run that was stopped outside of an update."""
+    updates = kept_updates(out)
+    if updates is None:
+        return "Stopped before an update was saved."
+    return f"Stopped. {out} keeps the run up to update {updates}: {GO_ON}."
+
+
+GO_ON = "the same command, without --restart, goes on from there"
+
+
+@dataclass
+class Counters:
+    """Progress of a run."""
+
+    step: int = 0
+    num_tokens: int = 0  # real tokens read
+    num_masks: int = 0  # mask rows with a target
+    flops: float = 0.0
+    seconds: float = 0.0
+    curve: list[Measures] = field(default_factory=list)  # an entry per evaluation on the held-out rows
+    losses: list[float] = field(default_factory=list)  # of each update
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a run."""
+
+    folder: Path | None  # of the checkpoint; None if the run was stopped early
+    counters: Counters
+    peak_bytes: int  # peak memory of the process, or of its GPU
+    num_processes: int = 1
+
+    @property
+    def final(self) -> Measures:
+        """The last held-out figures."""
+        return self.counters.curve[-1] if self.counters.curve else {}
 
 
 class Beside(Protocol):
@@ -225,8 +300,8 @@ class TrainingRun:
         if self.accelerator.num_processes == 1:
             return stopping, seconds
         own = torch.tensor([float(stopping), seconds], device=self.device)
-        told, total = self.accelerator.reduce(own, reduction="sum").tolist()
-        return told > 0, total / self.accelerator.num_processes
+        signalled, total = self.accelerator.reduce(own, reduction="sum").tolist()
+        return signalled > 0, total / self.accelerator.num_processes
 
     def update(self, multiplier: float) -> Measures:
         """One update of `rows_per_step` rows, each process taking its share."""

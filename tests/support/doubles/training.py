@@ -9,14 +9,11 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
-from space_train.data.example import Example
-from space_train.data.mixed_rows import MixedRows, RowStream
-from space_train.data.packed_examples import PackedExamples
+from space_train.data.example_encoder import Example
+from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import Texts
-from space_train.schedule import Budget
-from space_train.train_plan import HeadForm, Method, TrainPlan
-from space_train.training.train_result import TrainResult
-from space_train.training.trainer import train
+from space_train.train_plan import Budget, HeadForm, Method, TrainPlan
+from space_train.training.trainer import TrainResult, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

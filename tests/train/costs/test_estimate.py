@@ -9,21 +9,23 @@ from typing import Any
 import pytest
 import torch
 from space_model.testing import tiny_checkpoint
-from space_train.costs.flops import ModelCost, flops_of
-from space_train.costs.model_shape import SHAPES, ModelShape, UnknownShape
-from space_train.costs.training_cost import (
+from space_train.costs import (
     ALLOWANCE,
     FILL,
     GPUS,
+    SHAPES,
+    ModelCost,
+    ModelShape,
     TrainingEstimate,
+    UnknownShape,
     activation_bytes,
     estimate,
     fitted,
+    flops_of,
     masks_per_token,
 )
-from space_train.data.example import Example
-from space_train.data.mixed_rows import MixedRows, RowStream
-from space_train.data.packed_examples import PackedExamples
+from space_train.data.example_encoder import Example
+from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import TrainBatch, train_batch
 from space_train.estimate import main, number, to_markdown
 from space_train.networks.trainee import Trainee

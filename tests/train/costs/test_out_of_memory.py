@@ -3,9 +3,7 @@
 import re
 
 import pytest
-from space_train.costs.model_shape import SHAPES
-from space_train.costs.out_of_memory import cure_of
-from space_train.costs.training_cost import GB, estimate
+from space_train.costs import GB, SHAPES, cure_of, estimate
 from space_train.train_plan import Method, TrainPlan
 
 ONE_B = SHAPES["1b"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from space_model.geometry.draft_layout import DraftLayout
-from space_train.data.anchors import anchor_rows, causal, choose_anchors, keep_counts
+from space_train.data.train_batch import anchor_rows, causal, choose_anchors, keep_counts
 
 ANCHORS = [(1, 2), (3, 3), (4, 1)]
 MASKS = [(m, j) for m, depth in ANCHORS for j in range(1, depth + 1)]

@@ -6,9 +6,16 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from space_train.data.corpus import SeenLines, build_corpus, cleaned, documented_functions, reason_to_drop
-from space_train.data.licences import NotPermissive, audited_licence
-from space_train.data.sources import Source
+from space_train.data.corpus import (
+    NotPermissive,
+    SeenLines,
+    Source,
+    audited_licence,
+    build_corpus,
+    cleaned,
+    documented_functions,
+    reason_to_drop,
+)
 
 LINES = "\n".join(f"value_number_{index} = compute_value({index})" for index in range(20)) + "\n"
 FUNCTION = '''\

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_train.data.data_error import BadRecord
-from space_train.data.data_forms import DataConversation, PlainText, Role, documents
-from space_train.data.data_source import SourceRecord, records
+from space_train.data.records import BadRecord, DataConversation, PlainText, Role, SourceRecord, documents, records
 
 ASKED_AND_ANSWERED = [("user", "Hi?", False), ("assistant", "Ho.", True)]
 

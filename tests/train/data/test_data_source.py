@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_train.data.data_error import BadRecord, DataError, SourceNotFound
-from space_train.data.data_source import records
+from space_train.data.records import BadRecord, DataError, SourceNotFound, records
 
 ROWS = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d"}]
 

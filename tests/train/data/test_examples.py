@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
-from space_train.data.chat_text import TEMPLATES, ChatText
-from space_train.data.data_error import BadRecord, DataError, NothingToLearn, UnusableTemplate, UnusableTokenizer
-from space_train.data.data_forms import ConversationTurn, DataConversation, PlainText, Role
-from space_train.data.data_source import SourceRecord
-from space_train.data.example_encoder import Encoder
-from space_train.data.examples import Example, LoadedExamples, load_examples, pad_id, read_examples
+from space_train.data.example_encoder import TEMPLATES, ChatText, Encoder, Example, pad_id
+from space_train.data.examples import LoadedExamples, load_examples, read_examples
+from space_train.data.records import (
+    BadRecord,
+    ConversationTurn,
+    DataConversation,
+    DataError,
+    NothingToLearn,
+    PlainText,
+    Role,
+    SourceRecord,
+    UnusableTemplate,
+    UnusableTokenizer,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from space_train.data.mixed_rows import PERIOD, MixedRows, RowStream, with_own_texts
-from space_train.data.packed_examples import ExampleRows
+from space_train.data.rows import PERIOD, ExampleRows, MixedRows, RowStream, with_own_texts
 from torch import Tensor
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from space_train.data.data_error import NothingToLearn
-from space_train.data.example import Example
-from space_train.data.packed_examples import PackedExamples, packed
+from space_train.data.example_encoder import Example
+from space_train.data.records import NothingToLearn
+from space_train.data.rows import PackedExamples, packed
 
 PAD = 0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from space_train.data.packed_tokens import PackedTokens, write_packed
+from space_train.data.rows import PackedTokens, write_packed
 from space_train.data.tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 

@@ -8,10 +8,8 @@ from space_model.testing import tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.text.chat_template import BUILT_IN
 from space_router.text.model_text import ModelText
-from space_train.data.chat_text import TEMPLATES, ChatText
-from space_train.data.data_forms import ConversationTurn, DataConversation, Role
-from space_train.data.data_source import SourceRecord
-from space_train.data.example_encoder import Encoder
+from space_train.data.example_encoder import TEMPLATES, ChatText, Encoder
+from space_train.data.records import ConversationTurn, DataConversation, Role, SourceRecord
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 

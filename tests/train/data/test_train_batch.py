@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from doubles.training import random_examples, random_ids, rows_for, tiny_plan
-from space_train.data.example import NOT_LEARNED, Example
-from space_train.data.mixed_rows import MixedRows, RowStream
-from space_train.data.packed_examples import PackedExamples
+from space_train.data.example_encoder import NOT_LEARNED, Example
 from space_train.data.paper_collator import cut_at
+from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import TrainBatch, is_plain, train_batch, within_documents
 from space_train.train_plan import Anchors, Method, TrainPlan
 from torch import Tensor
@@ -23,7 +22,7 @@ def parts_of(batch: TrainBatch) -> list[Tensor]:
     found = [part for text in texts for part in (text.ids, text.learned, text.document, text.teaches)]
     if batch.anchors is not None:
         found += [batch.anchors.root, batch.anchors.depth, batch.anchors.group, batch.anchors.learns]
-    return found if batch.told_own is None else [*found, batch.told_own]
+    return found if batch.own_draft_rows is None else [*found, batch.own_draft_rows]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_the_control_has_no_masks() -> None:
     batch = train_batch(rows_for(plan), plan, 0, 4)
     assert batch.plain is not None
     assert len(batch.plain.ids) == 4
-    assert batch.masked is batch.anchors is batch.told_own is None
+    assert batch.masked is batch.anchors is batch.own_draft_rows is None
 
 
 def test_every_anchor_teaches_within_its_document_and_only_what_is_to_be_learnt() -> None:
@@ -88,12 +87,12 @@ def test_every_anchor_teaches_within_its_document_and_only_what_is_to_be_learnt(
 def test_own_drafts_are_told_to_a_share_of_the_masks_behind_a_first_one() -> None:
     plan = tiny_plan(scheduled_drafting=0.5, length=128)
     batch = train_batch(rows_for(plan), plan, 0, 8)
-    assert batch.told_own is not None
+    assert batch.own_draft_rows is not None
     assert batch.anchors is not None
     behind = batch.anchors.depth > 1
-    assert not bool((batch.told_own & ~behind).any())
-    assert 0.4 < float(batch.told_own[behind].float().mean()) < 0.6
-    assert train_batch(rows_for(plan), replace(plan, scheduled_drafting=0.0), 0, 4).told_own is None
+    assert not bool((batch.own_draft_rows & ~behind).any())
+    assert 0.4 < float(batch.own_draft_rows[behind].float().mean()) < 0.6
+    assert train_batch(rows_for(plan), replace(plan, scheduled_drafting=0.0), 0, 4).own_draft_rows is None
 
 
 # -------------------------------------------------------------------------------------------------- one cut a text

@@ -12,8 +12,7 @@ from space_model.adapters.gated_lora import GATED_LORA_FILE, GatedLora
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
-from space_train.data.anchors import AnchorRows, anchor_rows
-from space_train.data.train_batch import Texts, TrainBatch, train_batch
+from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch
 from space_train.networks.losses import Losses
 from space_train.networks.trainee import Trainee
 from space_train.train_plan import Method, TrainPlan

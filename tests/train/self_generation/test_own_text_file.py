@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from space_train.data.examples import Example
+from space_train.data.example_encoder import Example
 from space_train.self_generation.own_text_file import (
     OtherTexts,
     OwnText,

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from space_train.networks.network import NetworkShape, TrainNetwork
-from space_train.self_generation.repetition import DECAY, loop_loss, looped
+from space_train.self_generation.loops import DECAY, loop_loss, looped
 
 LINE_END = 9
 

@@ -18,7 +18,7 @@ from space_proto import worker_pb2 as pb
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
-from space_train.data.examples import Example
+from space_train.data.example_encoder import Example
 from space_train.self_generation import self_generate
 from space_train.self_generation.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
 from space_train.self_generation.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts

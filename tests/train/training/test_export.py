@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from space_train.data.tokenizer import train_tokenizer, write_tokenizer
-from space_train.networks.network import NetworkShape, TrainNetwork
-from space_train.training.export import export, load_llama
+from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from transformers import AutoModelForCausalLM
 
 SHAPE = NetworkShape(300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=48)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from space_train.run_folder import STATE_FILE
-from space_train.training.interruption import interruptions, stopped_at_once
+from space_train.training.trainer import interruptions, stopped_at_once
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from space_train.data.packed_tokens import PackedTokens
-from space_train.networks.draft_head import DraftHead
+from space_train.data.rows import PackedTokens
+from space_train.networks.adapters import DraftHead
 from space_train.networks.network import NetworkShape, TrainNetwork
-from space_train.schedule import Budget
-from space_train.train_plan import HeadForm
+from space_train.train_plan import Budget, HeadForm
 from space_train.training.pretrain import PretrainPlan, bits_per_byte, pretrain
 from space_train.training.stage import Measures, StagePace
 

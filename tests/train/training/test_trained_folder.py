@@ -15,8 +15,7 @@ from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts
 from space_train.reporting.run_report import write_report
 from space_train.run_folder import STATE_FILE
-from space_train.schedule import Budget
-from space_train.train_plan import InvalidPlan, Method, TrainPlan
+from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
 from space_train.training.stage import load_checkpoint
 from torch.nn import functional
 

@@ -14,8 +14,7 @@ from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
-from space_train.schedule import Budget
-from space_train.train_plan import Anchors, HeadForm, Method
+from space_train.train_plan import Anchors, Budget, HeadForm, Method
 from space_train.training.trainer import train
 
 SWITCHES: dict[str, dict[str, Any]] = {

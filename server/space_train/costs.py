@@ -1,18 +1,178 @@
-"""Operations and bytes of a training run, computed from the model's sizes and the plan: nothing here is measured.
+"""Operations and bytes of a training run, computed from the model's sizes and the plan, and the counter of a run.
 
-Operations are counted as in `space_train.costs.flops` (a row times n weights: 2n forward, 2n for the row's
-gradient, 2n for the weights'), so they can be compared with a run's own counter. Time is operations over the GPU's
-datasheet rate at a stated utilisation, including recomputation to save memory. Bytes are counted tensor
+Operations: a row times n weights has 2n forward, 2n for the row's gradient, 2n for the weights'. Time is operations
+over the GPU's datasheet rate at a stated utilisation, including recomputation to save memory. Bytes are counted tensor
 by tensor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from space_train.costs.model_shape import ModelShape
+import torch
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
+from torch import nn
+from transformers import PreTrainedConfig
+
+from space_train.data.train_batch import TrainBatch
 from space_train.networks.losses import CHUNK
-from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
+from space_train.networks.trainee import Trainee
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Weights and sizes that determine the cost of a row."""
+
+    body: int  # weights of the decoder layers' linears
+    output: int  # vocabulary times hidden size
+    adapters: int
+    head: int  # weights of the draft head
+    attention: int  # operations per row and visible key, over all layers, forward
+
+    @classmethod
+    def of(cls, trainee: Trainee) -> ModelCost:
+        model = trainee.decoder.model
+        config = model.config
+        heads = int(config.num_attention_heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        adapted = 0 if trainee.adapters is None else sum(pair.numel() for pair in trainee.adapters.pairs)
+        head = 0 if trainee.head is None else trainee.head.w1.numel() + trainee.head.w2.numel()
+        body = sum(_active(module, config) for module in model.base_model.modules())
+        attention = 4 * heads * head_dim * int(config.num_hidden_layers)
+        return cls(body, trainee.decoder.embedding.numel(), adapted, head, attention)
+
+
+def _active(module: nn.Module, config: PreTrainedConfig) -> int:
+    """Return the number of weights that a row is multiplied with; of experts, only those it is routed to."""
+    if isinstance(module, nn.Linear):
+        return module.weight.numel()
+    stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # [experts, out, in]
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return sum(weight.numel() // len(weight) * min(chosen, len(weight)) for weight in stacked)
+
+
+def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
+    """Return the operations of one batch, forward and backward."""
+    plan, total = trainee.plan, 0.0
+    if batch.plain is not None and plan.trains_base:
+        keys = batch.plain.num_before.sum().item()
+        total += 6 * cost.body * batch.plain.num_real + 3 * cost.attention * keys
+        total += 6 * cost.output * int(batch.plain.is_ordinary_target.sum())
+    if batch.masked is None or batch.anchors is None:
+        return total
+    real, masks, before = batch.masked.num_real, batch.anchors.depth.numel(), batch.masked.num_before
+    real_keys = before.sum().item()
+    mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
+    learning = batch.num_learning_masks
+    # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
+    moved = 3 if plan.trains_base else 1
+    total += moved * (2 * cost.body * real + cost.attention * real_keys)
+    if plan.trains_base:
+        total += 6 * cost.output * int(batch.masked.is_ordinary_target.sum())
+    through = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
+    total += through * (2 * cost.body * masks + cost.attention * mask_keys)
+    total += (6 if plan.method is Method.GATED_LORA else 2) * cost.adapters * masks
+    num_losses = int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
+    # Every method needs the gradients of the output's rows; its weights' only if the base is trained.
+    total += num_losses * (6 if plan.trains_base else 4) * cost.output * learning
+    total += (int(plan.distill) + int(plan.survival)) * 2 * cost.output * learning
+    if plan.head is not HeadForm.NONE:
+        total += 6 * cost.head * masks
+        if plan.scheduled_drafting:
+            total += 2 * (cost.head + cost.output) * masks
+    return total
+
+
+class UnknownShape(ValueError):
+    """A model whose sizes cannot be read; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with attention and a gated MLP, such as Llama, Mistral and Qwen; biases are not counted."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    tied: bool  # output head and embedding are one matrix
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the linears of one layer: q k v o, gate up down."""
+        E, mlp = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [(E, queries), (E, keys), (E, keys), (queries, E), (E, mlp), (E, mlp), (mlp, E)]
+
+    @property
+    def body(self) -> int:
+        """Weights of the layers' linears."""
+        return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def output(self) -> int:
+        """Weights of the output head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights, including two norms per layer and the final one."""
+        return self.body + self.output * (1 if self.tied else 2) + (2 * self.num_layers + 1) * self.hidden_size
+
+    @property
+    def attention(self) -> int:
+        """Forward operations per row and visible key over all layers: scores, and the weighted sum of values."""
+        return 4 * self.num_heads * self.head_dim * self.num_layers
+
+    def adapters(self, rank: int) -> int:
+        """Weights of low-rank adapters on every linear of the layers."""
+        return self.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
+
+    @classmethod
+    def of(cls, model: str) -> ModelShape:
+        """Return the shape `1b`, `7b` or `13b`, or that of a checkpoint. Raises UnknownShape or ModelError."""
+        if model.lower() in SHAPES:
+            return SHAPES[model.lower()]
+        return cls.from_config(model, family.read_config(Checkpoint.open(model)))
+
+    @classmethod
+    def from_config(cls, name: str, config: Any) -> ModelShape:
+        """Read the sizes from a transformers config."""
+        experts = next((key for key in ("num_experts", "num_local_experts") if getattr(config, key, None)), None)
+        if experts is not None:
+            raise UnknownShape(f"{name} has experts ({experts} in config.json); only dense decoders are estimated.")
+        wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        missing = [key for key in wanted if getattr(config, key, None) is None]
+        if missing:
+            raise UnknownShape(f"The config of {name} has no {missing[0]}; only Llama-like decoders are estimated.")
+        heads = int(config.num_attention_heads)
+        return cls(
+            name=name,
+            vocab_size=int(config.vocab_size),
+            hidden_size=int(config.hidden_size),
+            num_layers=int(config.num_hidden_layers),
+            num_heads=heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            intermediate_size=int(config.intermediate_size),
+            tied=bool(config.tie_word_embeddings),
+        )
+
+
+SHAPES = {
+    "1b": ModelShape("1B", 128256, 2048, 16, 32, 8, 64, 8192, tied=True),  # as Llama 3.2 1B
+    "7b": ModelShape("7B", 32000, 4096, 32, 32, 32, 128, 11008, tied=False),  # as Llama 2 7B
+    "13b": ModelShape("13B", 32000, 5120, 40, 40, 40, 128, 13824, tied=False),  # as Llama 2 13B
+}
+"""Common models by name."""
+
 
 UTILISATION = 0.4
 """Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
@@ -238,3 +398,43 @@ def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -
 def _tokens_at_once(plan: TrainPlan) -> float:
     """Return the real tokens of one part of an update."""
     return plan.length * plan.rows_per_step / plan.accumulate
+
+
+class DoesNotFit(InvalidPlan):
+    """The run needs more memory than the machine has."""
+
+
+def does_not_fit(
+    checkpoint: Checkpoint, plan: TrainPlan, num_processes: int, memory: int | None, error: Exception
+) -> DoesNotFit:
+    """Return the error, with flags that fit. `memory`: bytes of each GPU; None if unknown."""
+    try:
+        shape = ModelShape.from_config(checkpoint.name, family.read_config(checkpoint))
+    except UnknownShape:
+        shape = None
+    cure = cure_of(plan, num_processes, shape, memory)
+    reason = str(error).partition(". ")[0]
+    return DoesNotFit(f"An update in {plan.accumulate} parts does not fit ({reason}). {cure}")
+
+
+def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None) -> str:
+    """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
+    rows = plan.rows_per_step // num_processes
+    more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
+    smaller = (
+        "a shorter --length"
+        if plan.activation_checkpointing or not plan.trains_base
+        else ("--activation-checkpointing, a shorter --length")
+    )
+    if not more:
+        return f"It has one row at a time already: give {smaller} or a smaller model, and --restart."
+    least = replace(plan, rows_per_step=rows, accumulate=more[0])
+    fit = fitted(shape, least, memory) if shape is not None and memory is not None else None
+    if fit is None or fit.activation_checkpointing != plan.activation_checkpointing:
+        return f"Give --accumulate {more[-1]}, with which the run goes on; or {smaller}, and --restart."
+    return f"Give --accumulate {fit.accumulate}, the smallest that fits by our estimate: the run goes on with it."
+
+
+def gpu_memory() -> int | None:
+    """Return the memory of the current GPU in bytes, or None without one."""
+    return torch.cuda.get_device_properties("cuda").total_memory if torch.cuda.is_available() else None

@@ -1,1 +1,0 @@
-"""Operations, bytes and memory of a training run."""
