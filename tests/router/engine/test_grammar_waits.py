@@ -8,8 +8,8 @@ import pytest
 from doubles.router import Script
 from doubles.router.house import Lockstep, in_house, request_of
 from space_router.engine.request.request import Grammar, SamplingOptions
-from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
+from space_router.engine.workers import worker_link
 
 BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
 
@@ -39,7 +39,7 @@ def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due() -
 
 
 async def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     async with in_house(compiles(), worker_timeout=0.2) as house:
         text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))
         await asyncio.sleep(0.5)
@@ -52,7 +52,7 @@ async def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(monkey
 async def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
     async with in_house(compiles(), worker_timeout=0.2) as house:
         text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))

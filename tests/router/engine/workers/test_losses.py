@@ -13,8 +13,8 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
 from space_router.engine.request.request import SamplingOptions
-from space_router.engine.workers import watchdog
 from space_router.engine.workers import worker_connection as connection
+from space_router.engine.workers import worker_link
 from space_router.engine.workers.supervisor import ExitCause
 from space_router.metrics import Metrics
 
@@ -70,7 +70,7 @@ async def test_a_worker_that_falls_silent_is_given_up() -> None:
 
 
 async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
@@ -81,7 +81,7 @@ async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monk
 async def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody runs there any more, and nothing comes back: whoever comes next would wait for ever."""
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: house.worker.figures.num_steps >= 4)
@@ -92,7 +92,7 @@ async def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(monkeyp
 
 
 async def test_an_idle_worker_that_only_beats_its_heart_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(heartbeat_seconds=0.02), worker_timeout=0.3) as house:
         await asyncio.sleep(0.5)  # longer than a silent worker has, or one that owes a step
         assert house.engine.ready
@@ -216,7 +216,7 @@ async def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it
         causes.append(why)
         worker_lost(engine, connection, lost, why)
 
-    monkeypatch.setattr(watchdog, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
     monkeypatch.setattr(Engine, "worker_lost", noted)
     async with in_house(script, worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
