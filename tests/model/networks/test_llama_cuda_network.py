@@ -11,7 +11,6 @@ import torch
 from space_kernels.dispatch import Ops, ops_for, triton_ops
 from space_kernels.linear.cuda_linear import ExactLinear
 from space_kernels.linear.packed_linear import PackedLinear
-from space_model.adapters.gated_lora import GatedLora
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load
@@ -19,13 +18,11 @@ from space_model.networks import compact_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.llama_parts import LlamaSource
-from space_model.networks.tensor_parallel import Ranks
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 FAMILIES = ["llama", "llama3", "mistral", "qwen2", "qwen3"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,20 +39,9 @@ class OnOps:
     def fits(self, config: object, dtype: torch.dtype) -> bool:
         return True
 
-    def __call__(
-        self,
-        base: PreTrainedModel,
-        heads: int,
-        groups: int,
-        width: int,
-        adapters: Sequence[GatedLora],
-        prefix: str,
-        ranks: Ranks | None,
-        *,
-        int8: bool,
-    ) -> LlamaCudaNetwork:
-        assert not int8
-        return LlamaCudaNetwork(LlamaSource(base, heads, groups, width, adapters, prefix, ranks), self._ops)
+    def __call__(self, source: LlamaSource) -> LlamaCudaNetwork:
+        assert not source.int8
+        return LlamaCudaNetwork(source, self._ops)
 
 
 def load_on(

@@ -258,7 +258,7 @@ def test_a_made_up_step_has_the_case_s_rows_on_pages_of_its_own(case: AttentionC
     assert step.num_rows == case.num_sequences * case.num_chain * (1 + case.num_masks)
     assert (step.rows.starts == case.context).all()
     pages = [page for held in step.rows.pages for page in held]
-    assert len(set(pages)) == len(pages) == len(step.key_pages)
+    assert len(set(pages)) == len(pages) == len(step.pages.keys)
 
 
 def test_the_router_and_the_worker_know_the_same_names() -> None:
