@@ -15,12 +15,10 @@ from space_kernels.layers.rotary import HeadCounts, HeadNorm
 from space_kernels.linear.cuda_linear import CudaLinear
 from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
-from space_model.adapters.gated_lora import GatedLora
 from space_model.loading.load import load_model
 from space_model.networks import compact_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import LlamaSource
-from space_model.networks.tensor_parallel import Ranks
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
@@ -31,7 +29,6 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.worker import Worker
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 BLOCK, BLOCKS = 4, 60
 ASKS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
@@ -133,20 +130,9 @@ class OnTensors:
     def fits(config: object, dtype: torch.dtype) -> bool:
         return True
 
-    def __new__(  # type: ignore[misc]
-        cls,
-        base: PreTrainedModel,
-        heads: int,
-        groups: int,
-        width: int,
-        adapters: list[GatedLora],
-        prefix: str,
-        ranks: Ranks | None,
-        *,
-        int8: bool,
-    ) -> LlamaCudaNetwork:
-        assert not int8
-        return LlamaCudaNetwork(LlamaSource(base, heads, groups, width, adapters, prefix, ranks), OPS)
+    def __new__(cls, source: LlamaSource) -> LlamaCudaNetwork:  # type: ignore[misc]
+        assert not source.int8
+        return LlamaCudaNetwork(source, OPS)
 
 
 @pytest.fixture(scope="module", params=["draft head", "masks alone", "adapter"])
