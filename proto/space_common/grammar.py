@@ -281,8 +281,8 @@ class GrammarProcess:
 
     def with_tokens(self, tokens: Sequence[bytes], special: Collection[int], seconds: float) -> bool:
         """Use these tokens for all further grammars; the last is EOS. Returns False after `seconds`."""
-        told = {"tokens": [token.hex() for token in tokens], "special": sorted(special)}
-        return self._exchange(told, seconds) is not None
+        message = {"tokens": [token.hex() for token in tokens], "special": sorted(special)}
+        return self._exchange(message, seconds) is not None
 
     def ask(self, kind: str, source: str, seconds: float) -> list[str] | None:
         """Return a list with the grammar's error, empty if it is valid.

@@ -70,7 +70,7 @@ class StepTimes:
 
     pack: float = 0.0  # host: pack the rows
     attend: float = 0.0  # host: plan attention
-    verify_sequences: float = 0.0  # host: sampling parameters of the rows, verification, ends
+    verify: float = 0.0  # host: sampling parameters of the rows, verification, ends
     propose: float = 0.0  # host: select drafts and their rows
 
 
@@ -91,9 +91,17 @@ class ModelRunner(ABC):
     controller: Controller
     num_forwards = 0  # forward passes run
     waited = 0.0  # seconds that the host has spent in the model, or waiting for it
-    num_in_flight = 0  # steps executed whose output was not taken
-    out_of_slots: Sequence[RunningSequence] = ()  # sequences that cannot continue without another page
     has_failed = False  # the last launch: once the steps in flight are read, `give_back` is due
+
+    @property
+    @abstractmethod
+    def num_in_flight(self) -> int:
+        """Steps executed whose output was not taken."""
+
+    @property
+    @abstractmethod
+    def out_of_slots(self) -> Sequence[RunningSequence]:
+        """Sequences that cannot continue without another page."""
 
     @property
     def num_replays(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 from space_common.process import module_command, safe_environment
 from space_eval.bench.client import LoadError
 from space_eval.bench.server_process import ServerError
-from space_eval.report.estimates import percentile
 from space_eval.report.facts import commit, machine
 from space_eval.report.tables import markdown_facts, write_report
 from space_model.model_error import ModelError
@@ -50,22 +48,8 @@ def take_turns(
             turn(arm, number)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A median, and the range in which 80 % of the values are."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), percentile(values, 0.1), percentile(values, 0.9))
-
-    def shown(self, form: str) -> str:
-        """`1.02 (0.98–1.05)`."""
-        return f"{self.median:{form}} ({self.low:{form}}–{self.high:{form}})"
-
+TAILS = 0.1
+"""Share of the values that a `Spread` of measured times leaves out on either side."""
 
 Column = tuple[str, str, str]
 """Of a table of records: its head, the name of the value, and its format."""

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 from space_common.process import collect_seldom
+from space_eval.report.estimates import Spread
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -31,7 +32,7 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_server.worker_messages.hello import PROTOCOL_MAJOR
 
-from perf.harness import PerfError, Report, Spread, at_least, log, numbers, table, take_turns
+from perf.harness import TAILS, PerfError, Report, at_least, log, numbers, table, take_turns
 
 BOUNDS_MS = {1: 0.3, 64: 1.5}
 """Upper bounds of the median host time, by batch."""
@@ -126,13 +127,13 @@ class _TimedWorker(Worker):
     def _seconds(self, began: float, ended: float, hand_over: float) -> HostSeconds:
         timed, times = self._timed, self._timed.times
         computed = times.forward + times.sample + times.draft
-        known = computed + times.pack + times.attend + times.verify_sequences + times.propose
+        known = computed + times.pack + times.attend + times.verify + times.propose
         return HostSeconds(
             hand_over=hand_over,
             plan=timed.began - began,
             pack=times.pack,
             attend=times.attend,
-            verify=times.verify_sequences,
+            verify=times.verify,
             propose=times.propose,
             settle=ended - timed.ended,
             other=timed.ended - timed.began - known,
@@ -213,12 +214,10 @@ def run(options: argparse.Namespace) -> Report:
     take_turns(list(found), options.rounds, turn)
     rows, records, failures = [], [], []
     for cell, steps in found.items():
-        host = Spread.of([1e3 * step.host for step in steps])
+        host = Spread.without_tails([1e3 * step.host for step in steps], TAILS)
         parts = {part: 1e3 * statistics.median(getattr(step, part) for step in steps) for part in (*PARTS, "computed")}
         bound = BOUNDS_MS.get(cell.batch)
-        rows.append(
-            (cell.batch, cell.layout, host.shown(".3f"), bound or "–", *(f"{part:.3f}" for part in parts.values()))
-        )
+        rows.append((cell.batch, cell.layout, host.shown(3), bound or "–", *(f"{part:.3f}" for part in parts.values())))
         records.append({**asdict(cell), "layout": cell.layout, **asdict(host), "bound_ms": bound, "parts_ms": parts})
         if options.check and bound is not None and host.median >= bound:
             failures.append(f"batch {cell.batch}, {cell.layout}: {host.median:.3f} ms, bound {bound:g} ms.")

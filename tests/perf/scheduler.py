@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
+from space_eval.report.estimates import Spread
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.pages import PagePool
@@ -22,7 +23,7 @@ from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.stream import Stream
 from space_router.metrics import Metrics
 
-from perf.harness import Report, Spread, at_least, log, table, take_turns
+from perf.harness import TAILS, Report, at_least, log, table, take_turns
 from perf.streams_worker import InstantWorker
 
 NUM_QUEUED = (10, 100, 1_000, 10_000)
@@ -139,7 +140,7 @@ def run(options: argparse.Namespace) -> Report:
         (
             f"{queued:,}",
             f"{blocks:,}",
-            Spread.of([cost.median_us for cost in costs]).shown(".0f"),
+            Spread.without_tails([cost.median_us for cost in costs], TAILS).shown(0),
             f"{statistics.median(cost.p99_us for cost in costs):.0f}",
             f"{statistics.median(cost.submit_us for cost in costs):.0f}",
             sum(cost.num_admitted for cost in costs),

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from space_eval.bench.command import MOVED
 from space_eval.bench.command import main as bench
+from space_eval.report.estimates import Spread
 
-from perf.harness import MEASUREMENTS, Report, Spread, parser, table, take_turns
+from perf.harness import MEASUREMENTS, TAILS, Report, parser, table, take_turns
 
 
 def test_every_other_round_is_in_reverse_order() -> None:
@@ -29,9 +30,9 @@ def test_no_round_begins_after_the_time_is_over_but_the_first() -> None:
 
 
 def test_a_spread_is_the_median_and_the_range_of_80_percent() -> None:
-    spread = Spread.of([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 100.0])
+    spread = Spread.without_tails([9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 100.0], TAILS)
     assert (spread.median, spread.low, spread.high) == (5.5, 1.0, 9.0)
-    assert spread.shown(".1f") == "5.5 (1.0–9.0)"
+    assert spread.shown(1) == "5.5 (1.0–9.0)"
 
 
 def test_a_table_shows_a_missing_number_as_a_dash() -> None:

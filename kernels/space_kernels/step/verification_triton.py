@@ -87,7 +87,7 @@ def verify_sequences(
     end_ids: Tensor,
     num_eos: Tensor,
 ) -> StepVerification:
-    """As `step_verification.verify_sequences`; drafts and end_ids may have any row stride."""
+    """As `verification.verify_sequences`; drafts and end_ids may have any row stride."""
     S, k = drafts.shape
     accepted, lengths, end = (torch.empty(S, dtype=torch.int64, device=samples.device) for _ in range(3))
     emitted = samples.new_empty(S, k + 1)

@@ -128,7 +128,7 @@ class AnswerStatistics:
         if later > 0:
             parts.append(f"{1000 * (self.last - self.first[0]) / later:.1f} ms per token")
         if self.num_drafted:
-            parts.append(f"{self.num_accepted} of {self.num_drafted} drafts came true")
+            parts.append(f"{self.num_accepted} of {self.num_drafted} drafts accepted")
         if self.seed is not None:
             parts.append(f"seed {self.seed}")
         return " · ".join(parts)

@@ -50,10 +50,10 @@ def examine(
     variables = sorted(name for name in environment if name.startswith("SPACESERVE_"))
     words = ", ".join([*(f"--{name.replace('_', '-')}" for name in given), *variables]) or "none: all are defaults"
     yield Finding("settings", "ok", f"spaceserve {version()}; settings given: {words}")
-    config, told = _served(config)
-    if told is not None:
-        yield told
-    if told is None or config.model == default_model.FALLBACK:
+    config, finding = _served(config)
+    if finding is not None:
+        yield finding
+    if finding is None or config.model == default_model.FALLBACK:
         yield from _text(config)
     yield from _ports(config)
     yield _open_files(config.max_connections)

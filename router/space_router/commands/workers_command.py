@@ -52,33 +52,33 @@ def restart(
         body["workers"] = numbers
     if finish_seconds is not None:
         body["finish_seconds"] = finish_seconds
-    told = server.ask("/workers/restart", body)["restart"]
-    num_said = 0
+    progress = server.ask("/workers/restart", body)["restart"]
+    num_done = 0
     while True:
-        if told["num_done"] > num_said:
-            num_said = told["num_done"]
-            say(f"{num_said} of {told['num_wanted']} workers restarted")
-        if told["state"] != "running":
+        if progress["num_done"] > num_done:
+            num_done = progress["num_done"]
+            say(f"{num_done} of {progress['num_wanted']} workers restarted")
+        if progress["state"] != "running":
             break
         sleep(LOOK_SECONDS)
-        told = server.ask("/workers")["restart"]
-    if told["state"] == "done":
+        progress = server.ask("/workers")["restart"]
+    if progress["state"] == "done":
         return 0
-    sys.stderr.write(f"spaceserve workers: {told['error'] or 'the server is stopping'}\n")
+    sys.stderr.write(f"spaceserve workers: {progress['error'] or 'the server is stopping'}\n")
     return 1
 
 
-def table(told: Mapping[str, Any]) -> str:
+def table(answer: Mapping[str, Any]) -> str:
     """Return one line per worker, and one for a restart that is running or has failed."""
     rows = [("", "worker", "state", "starts", "running", "free blocks", "address")]
-    for one in told["workers"]:
+    for one in answer["workers"]:
         numbers = (one["num_incarnations"], one["num_running"], one["num_available_blocks"])
         rows.append((str(one["number"]), one["name"], one["state"], *map(str, numbers), one["address"] or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    away = [one for one in told["workers"] if one["state"] == "away" and one["trouble"]]
+    away = [one for one in answer["workers"] if one["state"] == "away" and one["trouble"]]
     lines += [f"{one['name']}: {one['trouble']}" for one in away]
-    if (state := told["restart"])["state"] in ("running", "failed"):
+    if (state := answer["restart"])["state"] in ("running", "failed"):
         lines.append(f"restart {state['state']}: {state['num_done']} of {state['num_wanted']} done")
     if state["error"]:
         lines.append(state["error"])

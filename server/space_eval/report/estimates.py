@@ -49,7 +49,7 @@ def bootstrap(
 
 @dataclass(frozen=True)
 class Spread:
-    """Median of several rounds, and their range."""
+    """A median, and the range of the values."""
 
     median: float
     low: float
@@ -57,7 +57,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+        return cls.without_tails(values, 0.0)
+
+    @classmethod
+    def without_tails(cls, values: Sequence[float], share: float) -> Spread:
+        """Leave `share` of the values out of the range on either side."""
+        return Spread(statistics.median(values), percentile(values, share), percentile(values, 1 - share))
 
     def shown(self, digits: int) -> str:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"

@@ -195,7 +195,7 @@ class DeviceRunner(ModelRunner):
         return [*self.batch]
 
     @property
-    def out_of_slots(self) -> list[RunningSequence]:  # type: ignore[override]
+    def out_of_slots(self) -> list[RunningSequence]:
         return [one for one in self.batch if one.num_free_slots(self.batch.state.block_size) < 1]
 
     @property
@@ -203,7 +203,7 @@ class DeviceRunner(ModelRunner):
         return self.scheduler.reads_first
 
     @property
-    def num_in_flight(self) -> int:  # type: ignore[override]
+    def num_in_flight(self) -> int:
         return len(self._launched)
 
     @property

@@ -72,6 +72,7 @@ class HostRunner(ModelRunner):
         self.controller = controller or SpeculationController(self._cost)
         self._began = 0.0  # the last step
         self._output: StepOutput | None = None  # of the last step, until it is taken
+        self._out_of_slots: Sequence[RunningSequence] = ()  # in the last step scheduled
         self._draft_source = draft_source
         self._synthetic = synthetic
         self._seconds_beside, self._clock = seconds_beside, clock
@@ -82,11 +83,15 @@ class HostRunner(ModelRunner):
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @property
-    def num_in_flight(self) -> int:  # type: ignore[override]
+    def num_in_flight(self) -> int:
         return int(self._output is not None)
 
+    @property
+    def out_of_slots(self) -> Sequence[RunningSequence]:
+        return self._out_of_slots
+
     def reset(self) -> None:
-        self._output, self.out_of_slots = None, []
+        self._output, self._out_of_slots = None, []
 
     def schedule(
         self,
@@ -105,7 +110,7 @@ class HostRunner(ModelRunner):
             budget=budget,
             beside=elsewhere,
         )
-        self.out_of_slots = scheduled.out_of_slots
+        self._out_of_slots = scheduled.out_of_slots
         return scheduled if scheduled.plans else None
 
     def execute_model(self, scheduled: ScheduledBatch) -> None:
@@ -191,7 +196,7 @@ class HostRunner(ModelRunner):
         times.draft += drafting
         times.pack += packed - started
         times.attend += planned - packed
-        times.verify_sequences += verified - forwarded - sampling
+        times.verify += verified - forwarded - sampling
         times.propose += drafted - verified - drafting
         return outputs
 

@@ -46,9 +46,9 @@ def num_cores(
 
 def num_threads(cores: int, *, beside_router: bool, num_workers: int = 1, environment: Mapping[str, str]) -> int:
     """Return the threads of a matmul of one of `num_workers` that share these cores; OMP_NUM_THREADS overrides it."""
-    told = environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    if told.isdecimal() and int(told):
-        return int(told)
+    given = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    if given.isdecimal() and int(given):
+        return int(given)
     left = cores - 1 if beside_router and cores >= ROUTERS_FROM else cores
     return max(1, left // num_workers)
 

@@ -111,7 +111,7 @@ class Followers:
                 self._lost(f"Rank {rank} is gone: {_ending(status)}. Its last words are above.")
 
     def end(self) -> None:
-        """Wait a little for followers that were told to leave, then kill the others."""
+        """Wait a little for followers that are leaving, then kill the others."""
         deadline = time.monotonic() + (_LEAVE_SECONDS if self.leaving else 0.0)
         self.leaving = True
         for process in self._processes:

@@ -116,7 +116,7 @@ def test_the_line_after_an_answer_counts_steps_drafts_and_the_seed() -> None:
     talk.ask("x")
     line = talk.notes.getvalue()  # type: ignore[attr-defined]
     assert line.startswith("  4 tokens in 2 steps · 1.50 per step · ")
-    assert line.endswith(" ms per token · 1 of 5 drafts came true · seed 5\n")
+    assert line.endswith(" ms per token · 1 of 5 drafts accepted · seed 5\n")
 
 
 def test_time_per_token_counts_from_the_first_tokens_on() -> None:

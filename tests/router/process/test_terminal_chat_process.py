@@ -110,7 +110,7 @@ def test_a_talk_in_a_terminal_from_the_first_word_to_ctrl_d(start_server: StartS
         chat.wait_for("› ")
         chat.type("Write add.\n")
         answer = chat.wait_for(r"\d+ tokens in \d+ steps · .* seed 7")
-        assert "\x1b[4;" in answer  # drafts that came true
+        assert "\x1b[4;" in answer  # accepted drafts
         assert "\x1b[1;" in answer  # the steps' own tokens
         assert "def add(a, b):\n    return a + b" in plain(answer)
         assert re.search(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from space_router.config import build, settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docker"
 PLAIN, GPU = ["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]
 

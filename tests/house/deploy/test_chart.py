@@ -21,7 +21,7 @@ from space_router.config import build, settings
 from space_router.metrics import Metrics
 from space_server.config import parse
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VERSIONS = ["1.29", "1.33", "1.37"]
 NAMES = ["small.yaml", "whole.yaml"]
 
