@@ -1,15 +1,25 @@
-"""What every process of this project sets up: environment of subprocesses, log lines, garbage collection."""
+"""Processes of this project: environment, log lines, garbage collection; a child process of ours and its output."""
 
 from __future__ import annotations
 
 import atexit
+import collections
+import contextlib
 import gc
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO
 
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -73,3 +83,245 @@ def log_to_stderr(level: str, form: str) -> None:
         JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class ModuleProcess:
+    """A child process; a subclass learns from its output, in `read_line`, when it is ready."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, kept: int = 400
+    ) -> None:
+        """`environment` is added to this process's. `kept`: lines kept of the output."""
+        self.lines: collections.deque[str] = collections.deque(maxlen=kept)
+        self._command = list(command)
+        self._environment = safe_environment(environment)
+        self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
+        self._news = threading.Condition()
+        self._ready = False
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise RuntimeError("The process has not been started: use it in a `with` block.")
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """The process id; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.poll()
+
+    def last_lines(self) -> str:
+        """Return the kept output, indented."""
+        with self._news:
+            return "\n".join(f"    {line}" for line in self.lines)
+
+    def start(self) -> None:
+        """Start without waiting, in a new process group, so that Ctrl-C does not reach it."""
+        with _unbroken():
+            process = self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+                if pipe is not None:
+                    self._readers.append(threading.Thread(target=self._read, args=(name, pipe), daemon=True))
+            for reader in self._readers:
+                reader.start()
+
+    def read_line(self, pipe: str, line: str) -> None:
+        """Take a line of `pipe` (stdout or stderr); set `self._ready` where it says so. Called under `self._news`."""
+        self.lines.append(line)
+
+    def is_ready_within(self, seconds: float) -> bool:
+        """Wait until it is ready; False if its output ends before, or after `seconds`."""
+        with self._news:
+            self._news.wait_for(lambda: self._ready or not self.has_output(), seconds)
+            return self._ready
+
+    def has_output(self) -> bool:
+        """Whether more output may come."""
+        return any(reader.is_alive() for reader in self._readers if reader is not threading.current_thread())
+
+    def close(self) -> None:
+        """Read the output of the ended process to its end."""
+        for reader in self._readers:
+            reader.join(5.0)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self, name: str, pipe: IO[str]) -> None:
+        for line in pipe:
+            with self._news:
+                self.read_line(name, line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Delay signals that raise an exception until after the block, so that no started process is left untracked. A
+    signal mask would be inherited by that process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signal handlers run only in the main thread
+        yield
+        return
+    arrived: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in ours:
+        signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+    for came in arrived:
+        signal.raise_signal(came)
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of `pid`, by number (Linux; empty elsewhere)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        fields = _stat(entry)
+        if len(fields) > 1 and fields[1] == str(pid) and fields[0] != "Z":
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process, all threads (Linux; 0 elsewhere, or if it is gone)."""
+    fields = _stat(Path(f"/proc/{pid}/stat"))
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+
+
+def _stat(path: Path) -> list[str]:
+    """Return the fields after the name, which may contain any character: state, parent, ..."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def command_line(pid: int) -> bytes:
+    """Return the words of a process's command, each ended by a zero byte (Linux; empty elsewhere)."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+KEPT_LINES = 20  # lines kept of the worker's output
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+
+
+class WorkerError(RuntimeError):
+    """The worker failed; the message has its last output."""
+
+
+class WorkerNotReady(WorkerError):
+    """The process exited or timed out before it listened: the checkpoint or the machine is unsuitable."""
+
+
+class WorkerLost(WorkerError):
+    """The process died, stopped reporting, refused the client or closed the stream."""
+
+
+class WorkerProcess(ModuleProcess):
+    """`python -m space_server` on a socket that only this user can reach. Leaving the block terminates it.
+
+    with WorkerProcess(["--model", "demo"]) as process:
+        process.address
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        start_timeout: float = 1800.0,
+        module: str = "space_server",
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], object] | None = None,
+    ) -> None:
+        """`flags`: of `python -m space_server`, without the listen address. `start_timeout`: seconds to load the model.
+        `module`: the module to run instead; `environment`: added to this process's; `on_line`: called with each line
+        of its log, in another thread.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="spaceserve-")  # mode 0700
+        listen = f"unix:{Path(self._folder.name) / 'worker.sock'}"
+        command = [*module_command(module), *flags, "--listen", listen, "--parent-pid", str(os.getpid())]
+        super().__init__(command, environment, kept=KEPT_LINES)
+        self.address = ""
+        self._start_timeout, self._on_line = start_timeout, on_line
+
+    def __enter__(self) -> WorkerProcess:
+        try:
+            self.start()
+            if not self.is_ready_within(self._start_timeout):
+                ended = not self.has_output()
+                late = "" if ended else f" within {self._start_timeout:g} s"
+                raise WorkerNotReady(self.obituary(f"The worker was not ready{late}", 2.0 if ended else 0.0))
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def read_line(self, pipe: str, line: str) -> None:
+        if pipe == "stdout":
+            if line.startswith("ready "):
+                self.address, self._ready = line.split()[1], True
+            return
+        if self._on_line is not None:
+            self._on_line(f"{line}\n")
+        if line.strip():
+            self.lines.append(line)
+
+    def obituary(self, what: str, patience: float = 2.0) -> str:
+        """Return `what`, the exit status if the process ends within `patience` seconds, and its last lines."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(patience)
+                for reader in self._readers:
+                    reader.join(1.0)  # its last output may still be in the pipe
+                how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
+                what = f"{what}: {how}"
+        lines = self.last_lines()
+        return f"{what}. It said last:" + (f"\n{lines}" if lines else " (nothing)")
+
+    def stop(self, grace: float = GRACE) -> int:
+        """Send SIGTERM, after `grace` seconds SIGKILL; return the exit status (0 if there is no process)."""
+        process = self._process
+        if process is None:
+            self._folder.cleanup()
+            return 0
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the worker, if it still runs, and its children
+            process.wait()
+            self.close()
+            self._process = None
+            self._folder.cleanup()
+        return process.returncode

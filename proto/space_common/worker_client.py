@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import grpc
 from space_proto import worker_pb2 as pb
 
-from space_common.worker_process import WorkerLost
+from space_common.process import WorkerLost
 
 PROTOCOL_MAJOR = 1
 MAX_PREFILL_ROWS = 4096
@@ -181,11 +181,7 @@ class WorkerClient:
         return sequence
 
     def submit(
-        self,
-        sequence: ClientSequence | SequenceRequest,
-        *,
-        num_pages: int | None = None,
-        shared: Sequence[int] = (),
+        self, sequence: ClientSequence | SequenceRequest, *, num_pages: int | None = None, shared: Sequence[int] = ()
     ) -> ClientSequence:
         """Run a sequence, with everything it has emitted so far.
 

@@ -21,10 +21,7 @@ from space_common.tracing import TracingUnavailable, check_tracing
 LARGEST_BLOCK = 256
 """Largest block size in slots; FlashAttention 2 needs it."""
 POWERCAP = "/sys/class/powercap"
-NAMED_CHANCES = {
-    0.78: (0.84, 0.81, 0.78, 0.75, 0.72),
-    0.57: (0.63, 0.60, 0.57, 0.54, 0.51),
-}
+NAMED_CHANCES = {0.78: (0.84, 0.81, 0.78, 0.75, 0.72), 0.57: (0.63, 0.60, 0.57, 0.54, 0.51)}
 """The two acceptance profiles of SPACE §5 by their middle: probability by mask depth 1 to 5, given the drafts
 before.
 """
@@ -184,12 +181,10 @@ class WorkerSettings:
     )
     dtype: str = flag("auto", "auto, float32, bfloat16 or float16: of weights, keys and values (default: %(default)s)")
     weights: str = flag(
-        "plain",
-        "linears in eight bits, half the bytes of bfloat16: int8 on a CPU, fp8 on a GPU (default: %(default)s)",
+        "plain", "linears in eight bits, half the bytes of bfloat16: int8 on a CPU, fp8 on a GPU (default: %(default)s)"
     )
     kv_dtype: str = flag(
-        "auto",
-        "of keys and values; fp8, on a GPU: twice as many fit as in bfloat16 (default: %(default)s, as --dtype)",
+        "auto", "of keys and values; fp8, on a GPU: twice as many fit as in bfloat16 (default: %(default)s, as --dtype)"
     )
     device: str = flag("auto", "auto, cpu, cuda, cuda:1 … (default: %(default)s)")
     kv_memory: int | float | None = flag(  # bytes; a fraction of the free memory; None: see memory.py
@@ -263,7 +258,7 @@ class WorkerSettings:
     )
     exact: bool = switch(
         "on: a token's bits do not depend on the batch on a GPU either (our own products instead of the "
-        "library's, slower); a CPU is always exact (default: %(default)s)",
+        "library's, slower); a CPU is always exact (default: %(default)s)"
     )
     tensor_parallel: int = flag(
         "1",
@@ -305,7 +300,7 @@ class WorkerSettings:
     parent_pid: int | None = flag(None, "end when this process is gone", at_least(1))
     tracing: bool = switch(
         "on: OpenTelemetry spans of the sequences that a router follows, over OTLP as the OTEL_* variables say "
-        "(default: %(default)s)",
+        "(default: %(default)s)"
     )
     log_format: str = flag("text", "(default: %(default)s)", choices=("text", "json"))
     log_level: str = flag("INFO", None, str.upper, choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"])

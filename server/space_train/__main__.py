@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from space_common.worker_process import WorkerError
+from space_common.process import WorkerError
 from space_model.model_error import ModelError
 
 from space_train.data.records import DataError

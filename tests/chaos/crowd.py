@@ -20,7 +20,7 @@ from typing import Any
 from perf.harness import Report, table
 from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.server_process import ServerError, ServerProcess
-from space_eval.report.facts import facts
+from space_eval.report import facts
 
 from chaos.harness import add_flags
 from chaos.requests import raw_request

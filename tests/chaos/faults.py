@@ -18,7 +18,7 @@ from perf.harness import Report, log, table
 from processes import ProcessFigures
 from space_eval.bench.client import get_json
 from space_eval.bench.server_process import ServerProcess
-from space_eval.report.facts import facts
+from space_eval.report import facts
 
 from chaos.harness import RECOVERY_SECONDS, StreamCounts, StreamLoad, add_flags, num_leaked_pages, stream_table
 from chaos.injection import LOSSES, Fault, WorkerSlot, inject, planned

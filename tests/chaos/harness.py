@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perf.harness import log, table
-from space_eval.bench.client import Endpoint, LoadError, get_json
-from space_eval.bench.polling import idle
+from space_eval.bench.client import Endpoint, LoadError, get_json, idle
 from space_eval.bench.server_process import ServerProcess
 
 from chaos.requests import StreamAnswer, ask

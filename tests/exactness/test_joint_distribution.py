@@ -4,15 +4,18 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution
-from octal_model import (
+from exact_distribution import (
     MASK_IDS,
     VOCABULARY,
     DenseLogits,
     Draws,
+    Floats,
     RejectionRule,
     UniformDrafts,
+    chi_square_p,
+    counts_of,
     draw,
+    joint_distribution,
     octal_checkpoint,
 )
 from space_model.loading.load import load_model

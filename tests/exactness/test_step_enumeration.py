@@ -5,8 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from exact_distribution import Floats, chi_square_p, counts_of, joint_distribution, softmax
-from octal_model import MASK_IDS, DenseLogits, octal_checkpoint
+from exact_distribution import (
+    MASK_IDS,
+    DenseLogits,
+    Floats,
+    chi_square_p,
+    counts_of,
+    joint_distribution,
+    octal_checkpoint,
+    softmax,
+)
 from space_eval.acceptance.generation import CompletionOutput, generate
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -18,6 +26,7 @@ from space_server.worker import Worker
 from step_enumeration import (
     Ids,
     ModelDistributions,
+    Rule,
     StepDistributions,
     TableDistributions,
     autoregressive_distribution,
@@ -25,7 +34,6 @@ from step_enumeration import (
     total_variation,
     worst_case,
 )
-from verification_rules import Rule
 
 EXACT = (Rule.COUPLING, Rule.TOKEN_WISE, Rule.BLOCK, Rule.ARGMAX)
 PROMPT = (1, 4, 2)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from exact_distribution import Floats, chi_square_p, softmax
-from verification_rules import (
+from step_enumeration import (
     Rule,
     agreement_by_id,
     expected_accepted,

@@ -17,8 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from space_eval.report.facts import commit, machine
-from space_eval.report.tables import markdown_table, without_nan, write_report
+from space_eval.report import commit, machine, markdown_table, without_nan, write_report
 
 from gpu.stages import STAGES
 

@@ -14,10 +14,9 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
 from gpu.llama import NUM_MASKS
-from gpu.models import compare, decode, demo_rule, outcome_name, request_of, settle
 from gpu.pace import DEVICE, HOST
 from gpu.report import Notes
-from gpu.ties import Comparison
+from gpu.ties import Comparison, compare, decode, demo_rule, outcome_name, request_of, settle
 
 pytestmark = pytest.mark.gpu
 

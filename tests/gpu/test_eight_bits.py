@@ -22,9 +22,9 @@ from space_server.machine.memory import free_bytes
 
 from gpu.clock import DeviceClock, forward_seconds
 from gpu.llama import DRY, NUM_MASKS, SHAPES, Shape, draft_head, facts_of, random_llama, space_llama
-from gpu.models import checkpoint_of
 from gpu.pace import BLOCK_SIZE
 from gpu.report import Notes
+from gpu.ties import checkpoint_of
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ from pairwise import covering_cases
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 
-from gpu.models import checkpoint_of
 from gpu.report import Notes
+from gpu.ties import checkpoint_of
 
 pytestmark = pytest.mark.gpu
 

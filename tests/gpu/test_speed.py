@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from exactness_matrix import without_draft_head
 from overhead_arms import auto, full, plain, pruned
 from space_common.worker_settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import Ops
@@ -21,14 +22,13 @@ from space_server.machine.memory import free_bytes
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
 from space_server.step_cost import StepCost
-from watched_model import without_draft_head
 
 from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use
 from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
 from gpu.llama import draft_head as random_head
-from gpu.models import changed_texts
 from gpu.pace import BLOCK_SIZE, DEVICE, DecodingSpeed, PacedWorker, SequenceSize, known_steps
 from gpu.report import BATCH_SIZES, Notes, written
+from gpu.ties import changed_texts
 
 pytestmark = pytest.mark.gpu
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from space_common.process import WorkerProcess
 from space_common.worker_client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
-from space_common.worker_process import WorkerProcess
 from space_proto import worker_pb2 as pb
 from space_server.machine.memory import free_bytes
 
 from gpu.llama import DRY, FIRST_MASK, NUM_MASKS, SHAPES, draft_head, random_llama, write_checkpoint
-from gpu.models import decode
 from gpu.report import Notes
+from gpu.ties import decode
 
 pytestmark = pytest.mark.gpu
 

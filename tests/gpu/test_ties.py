@@ -21,9 +21,8 @@ from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 
-from gpu.models import FAMILIES, NUM_BLOCKS, NUM_SEQUENCES, checkpoint_of, outcome_name
 from gpu.report import Notes
-from gpu.ties import Comparison, TieRule, differences
+from gpu.ties import FAMILIES, NUM_BLOCKS, NUM_SEQUENCES, Comparison, TieRule, checkpoint_of, differences, outcome_name
 
 pytestmark = pytest.mark.gpu
 

@@ -6,14 +6,13 @@ import sys
 
 import pytest
 from exactness_matrix import Subject
+from space_common.process import WorkerProcess
 from space_common.worker_client import GrpcWorker, WorkerClient
-from space_common.worker_process import WorkerProcess
 from space_model.loading.load import load_model
 
 from gpu.llama import NUM_MASKS
-from gpu.models import compare, decode, demo_rule, request_of, settle
 from gpu.report import Notes
-from gpu.ties import Comparison
+from gpu.ties import Comparison, compare, decode, demo_rule, request_of, settle
 
 pytestmark = pytest.mark.gpu
 

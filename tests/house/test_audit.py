@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 from pathlib import Path
@@ -86,3 +87,31 @@ def test_the_status_says_what_was_found_and_what_was_not_asked(audit: dict[str, 
     assert audit["status"]([good, silent], where_reachable=False) == 2
     assert audit["status"]([good, silent], where_reachable=True) == 0
     assert audit["status"]([silent, bad], where_reachable=True) == 1
+
+
+CLIENTS = Path(__file__).resolve().parents[1] / "clients"
+
+
+def test_every_package_of_a_python_client_is_pinned() -> None:
+    files = sorted((CLIENTS / "requirements").glob("*.txt"))
+    assert {file.stem for file in files} >= {"openai", "openai-1", "langchain", "litellm", "lm-eval"}
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!+]*", line), f"{file.name}: {line}"
+
+
+def test_nodes_packages_are_pinned_by_their_hashes_and_not_by_an_address() -> None:
+    lock = json.loads((CLIENTS / "node" / "package-lock.json").read_text(encoding="utf-8"))
+    wanted = json.loads((CLIENTS / "node" / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    installed = {place.removeprefix("node_modules/"): one for place, one in lock["packages"].items() if place}
+    assert all("resolved" not in one and one["integrity"].startswith("sha512-") for one in installed.values())
+    assert {name: installed[name]["version"] for name in wanted} == wanted
+
+
+def test_each_client_of_the_table_has_its_pins_and_its_script() -> None:
+    table = (CLIENTS / "run.py").read_text(encoding="utf-8")
+    named = re.findall(
+        r'^    Client\("[a-z0-9-]+", "([a-z_]+\.m?[a-z]+)"(?:, "([a-z0-9.-]+\.txt)")?', table, re.MULTILINE
+    )
+    assert {script for script, _ in named} == {file.name for file in CLIENTS.glob("check_*")}
+    assert {pins for _, pins in named if pins} == {file.name for file in (CLIENTS / "requirements").glob("*.txt")}

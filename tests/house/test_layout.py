@@ -4,6 +4,7 @@ Folders hold about twenty modules, a class name means one thing, and words of th
 is otherwise today is in `snapshots/may_only_shrink.toml`; `python tests/house/house_table.py --lists` shrinks it.
 """
 
+import ast
 import re
 import tomllib
 from collections import Counter
@@ -103,3 +104,58 @@ def test_the_subject_of_a_sentence_is_the_code_or_the_user(repository: Repositor
     places = shrinking["old_prose"].items()
     listed = {f"{place}: {word}": count for place, counts in places for word, count in counts.items()}
     assert grown(now, listed) == {}
+
+
+def test_no_program_of_ours_starts_another_without_the_safe_path(root: Path, files: list[Path]) -> None:
+    product = [path for path in files if path.parts[0] in ("proto", "kernels", "router", "server", "docker")]
+    unsafe = re.compile(r'sys\.executable,\s*(?!"-P"|"-I")"-|(?:python3?|PYTHON_IN_VENV\)) -m space_', re.DOTALL)
+    texts = {path: (root / path).read_text() for path in (*product, Path("Makefile"), Path("Dockerfile"))
+             if path.suffix in {".py", ".sh"} or path.name.endswith(("Makefile", "Dockerfile"))}  # fmt: skip
+    code = {path: re.sub(r'"""(?:.|\n)*?"""|prog="[^"]*"|Example: [^"]*', "", text) for path, text in texts.items()}
+    assert [str(path) for path, text in code.items() if unsafe.search(text)] == []
+
+
+ROOMS = (
+    "router/space_router",
+    "server/space_server",
+    "server/space_model",
+    "kernels/space_kernels",
+    "proto/space_proto",
+)
+DATES = {
+    "router/space_router/api/openai/stream.py",  # `created`
+    "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
+    "router/space_router/api/service.py",  # `created` of a model
+    "router/space_router/text/chat_template.py",  # `strftime_now`
+    "server/space_server/startup/starting_costs.py",  # the day on which a file was written
+}
+"""Where a date is told to clients, or to readers of a file; nothing is computed with it."""
+
+
+def wall_clocks(source: str) -> list[str]:
+    """Uses of clocks that can be set."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}:
+                found.append(name)
+        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [f"time.{alias.name}" for alias in node.names if alias.name in {"time", "time_ns"}]
+    return found
+
+
+def test_only_dates_that_clients_are_told_come_from_a_clock_that_can_be_set(root: Path) -> None:
+    using = {
+        str(file.relative_to(root))
+        for room in ROOMS
+        for file in (root / room).rglob("*.py")
+        if wall_clocks(file.read_text(encoding="utf-8"))
+    }
+    assert using == DATES
+
+
+def test_a_clock_that_can_be_set_is_seen() -> None:
+    assert wall_clocks("import time\nbegun = time.time()") == ["time.time"]
+    assert wall_clocks("from time import time") == ["time.time"]
+    assert wall_clocks("import time\nbegun = time.monotonic()") == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 from family_sweep import EQUAL, TRIED_ON_GPU, FamilyResult, families, sweep, to_page
-from gpu.models import FAMILIES as ON_A_GPU
+from gpu.ties import FAMILIES as ON_A_GPU
 from space_model.testing import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "server" / "MODELS.md"

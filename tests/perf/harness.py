@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from space_common.process import module_command, safe_environment
 from space_eval.bench.client import LoadError
 from space_eval.bench.server_process import ServerError
-from space_eval.report.facts import commit, machine
-from space_eval.report.tables import markdown_facts, write_report
+from space_eval.report import commit, machine, markdown_facts, write_report
 from space_model.model_error import ModelError
 
 Arm = TypeVar("Arm")

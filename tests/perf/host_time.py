@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 from space_common.process import collect_seldom
-from space_eval.report.estimates import Spread
+from space_eval.report import Spread
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from space_eval.report.estimates import Spread
+from space_eval.report import Spread
 from space_kernels.build.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
-from space_eval.report.estimates import Spread
+from space_eval.report import Spread
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.pages import PagePool

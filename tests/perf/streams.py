@@ -25,9 +25,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from processes import ProcessFigures
-from space_common.module_process import cpu_seconds
+from space_common.process import cpu_seconds
 from space_eval.bench.server_process import ServerProcess
-from space_eval.report.estimates import percentile
+from space_eval.report import percentile
 from tokenizers import Tokenizer
 
 from perf.harness import PerfError, Report, at_least, log, numbers, start_module, table

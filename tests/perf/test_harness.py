@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from space_eval.bench.command import MOVED
 from space_eval.bench.command import main as bench
-from space_eval.report.estimates import Spread
+from space_eval.report import Spread
 
 from perf.harness import MEASUREMENTS, TAILS, Report, parser, table, take_turns
 

@@ -15,8 +15,7 @@ from space_model.space_model import SpaceModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
 from perf.harness import PerfError, main
-from perf.overhead import Row, Subject, crossing, report, row
-from perf.overhead_steps import Bench, Load, PassCost, RowCurve, Turn
+from perf.overhead import Bench, Load, PassCost, Row, RowCurve, Subject, Turn, crossing, report, row
 
 PROMPTS = [[10 + n, 20, 30] for n in range(3)]
 ALWAYS = (1.0,) * 5

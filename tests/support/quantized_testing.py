@@ -96,11 +96,7 @@ def _gptq(bits: int, shift: int) -> Callable[[Tensor, torch.Generator], Packed]:
 def _packed_integers(bits: int, *, signed: bool) -> Callable[[Tensor, torch.Generator], Packed]:
     def pack(weight: Tensor, generator: torch.Generator) -> Packed:
         q, scale, zero = _grid(weight, bits, generator, signed=signed)
-        parts = {
-            "weight_packed": _words(q, bits),
-            "weight_scale": scale,
-            "weight_shape": torch.tensor(weight.shape),
-        }
+        parts = {"weight_packed": _words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
         if not signed:
             parts["weight_zero_point"] = _words(zero.T, bits).T
         return parts, _meant(q, scale, zero, torch.arange(weight.shape[1]) // GROUP)

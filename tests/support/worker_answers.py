@@ -38,10 +38,7 @@ class Drafting:
 
 
 def answers(
-    model: SpaceModel,
-    requests: Sequence[SequenceRequest],
-    drafting: Drafting,
-    plain: Sequence[ClientSequence] = (),
+    model: SpaceModel, requests: Sequence[SequenceRequest], drafting: Drafting, plain: Sequence[ClientSequence] = ()
 ) -> list[ClientSequence]:
     """The answers, all requests at once. `plain`: what a script of drafts knows of each."""
     cost = IdleArithmetic()

@@ -14,9 +14,8 @@ from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import CompletionOutput
-from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
-from space_eval.acceptance.texts import (
+from space_eval.acceptance.generation import (
+    CompletionOutput,
     describe_prompts,
     encode_prompts,
     is_blank,
@@ -26,9 +25,10 @@ from space_eval.acceptance.texts import (
     repeated_share,
     torch_facts,
 )
+from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
 from space_eval.data import load_prompts
 from space_eval.flags import given
-from space_eval.report.tables import columns_table, markdown_facts, ratio, write_report
+from space_eval.report import columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Runs every prompt alone through the worker's own step, plain and with k drafts in turn, so that the speed-up is a ratio

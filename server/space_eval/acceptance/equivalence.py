@@ -19,11 +19,19 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import CompletionFailed, CompletionOutput, CompletionRequest, complete
-from space_eval.acceptance.texts import describe_prompts, encode_prompts, load_tokenizer, torch_facts
+from space_eval.acceptance.generation import (
+    CompletionFailed,
+    CompletionOutput,
+    CompletionRequest,
+    complete,
+    describe_prompts,
+    encode_prompts,
+    load_tokenizer,
+    torch_facts,
+)
 from space_eval.data import load_prompts
 from space_eval.flags import number_in, whole
-from space_eval.report.tables import columns_table, markdown_facts, write_report
+from space_eval.report import columns_table, markdown_facts, write_report
 
 DESCRIPTION = """\
 Every prompt is decoded plainly, alone, and then with k drafts per step, alone and in a batch whose sequences join one

@@ -13,10 +13,8 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.worker import Worker
 
-from space_eval.acceptance.generation import CompletionOutput, generate
-from space_eval.acceptance.texts import is_looping
-from space_eval.report.estimates import Spread
-from space_eval.report.tables import ratio
+from space_eval.acceptance.generation import CompletionOutput, generate, is_looping
+from space_eval.report import Spread, ratio
 
 PLAIN = 0
 """The k of plain decoding."""

@@ -14,7 +14,15 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
-from space_eval.acceptance.assisted_generation import AssistedAnswer, AssistedDecoder, DraftMethod
+from space_eval.acceptance.generation import (
+    AssistedAnswer,
+    AssistedDecoder,
+    DraftMethod,
+    describe_prompts,
+    encode_prompts,
+    environment_facts,
+    load_tokenizer,
+)
 from space_eval.acceptance.paired_decoding import (
     PLAIN,
     PairedDecoder,
@@ -25,12 +33,10 @@ from space_eval.acceptance.paired_decoding import (
     rates,
     space_files,
 )
-from space_eval.acceptance.texts import describe_prompts, encode_prompts, environment_facts, load_tokenizer
 from space_eval.data import built_in, load_prompts
 from space_eval.flags import FlagError, given
 from space_eval.plots import Bar, PlotError, bar_plot
-from space_eval.report.estimates import Spread
-from space_eval.report.tables import columns_table, markdown_facts, ratio, write_report
+from space_eval.report import Spread, columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Times plain decoding and SPACE on the same weights, machine and prompts: on each prompt they take turns, --rounds times,

@@ -9,8 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from space_eval.bench.client import Endpoint, LoadError, get_json, parsed, post_json, stream_events
-from space_eval.bench.polling import joules
+from space_eval.bench.client import Endpoint, LoadError, get_json, joules, parsed, post_json, stream_events
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from space_common.module_process import cpu_seconds
+from space_common.process import cpu_seconds
 
 from space_eval.bench.arms import APIS, Arm, find, token_ids
 from space_eval.bench.client import Endpoint, LoadError
@@ -30,7 +30,7 @@ from space_eval.bench.workload import Recorded, Workload, load_recorded
 from space_eval.data import built_in, long_text
 from space_eval.flags import EvalError, FlagError
 from space_eval.plots import PlotError
-from space_eval.report.facts import facts
+from space_eval.report import facts
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "make-model": (

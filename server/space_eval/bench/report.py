@@ -12,13 +12,12 @@ from typing import Any
 from space_server.speculation.synthetic_acceptance import label
 
 from space_eval.bench.arms import Arm
+from space_eval.bench.client import JOULES_PER_KWH, DraftSample
 from space_eval.bench.options import BenchSettings, Limits
-from space_eval.bench.polling import JOULES_PER_KWH, DraftSample
 from space_eval.bench.rounds import PrefixIsolation, Round, num_identical
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing
 from space_eval.plots import Bar, bar_plot, line_plot
-from space_eval.report.estimates import Ratio, Spread, percentile
-from space_eval.report.tables import markdown_table
+from space_eval.report import Ratio, Spread, markdown_table, percentile
 
 PERCENTILES = (50, 90, 99)
 

@@ -14,9 +14,17 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from space_eval.bench.arms import Arm, Exchange, LoadRequest
-from space_eval.bench.client import Endpoint, LoadError
+from space_eval.bench.client import (
+    POWER_SECONDS,
+    DraftMeter,
+    DraftSample,
+    Endpoint,
+    LoadError,
+    PowerMeter,
+    idle,
+    polled,
+)
 from space_eval.bench.options import BenchSettings
-from space_eval.bench.polling import POWER_SECONDS, DraftMeter, DraftSample, PowerMeter, idle, polled
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing, Workload
 
 CpuCounter = Callable[[], Mapping[str, float]]

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from space_common.module_process import ModuleProcess, children, command_line
-from space_common.process import module_command
+from space_common.process import ModuleProcess, children, command_line, module_command
 
 STOP_SECONDS = 60.0
 """From SIGTERM to SIGKILL: longer than a server may need to drain and stop its workers."""

@@ -12,23 +12,27 @@ from space_model.loading.load import load_model
 from space_train.training.published_options import EVALUATION_OPTIONS, TRAINING_OPTIONS, options_table
 from tqdm import tqdm
 
+from space_eval.acceptance.generation import environment_facts, load_tokenizer
 from space_eval.acceptance.paired_decoding import PairedDecoder
-from space_eval.acceptance.texts import environment_facts, load_tokenizer
 from space_eval.flags import FlagError, RecordError, given
 from space_eval.paper import table
 from space_eval.paper.protocol import (
+    FAMILIES,
+    TASKS,
     MeasuredQuestion,
     PaperProtocol,
+    PaperTask,
     PromptedModel,
+    family_of,
+    load_questions,
     open_journal,
+    place_and_split,
     run_task,
     weights_digest,
 )
 from space_eval.paper.table import PUBLISHED, PaperRow, PublishedModel, TaskQuality, published_for
-from space_eval.paper.tasks import FAMILIES, TASKS, PaperTask, family_of, load_questions, place_and_split
 from space_eval.plots import PlotError
-from space_eval.quality.code_execution import FLAG, REFUSAL
-from space_eval.quality.humaneval import CodingProblem, load_problems
+from space_eval.quality.humaneval import FLAG, REFUSAL, CodingProblem, load_problems
 
 DESCRIPTION = """\
 Measures a SPACE model by the protocol of arXiv 2402.11809: the paper's prompts for the model's family, 1,024 new

@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from space_eval.acceptance.paired_decoding import PairedFigures, rates, speedup, tokens_per_step
-from space_eval.paper.protocol import MeasuredQuestion
-from space_eval.paper.tasks import PaperTask
+from space_eval.paper.protocol import MeasuredQuestion, PaperTask
 from space_eval.plots import Bar, bar_plot
 from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
-from space_eval.quality.rouge import rouge_l
-from space_eval.report.estimates import Spread
-from space_eval.report.tables import columns_table, markdown_facts, write_report
+from space_eval.quality.scores import rouge_l
+from space_eval.report import Spread, columns_table, markdown_facts, write_report
 
 FOR_SCALE = "LLaMA-2-7B"
 """Reference for models of families not in the paper."""

@@ -16,17 +16,15 @@ from space_model.model_error import ModelError
 from space_model.precision import KV_DTYPES, WEIGHTS
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import CompletionFailed
-from space_eval.acceptance.texts import torch_facts
+from space_eval.acceptance.generation import CompletionFailed, torch_facts
 from space_eval.flags import EvalError, FlagError, JournalError, given, number_in, whole
 from space_eval.plots import PlotError
 from space_eval.quality import humaneval
-from space_eval.quality.code_execution import FLAG, REFUSAL, ExecutionResult
+from space_eval.quality.humaneval import FLAG, REFUSAL, ExecutionResult
 from space_eval.quality.model import QualityModel, WritingSettings
 from space_eval.quality.scores import draw, generation_facts, rows_of, to_markdown
 from space_eval.quality.tasks import Answer, HumanEval, Perplexity, Summarise, open_answers
-from space_eval.report.journal import check_settings
-from space_eval.report.tables import write_report
+from space_eval.report import check_settings, write_report
 
 QualityTask = HumanEval | Summarise | Perplexity
 TASKS = ("humaneval", "summarise", "perplexity")

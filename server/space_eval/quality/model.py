@@ -17,8 +17,7 @@ from space_server.worker import Worker
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from space_eval.acceptance.generation import CompletionOutput, CompletionRequest, complete
-from space_eval.acceptance.texts import is_looping, text_behind
+from space_eval.acceptance.generation import CompletionOutput, CompletionRequest, complete, is_looping, text_behind
 from space_eval.flags import FlagError
 from space_eval.quality.perplexity import PerplexityMeter
 from space_eval.quality.tasks import Answer, Answers, Perplexity, TaskPrompt, WritingTask

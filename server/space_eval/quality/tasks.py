@@ -12,9 +12,8 @@ from space_eval.data import load_records
 from space_eval.quality import humaneval
 from space_eval.quality.humaneval import pass_at_k
 from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts
-from space_eval.quality.rouge import rouge_l, rouge_l_sum
-from space_eval.quality.scores import Score
-from space_eval.report.journal import Journal
+from space_eval.quality.scores import Score, rouge_l, rouge_l_sum
+from space_eval.report import Journal
 
 Answer = dict[str, Any]
 """Has `record`, `sample` and the task's own fields."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+from space_common.process import WorkerLost, WorkerProcess
 from space_common.worker_client import GrpcWorker
-from space_common.worker_process import WorkerLost, WorkerProcess
 from space_common.worker_settings import worker_argv
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb

@@ -24,9 +24,8 @@ from typing import Any
 
 import corpus
 import vocabularies
-from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from space_common.gguf.reader import GgufFile
-from space_common.gguf.tokenizer import tokenizer_files
+from space_common.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from space_router.text.tokenizer import Tokenizer
 
 KNOWN = {

@@ -45,12 +45,7 @@ def test_what_the_file_says_is_what_config_json_says(write: Write) -> None:
             {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False, True]},
             {"layer_types": "sfs"},
         ),
-        (
-            "gemma3",
-            3,
-            {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
-            {"layer_types": "sfs"},
-        ),
+        ("gemma3", 3, {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2}, {"layer_types": "sfs"}),
     ],
 )
 def test_what_llama_cpp_has_built_in_of_gemma_is_written_out(

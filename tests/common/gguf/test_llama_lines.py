@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import tokenizers
-from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from space_common.gguf.reader import GgufFile
-from space_common.gguf.tokenizer import tokenizer_files
+from space_common.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 
 HERE = Path(__file__).parent
 MODELS = ("SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import tokenizers
 from space_common.gguf.find import GgufError
-from space_common.gguf.pre_tokenizers import PRE_TOKENIZERS
-from space_common.gguf.tokenizer import tokenizer_files
+from space_common.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from space_router.text import chat_template
 from space_router.text.tokenizer import Tokenizer
 from space_server.grammar.vocabulary import TokenVocabulary

@@ -15,7 +15,7 @@ from space_eval.bench.options import Limits, parse, seconds_of
 from space_eval.bench.report import BenchResult, markdown, record, summaries, table
 from space_eval.bench.rounds import Round
 from space_eval.bench.workload import Closed, Lengths, Open, Swing
-from space_eval.report.estimates import Ratio, Spread, bootstrap, percentile
+from space_eval.report import Ratio, Spread, bootstrap, percentile
 
 
 def arm(name: str, speculation: str | None = None, *, is_baseline: bool = False) -> Arm:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from space_common.worker_settings import parse_chances
 from space_eval.data import long_text
-from space_eval.report.estimates import Ratio
+from space_eval.report import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_server.speculation.synthetic_acceptance import label
 from tokenizers import Tokenizer

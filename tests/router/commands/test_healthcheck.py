@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from doubles.router.certificates import authority, signed
+from doubles.router.whole_router import authority, signed
 from space_router.commands.healthcheck import main, started
 
 VENV = "/opt/spaceserve/bin"

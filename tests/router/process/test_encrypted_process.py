@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import grpc
 import httpx
 import pytest
-from doubles.router.certificates import authority, signed
+from doubles.router.whole_router import authority, signed
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.commands import healthcheck
 from space_router.config import build

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
-from doubles.router.certificates import Certificate, authority, signed
+from doubles.router.whole_router import Certificate, authority, signed
 from space_common.certificate import CertificateError, CertificateFiles, server_credentials
 from space_proto import generate_pb2, generate_pb2_grpc
 

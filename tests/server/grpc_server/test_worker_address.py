@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from doubles.router.certificates import authority, signed
+from doubles.router.whole_router import authority, signed
 from doubles.worker import ScriptedModel
 from space_common.certificate import CertificateFiles
 from space_proto import worker_pb2 as pb

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_common.worker_process import WorkerLost, WorkerProcess
+from space_common.process import WorkerLost, WorkerProcess
 from space_common.worker_settings import WorkerSettings
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel

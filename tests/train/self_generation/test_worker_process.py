@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from space_common.worker_process import WorkerNotReady, WorkerProcess
+from space_common.process import WorkerNotReady, WorkerProcess
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from doubles.router import Script, ScriptedWorker
-from doubles.router.certificates import Certificate, authority, signed
+from doubles.router.whole_router import Certificate, authority, signed
 from space_proto import worker_pb2, worker_pb2_grpc
 from space_router.config import ServeConfig, build
 from space_router.engine.workers.supervisor import RemoteWorker

@@ -3,11 +3,19 @@
 `python -m doubles.router --listen unix:/tmp/w.sock` runs one as a process.
 """
 
-from doubles.router.language import FixedReply, HashLanguage, Language
-from doubles.router.page_ledger import PageLedger, Violation
-from doubles.router.script import Accepts, Script, always, half, listed, never, sometimes
-from doubles.router.scripted_batch import Figures, ScriptedBatch
-from doubles.router.scripted_worker import ScriptedWorker
+from doubles.router.script import (
+    Accepts,
+    FixedReply,
+    HashLanguage,
+    Language,
+    Script,
+    always,
+    half,
+    listed,
+    never,
+    sometimes,
+)
+from doubles.router.scripted_worker import Figures, PageLedger, ScriptedBatch, ScriptedWorker, Violation
 
 __all__ = [
     "Accepts",

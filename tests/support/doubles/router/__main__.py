@@ -14,8 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from doubles.router.language import FixedReply, HashLanguage, Language
-from doubles.router.script import Accepts, Script, always, half, never, sometimes
+from doubles.router.script import Accepts, FixedReply, HashLanguage, Language, Script, always, half, never, sometimes
 from doubles.router.scripted_worker import ScriptedWorker
 
 ACCEPTS: dict[str, Accepts] = {"never": never, "always": always, "half": half, "sometimes": sometimes}

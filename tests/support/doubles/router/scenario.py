@@ -18,10 +18,8 @@ from space_router.engine.scheduler import PREFILL_STEPS_AHEAD, Scheduler
 from space_router.engine.workers.supervisor import ExitCause
 from space_router.metrics import Metrics
 
-from doubles.router.language import HashLanguage
-from doubles.router.script import Script, always, half, never, sometimes
-from doubles.router.scripted_batch import ScriptedBatch
-from doubles.router.scripted_worker import ScriptedWorker
+from doubles.router.script import HashLanguage, Script, always, half, never, sometimes
+from doubles.router.scripted_worker import ScriptedBatch, ScriptedWorker
 from doubles.router.tabletop import Tabletop, TableWorker
 
 MAX_TICKS = 20_000

@@ -1,11 +1,14 @@
-"""The scripted worker as a gRPC server: one conversation at a time, steps of its own, reports as the contract says."""
+"""A worker whose sequences follow a script, behind real gRPC: strict about pages, without a model."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -13,9 +16,401 @@ import grpc
 import grpc.aio
 from space_proto import worker_pb2, worker_pb2_grpc
 
-from doubles.router.page_ledger import Violation
 from doubles.router.script import Script
-from doubles.router.scripted_batch import Figures, ScriptedBatch
+
+
+class Violation(AssertionError):
+    """The router broke the contract."""
+
+
+class PageLedger:
+    """What stands in every slot, and who may write where.
+
+    A slot's content is the hash of the ids up to and including its position, as real keys and values depend on all
+    ids before them. A sequence's computed slots must always hold its own prefix, whoever wrote them.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._contents: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._writer: dict[int, int] = {}  # block -> the one sequence that may write to it
+        self._readers: dict[int, set[int]] = {}  # block -> sequences that share it
+
+    def grant(self, seq_id: int, blocks: Sequence[int]) -> None:
+        """Blocks for `seq_id` alone."""
+        for block in blocks:
+            if not 0 <= block < len(self._contents):
+                raise Violation(f"sequence {seq_id} got block {block}, outside 0..{len(self._contents) - 1}")
+            users = self._readers.get(block, set()) | ({self._writer[block]} if block in self._writer else set())
+            if users:
+                raise Violation(f"sequence {seq_id} got block {block} to write, still in use by {sorted(users)}")
+            self._writer[block] = seq_id
+
+    def share(self, seq_id: int, blocks: Sequence[int]) -> None:
+        """Blocks that `seq_id` only reads."""
+        for block in blocks:
+            self._readers.setdefault(block, set()).add(seq_id)
+
+    def write(self, seq_id: int, pages: Sequence[int], position: int, content: bytes | None) -> None:
+        """Put a prefix's hash (None: something wrong, as a rejected draft leaves it) into the slot of `position`."""
+        index = position // self.block_size
+        if index >= len(pages):
+            raise Violation(f"sequence {seq_id} has {len(pages)} pages and would write position {position}")
+        block = pages[index]
+        if self._writer.get(block) != seq_id:
+            raise Violation(f"sequence {seq_id} would write block {block} of {self._writer.get(block)}")
+        if readers := self._readers.get(block, set()) - {seq_id}:
+            old = self._contents[block][position % self.block_size]
+            if old != content:
+                raise Violation(f"sequence {seq_id} would change block {block}, shared with {sorted(readers)}")
+        self._contents[block][position % self.block_size] = content
+
+    def attend(self, seq_id: int, pages: Sequence[int], prefix: Sequence[bytes]) -> None:
+        """Read the slots of positions [0, len(prefix)) as attention does; each must hold its prefix."""
+        for start in range(0, len(prefix), self.block_size):
+            wanted = list(prefix[start : start + self.block_size])
+            found = self._contents[pages[start // self.block_size]][: len(wanted)]
+            if found != wanted:
+                raise Violation(
+                    f"sequence {seq_id} finds foreign content in its block {pages[start // self.block_size]}"
+                )
+
+    def release(self, seq_id: int) -> None:
+        """Forget a sequence; contents stay as they are."""
+        self._writer = {block: writer for block, writer in self._writer.items() if writer != seq_id}
+        for readers in self._readers.values():
+            readers.discard(seq_id)
+
+
+def prefix_hashes(ids: Sequence[int], known: list[bytes]) -> list[bytes]:
+    """`known` extended in place to one hash per id: each over all ids up to and including its own."""
+    for i in range(len(known), len(ids)):
+        before = known[i - 1] if i else b""
+        known.append(hashlib.blake2b(before + ids[i].to_bytes(4, "little"), digest_size=8).digest())
+    return known
+
+
+class ScriptedSequence:
+    """Ids, pages and computed length; advances by chunks of prompt and then by steps of up to d+1 ids."""
+
+    def __init__(self, admit: worker_pb2.Admit, script: Script, ledger: PageLedger, max_draft_length: int) -> None:
+        self.seq_id = admit.seq_id
+        self.ids = list(admit.ids)
+        self.pages = list(admit.pages)
+        self.computed = admit.num_cached
+        self.ended = False
+        self.paused = False
+        self.releasing: int | None = None  # steps until the release is acknowledged
+        self._admit = admit
+        self._script = script
+        self._ledger = ledger
+        self._max_draft_length = min(max_draft_length, admit.max_draft_length, script.draft_length)
+        self._num_steps = 0
+        self._num_times = 0  # it was stepped in, in whatever way
+        self._hashes = prefix_hashes(self.ids, [])
+
+        size = script.block_size
+        if not self.ids or not 1 <= admit.num_prompt <= len(self.ids):
+            raise Violation(f"sequence {self.seq_id}: num_prompt {admit.num_prompt} of {len(self.ids)} ids")
+        if admit.num_cached % size or admit.num_cached > (len(self.ids) - 1) // size * size:
+            raise Violation(f"sequence {self.seq_id}: num_cached {admit.num_cached} of {len(self.ids)} ids")
+        if admit.HasField("num_prompt_logprobs") and admit.num_cached:
+            raise Violation(f"sequence {self.seq_id}: prompt logprobs with cached ids")
+        num_shared = admit.num_cached // size
+        if len(self.pages) < num_shared:
+            raise Violation(f"sequence {self.seq_id}: {admit.num_cached} cached ids in {len(self.pages)} pages")
+        ledger.share(self.seq_id, self.pages[:num_shared])
+        ledger.grant(self.seq_id, self.pages[num_shared:])
+        ledger.attend(self.seq_id, self.pages, self._hashes[: self.computed])
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.pages) * self._script.block_size
+
+    def extend(self, pages: list[int]) -> None:
+        """More pages at the end."""
+        self._ledger.grant(self.seq_id, pages)
+        self.pages += pages
+        self.paused = False
+
+    def step(self, prefill_rows: int) -> tuple[worker_pb2.SequenceReport | None, int]:
+        """One step with at most `prefill_rows` prompt rows: the report, if there is anything to say, and rows used."""
+        if self.ended or self.paused or self.releasing is not None:
+            return None, 0
+        self._num_times += 1
+        if self._script.failing_id is not None and self._script.failing_id in self.ids[: self._admit.num_prompt]:
+            self.ended = True
+            return self._report(finish=worker_pb2.FINISH_ERROR, error="the script says this one fails"), 0
+        free = self.num_slots - self.computed
+        if free <= 0:
+            self.paused = True
+            return self._report(paused=True), 0
+        if len(self.ids) == len(self._admit.ids):
+            return self._prefill(min(len(self.ids) - self.computed, prefill_rows, free))
+        return self._decode(free), 0
+
+    @property
+    def is_deadly(self) -> bool:
+        """The worker dies of the step that was just taken."""
+        marked = self._script.deadly_id is not None and self._script.deadly_id in self.ids[: self._admit.num_prompt]
+        return marked and self._num_times >= self._script.deadly_steps
+
+    def write_stale(self) -> None:
+        """What a launched step still does to a sequence that the router has released."""
+        for position in range(self.computed, min(self.computed + self._max_draft_length + 1, self.num_slots)):
+            self._ledger.write(self.seq_id, self.pages, position, None)
+
+    def _prefill(self, num_rows: int) -> tuple[worker_pb2.SequenceReport | None, int]:
+        if num_rows == 0:
+            return None, 0
+        start, self.computed = self.computed, self.computed + num_rows
+        self._write_and_attend(start)
+        report = self._report(num_computed=self.computed)
+        if self._admit.HasField("num_prompt_logprobs"):
+            num_top = self._admit.num_prompt_logprobs
+            # row i predicts id i+1
+            foreseen = self.ids[start + 1 : min(self.computed + 1, self._admit.num_prompt)]
+            report.prompt_logprobs.extend(self._logprobs(token, num_top) for token in foreseen)
+        if self.computed == len(self.ids):
+            self._emit(report, num_ids=1)
+        return report, num_rows
+
+    def _decode(self, free: int) -> worker_pb2.SequenceReport:
+        num_left = self._admit.limits.max_tokens - (len(self.ids) - self._admit.num_prompt)
+        num_drafts = max(
+            0, min(self._max_draft_length, free - 1, num_left - 1, self._script.window - len(self.ids) - 1)
+        )
+        accepted = self._script.accepts(self.seq_id, self._num_steps, num_drafts)
+        self._num_steps += 1
+        report = self._report(decoded=True, num_drafted=num_drafts)
+        start = self.computed
+        num_before = len(self.ids)
+        self._emit(report, num_ids=accepted + 1)
+        self.computed = min(num_before + accepted, len(self.ids) - 1)
+        report.num_accepted = min(accepted, len(self.ids) - num_before)
+        report.num_computed = self.computed
+        self._write_and_attend(start)
+        for position in range(self.computed, start + num_drafts + 1):  # rejected drafts leave stale slots
+            self._ledger.write(self.seq_id, self.pages, position, None)
+        return report
+
+    def _emit(self, report: worker_pb2.SequenceReport, num_ids: int) -> None:
+        """Up to `num_ids` ids, cut at the first EOS, stop id or limit."""
+        limits, sampling = self._admit.limits, self._admit.sampling
+        for _ in range(num_ids):
+            token = self._script.language.next_id(self.ids, self._admit.num_prompt, sampling)
+            place = len(self.ids) - self._admit.num_prompt
+            if self._admit.prediction:
+                report.num_predicted.append(int(self._admit.prediction[place : place + 1] == [token]))
+            self.ids.append(token)
+            report.tokens.append(token)
+            if self._admit.want_logprobs:
+                report.logprobs.append(self._logprobs(token, self._admit.num_logprobs))
+            num_generated = len(self.ids) - self._admit.num_prompt
+            if num_generated > sampling.min_tokens and token in limits.eos_ids:
+                report.finish = worker_pb2.FINISH_EOS
+            elif num_generated > sampling.min_tokens and token in limits.stop_ids:
+                report.finish = worker_pb2.FINISH_STOP_ID
+            elif num_generated >= limits.max_tokens or len(self.ids) >= self._script.window:
+                report.finish = worker_pb2.FINISH_LENGTH
+            if report.finish != worker_pb2.FINISH_NONE:
+                self.ended = True
+                break
+        prefix_hashes(self.ids, self._hashes)
+
+    def _write_and_attend(self, start: int) -> None:
+        for position in range(start, self.computed):
+            self._ledger.write(self.seq_id, self.pages, position, self._hashes[position])
+        self._ledger.attend(self.seq_id, self.pages, self._hashes[: self.computed])
+
+    def _report(
+        self,
+        *,
+        finish: worker_pb2.Finish.ValueType = worker_pb2.FINISH_NONE,
+        error: str = "",
+        paused: bool = False,
+        decoded: bool = False,
+        num_drafted: int = 0,
+        num_computed: int | None = None,
+    ) -> worker_pb2.SequenceReport:
+        return worker_pb2.SequenceReport(
+            seq_id=self.seq_id,
+            finish=finish,
+            error=error,
+            paused=paused,
+            decoded=decoded,
+            num_drafted=num_drafted,
+            num_computed=self.computed if num_computed is None else num_computed,
+        )
+
+    def _logprobs(self, token: int, num_top: int) -> worker_pb2.TokenLogprobs:
+        """A made-up law: log-probability -(1 + id mod 7), the next ids as alternatives."""
+        top = [token + i for i in range(num_top)]
+        return worker_pb2.TokenLogprobs(
+            id=token,
+            logprob=-(1.0 + token % 7),
+            top_ids=[i % self._script.vocab_size for i in top],
+            top_logprobs=[-(1.0 + token % 7 + i) for i in range(num_top)],
+        )
+
+
+@dataclass
+class Figures:
+    """What a scripted worker has seen, over all its lives."""
+
+    num_steps: int = 0
+    num_messages: int = 0  # of commands
+    num_admits: int = 0
+    num_extends: int = 0
+    num_releases: int = 0
+    num_cached_ids: int = 0  # over all admits
+    num_computed_prompt_ids: int = 0  # rows of prefill
+    num_admits_by_adapter: Counter[str] = field(default_factory=Counter)
+
+
+class ScriptedBatch:
+    """Sequences that step together; raises Violation where the router breaks the contract."""
+
+    def __init__(self, script: Script, figures: Figures | None = None) -> None:
+        self.script = script
+        self.figures = figures or Figures()
+        self.sequences: dict[int, ScriptedSequence] = {}
+        self.draining = False
+        self.is_dead = False  # a sequence has killed the worker
+        self._ledger = PageLedger(script.num_blocks, script.block_size)
+        self._seen: set[int] = set()
+        self._start: worker_pb2.Start | None = None
+        self._released: list[int] = []
+        self._failed: list[worker_pb2.SequenceReport] = []
+        self._report_no = 0
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something."""
+        return any(
+            sequence.releasing is not None or not (sequence.ended or sequence.paused)
+            for sequence in self.sequences.values()
+        )
+
+    def apply(self, command: worker_pb2.Command) -> None:
+        """Heed one command."""
+        kind = command.WhichOneof("command")
+        if (self._start is None) != (kind == "start"):
+            raise Violation(f"{kind} came {'before' if self._start is None else 'after'} Start")
+        match kind:
+            case "start":
+                self._start = command.start
+            case "admit":
+                self._admit(command.admit)
+            case "extend":
+                self.figures.num_extends += 1
+                if sequence := self.sequences.get(command.extend.seq_id):
+                    sequence.extend(list(command.extend.pages))
+            case "release":
+                self.figures.num_releases += 1
+                if sequence := self.sequences.get(command.release.seq_id):
+                    sequence.releasing = self.script.release_steps
+                else:
+                    self._released.append(command.release.seq_id)
+            case "drain":
+                self.draining = True
+
+    def _admit(self, admit: worker_pb2.Admit) -> None:
+        assert self._start is not None
+        if admit.seq_id in self._seen:
+            raise Violation(f"seq_id {admit.seq_id} is used again")
+        self._seen.add(admit.seq_id)
+        if self.draining:
+            report = worker_pb2.SequenceReport(seq_id=admit.seq_id, finish=worker_pb2.FINISH_RETURNED)
+            self._failed.append(report)
+            return
+        if len(self.sequences) >= self.script.max_sequences:
+            raise Violation(f"{len(self.sequences) + 1} sequences; the worker runs {self.script.max_sequences}")
+        if admit.adapter and admit.adapter not in self.script.adapters:
+            raise Violation(f"seq_id {admit.seq_id} asks for the adapter {admit.adapter}")
+        self.figures.num_admits_by_adapter[admit.adapter] += 1
+        bound = self._start.max_draft_length
+        self.sequences[admit.seq_id] = ScriptedSequence(admit, self.script, self._ledger, bound)
+        self.figures.num_admits += 1
+        self.figures.num_cached_ids += admit.num_cached
+
+    @property
+    def has_news(self) -> bool:
+        """There is something to report even without a step."""
+        return bool(self._released or self._failed)
+
+    def step(self) -> worker_pb2.StepReport:
+        """One step of everything that can go on, or a report without one."""
+        assert self._start is not None
+        stats = worker_pb2.StepStats(plain_step_seconds=self.script.plain_step_seconds)
+        reports, self._failed = self._failed, []
+        rows_left = self._start.max_prefill_rows
+        lengths = [0] * (self.script.draft_length + 1)
+        stepped = False
+        for sequence in list(self.sequences.values()):
+            if sequence.releasing is not None:
+                self._step_released(sequence)
+                continue
+            report, num_rows = sequence.step(rows_left)
+            self.is_dead = self.is_dead or sequence.is_deadly
+            rows_left -= num_rows
+            if report is None:
+                continue
+            reports.append(report)
+            stepped = stepped or not report.paused
+            stats.num_sequences += 1
+            stats.prefill_rows += num_rows
+            self.figures.num_computed_prompt_ids += num_rows
+            if report.decoded:
+                stats.chain_rows += 1 + report.num_drafted
+                stats.mask_rows += report.num_drafted
+                lengths[report.num_drafted] += 1
+        self._report_no += 1
+        self.figures.num_steps += stepped
+        result = worker_pb2.StepReport(
+            report_no=self._report_no, stepped=stepped, sequences=reports, released=self._released
+        )
+        self._released = []
+        if stepped:
+            stats.draft_length_counts.extend(lengths)
+            stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = 0.001, 0.0001, 0.0001
+            stats.host_seconds = 0.0002
+            result.stats.CopyFrom(stats)
+        self._spoil(result)
+        return result
+
+    def heartbeat(self) -> worker_pb2.StepReport:
+        """A report that says nothing."""
+        self._report_no += 1
+        return worker_pb2.StepReport(report_no=self._report_no)
+
+    def _step_released(self, sequence: ScriptedSequence) -> None:
+        assert sequence.releasing is not None
+        if sequence.releasing == 0:
+            del self.sequences[sequence.seq_id]
+            self._ledger.release(sequence.seq_id)
+            self._released.append(sequence.seq_id)
+        else:
+            sequence.releasing -= 1
+            sequence.write_stale()
+
+    def _spoil(self, report: worker_pb2.StepReport) -> None:
+        """Contradict the contract once, if the script says so and there is something to contradict with."""
+        emitting = next((sequence for sequence in report.sequences if sequence.tokens), None)
+        if self.script.garbage is None or emitting is None:
+            return
+        match self.script.garbage:
+            case "report_no":
+                report.report_no += 1
+            case "unknown_sequence":
+                emitting.seq_id = 1 << 40
+            case "too_many_tokens":
+                emitting.tokens.extend([4] * 10_000)
+            case "computed":
+                emitting.num_computed = 1 << 30
+            case "vocabulary":
+                emitting.tokens[0] = self.script.vocab_size
+        self.script.garbage = None
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):

@@ -1,0 +1,249 @@
+"""Statistics of paired rounds, facts of the machine, tables, records, and the journal that a run resumes from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from space_common.version import version
+
+from space_eval.flags import JournalError
+
+NUM_RESAMPLES = 4000
+"""Enough that another seed moves the bounds by less than 1 % of their distance."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least `share` of the values do not exceed; nan for no values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(round(share * len(ordered), 9)) - 1)] if ordered else math.nan
+
+
+def bootstrap(
+    values: Sequence[float],
+    groups: Sequence[Hashable] = (),
+    *,
+    share: float = 0.95,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return bounds that contain the median of `share` of the resamples of `values` with replacement.
+
+    The percentile bootstrap (Efron 1979): each resample has as many values as `values`; the remaining share is split
+    evenly below and above the bounds. `groups`: the group of each value; values of a group are correlated, so groups
+    are drawn first, and then as many values of each as it has.
+    """
+    source = random.Random(seed)
+    grouped: dict[Hashable, list[float]] = {}
+    for value, group in zip(values, groups or [0] * len(values), strict=True):
+        grouped.setdefault(group, []).append(value)
+    kinds = list(grouped.values())
+
+    def drawn() -> list[float]:
+        chosen = kinds if len(kinds) == 1 else source.choices(kinds, k=len(kinds))
+        return [value for kind in chosen for value in source.choices(kind, k=len(kind))]
+
+    medians = [statistics.median(drawn()) for _ in range(num_resamples)]
+    outside = (1 - share) / 2
+    return percentile(medians, outside), percentile(medians, 1 - outside)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median, and the range of the values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls.without_tails(values, 0.0)
+
+    @classmethod
+    def without_tails(cls, values: Sequence[float], share: float) -> Spread:
+        """Leave `share` of the values out of the range on either side."""
+        return Spread(statistics.median(values), percentile(values, share), percentile(values, 1 - share))
+
+    def shown(self, digits: int) -> str:
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
+
+
+@dataclass(frozen=True)
+class Ratio(Spread):
+    """Median of per-round ratios, and its 95 % bootstrap bounds."""
+
+    num: int  # rounds
+
+    @classmethod
+    def of(cls, values: Sequence[float], starts: Sequence[int] = ()) -> Ratio:
+        """`starts`: the number of the servers' start that each ratio was measured on."""
+        low, high = bootstrap(values, starts)
+        return cls(statistics.median(values), low, high, len(values))
+
+    def shown(self, digits: int = 3) -> str:
+        """Format with the lower bound first, as claims must be based on it."""
+        middle, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
+        return f"{middle} (≥ {low}, ≤ {high})" if self.num > 1 else middle
+
+
+_OF_THE_MODEL = ("model_id", "model_sha", "model_dtype", "model_device_type", "attention", "block_size", "num_blocks")
+
+
+def environment() -> dict[str, Any]:
+    """Return date, version, commit and machine."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": version(),
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of this machine and of the server's /info, `info`."""
+    return {
+        **environment(),
+        "python": platform.python_version(),
+        **{name.removeprefix("model_"): info.get(name) for name in _OF_THE_MODEL},
+        "window": info.get("max_total_tokens"),
+        "speculation": info.get("speculation"),
+    }
+
+
+def machine() -> str:
+    """Describe processor, cores and memory."""
+    name = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    memory = _field(Path("/proc/meminfo"), "MemTotal").split()
+    gib = f", {int(memory[0]) / 1024**2:.0f} GiB" if memory else ""
+    return f"{name}, {os.cpu_count()} cores{gib}, {platform.system()} {platform.release()}"
+
+
+def commit() -> str | None:
+    """Return the commit of this checkout, with `-dirty` if it has changes; None without a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return made.stdout.strip() or None
+
+
+def _field(path: Path, name: str) -> str:
+    """Return the first value of `name` in a file of `name : value` lines, or ""."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Journal(Generic[Key]):
+    """The lines of an append-only JSONL file by key; without a file they are kept in memory."""
+
+    def __init__(self, file: Path | None, key_of: Callable[[Mapping[str, Any]], Key]) -> None:
+        """Read the lines already in the file; half a last line of a killed run is dropped. Raises JournalError."""
+        self._file, self._key_of = file, key_of
+        self._lines: dict[Key, dict[str, Any]] = {}
+        if file is None or not file.is_file():
+            return
+        raw = file.read_bytes()
+        os.truncate(file, raw.rfind(b"\n") + 1)
+        for number, text in enumerate(raw.split(b"\n")[:-1], start=1):
+            try:
+                self._keep(json.loads(text))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise JournalError(f"{file}:{number} is no answer ({error!r}). Give another --out.") from error
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._lines
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        return self._lines[key]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines in the order they were added."""
+        return list(self._lines.values())
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append a line and write it to disk."""
+        text = json.dumps(line, ensure_ascii=False)
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(text + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+        self._keep(json.loads(text))
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        self._lines[self._key_of(line)] = line
+
+
+def check_settings(known: Mapping[str, Any], settings: Mapping[str, Any], where: Path) -> None:
+    """Raise JournalError if `where` holds answers of a run with other settings; both are as JSON has them."""
+    for name in [*settings, *known]:
+        if known.get(name) != settings.get(name):
+            raise JournalError(
+                f"{where} holds answers for {name} {known.get(name)}; this run has {settings.get(name)}. "
+                "Give another --out, or the same settings to go on there."
+            )
+
+
+Item = TypeVar("Item")
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; nan cells become dashes."""
+    lines = [f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows]]
+    return "\n".join(lines).replace("| nan ", "| – ") + "\n"
+
+
+def columns_table(columns: Sequence[tuple[str, Callable[[Item], str]]], rows: Sequence[Item]) -> str:
+    """Return a Markdown table of `rows`: each column has a head and a function that formats its cell of a row."""
+    return markdown_table([name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows])
+
+
+def markdown_facts(facts: Mapping[str, object]) -> str:
+    """Return the facts as Markdown, one per line."""
+    return "".join(f"{name}: {value}  \n" for name, value in facts.items())
+
+
+def write_report(folder: Path, name: str, markdown: str, record: Mapping[str, object]) -> list[Path]:
+    """Write `name`.md and `name`.json to `folder`, creating it if needed. In JSON nan is null."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page, file = folder / f"{name}.md", folder / f"{name}.json"
+    page.write_text(markdown.rstrip("\n") + "\n", encoding="utf-8")
+    file.write_text(json.dumps(without_nan(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return [file, page]
+
+
+def without_nan(value: Any) -> Any:
+    """Return the value with None for every number that JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient, or nan if the denominator is 0."""
+    return numerator / denominator if denominator else math.nan

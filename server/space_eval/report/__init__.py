@@ -1,1 +1,0 @@
-"""Tables, records and plots shared by all evaluation reports."""
