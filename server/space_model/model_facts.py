@@ -1,11 +1,13 @@
-"""A loaded model's figures: sent from the worker to the router, and used for sizing."""
+"""A loaded model's figures: sent from the worker to the router, and used for sizing; and the ranks that share it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from space_kernels.fp8 import FORMAT
+from torch import Tensor
 
 
 def number_format(dtype: torch.dtype, weights: str, *, fp8_kv: bool) -> str:
@@ -89,3 +91,25 @@ class ModelFacts:
         if name:
             raise KeyError(name)
         return None
+
+
+class Ranks(Protocol):
+    """The process group that shares one model, seen from one process."""
+
+    @property
+    def rank(self) -> int:
+        """Return this process's rank; 0 leads."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, with the same bits on every rank; may overwrite x."""
+        ...
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return all ranks' x, in order, on rank 0; an empty list elsewhere."""
+        ...

@@ -30,8 +30,7 @@ def refuse_tf32() -> None:
 
 
 WEIGHTS = ("plain", "int8", "fp8")
-"""Storage of linears' weights: plain dtype, int8 with scales, or fp8 with scales (which saves nothing on a CPU: see
-fp8_model.py)."""
+"""Storage of linears' weights: plain dtype, int8 with scales, or fp8 with scales (which saves nothing on a CPU)."""
 
 KV_DTYPES = ("auto", "fp8")
 """Storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)."""

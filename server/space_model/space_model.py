@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from space_model.adapters.adapter import Adapter
+from space_model.adapters import Adapter
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads.draft_head_weights import DraftHeadWeights
-from space_model.heads.output_head import OutputHead
+from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import Network
-from space_model.networks.paged_kv import PagedKV
-from space_model.networks.sharded_head import ShardedHead
+from space_model.networks.network import Network, PagedKV
 
 
 class SpaceModel:

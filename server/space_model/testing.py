@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from space_model.adapters.gated_lora import GATED_LORA_FILE, GatedLora
+from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.family import decoder_layers
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3

@@ -47,12 +47,12 @@ from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.weight_files import give_back
 from space_model.loading.load import load_model
-from space_model.mapped_files import give_back
 from space_model.model_error import InvalidSetting, ModelError
-from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
-from space_model.networks.tensor_parallel import Ranks, check_ranks
+from space_model.model_facts import ModelFacts, Ranks
+from space_model.networks.network import PagedKV
+from space_model.networks.tensor_parallel import check_ranks
 from space_model.space_model import SpaceModel
 
 from space_server.config import parse

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from torch import Tensor
 
 

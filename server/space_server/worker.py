@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
 from space_server.batch.admission import AdmissionError, admit, check_pages

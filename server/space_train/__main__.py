@@ -12,8 +12,17 @@ from space_common.process import WorkerError
 from space_model.model_error import ModelError
 
 from space_train.data.records import DataError
-from space_train.self_generation.own_text_file import OwnTextError
-from space_train.train_plan import PUBLISHED_SIZES, Anchors, Budget, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.train_plan import (
+    PUBLISHED_SIZES,
+    Anchors,
+    Budget,
+    HeadForm,
+    InvalidPlan,
+    Method,
+    OwnTextError,
+    TrainPlan,
+    paper,
+)
 from space_train.training.published_options import options_table
 
 DESCRIPTION = """\

@@ -17,32 +17,33 @@ import torch
 from space_model.checkpoint.checkpoint import Checkpoint
 from tokenizers import Tokenizer
 
-from space_train.data.corpus import all_sources, build_corpus, read_texts
-from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows, write_packed
-from space_train.data.tokenizer import (
+from space_train.data.corpus import (
     END_OF_TEXT_ID,
     FIRST_MASK_ID,
     PAD_ID,
     SPECIAL_TOKENS,
+    all_sources,
+    build_corpus,
     bytes_of_ids,
     characters_per_token,
     held_out_windows,
+    read_texts,
     train_tokenizer,
     write_tokenizer,
 )
+from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows, write_packed
 from space_train.data.train_batch import Texts
 from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from space_train.networks.trainee import Trainee
-from space_train.reporting.card import CardFacts, StageRecord, card, current_commit, read_corpus
+from space_train.reports import CardFacts, StageRecord, card, current_commit, read_corpus
+from space_train.run_folder import Measures
 from space_train.self_generation.loops import LoopsToUnlearn, line_ends
 from space_train.self_generation.self_generate import own_examples, write_own_texts
 from space_train.session import load_base
 from space_train.train_plan import Budget, LearningRate, Method, TrainPlan
-from space_train.training.agreement import held_out_figures
-from space_train.training.checkpoint_writer import HEAD_FILE, read_head
+from space_train.training.checkpoint import HEAD_FILE, read_head
 from space_train.training.pretrain import PretrainPlan, bits_per_byte, can_compile, pretrain
-from space_train.training.stage import Measures
-from space_train.training.trainer import train
+from space_train.training.trainer import held_out_figures, train
 
 STAGES = ("corpus", "tokenizer", "tokens", "next-token", "own-text", "space", "head", "export")
 STREAMS = ("files", "functions")

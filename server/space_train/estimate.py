@@ -1,6 +1,10 @@
-"""`python -m space_train.estimate`: memory and time of a training run, computed before it is begun.
+"""`python -m space_train.estimate`: memory and time of a training run, computed before it begins; a run's counter.
 
 python -m space_train.estimate --model 7b --method gated-lora --tokens 10M --gpu h100
+
+Operations: a row times n weights has 2n forward, 2n for the row's gradient, 2n for the weights'. Time is operations
+over the GPU's datasheet rate at a stated utilisation, including recomputation to save memory. Bytes are counted tensor
+by tensor.
 """
 
 from __future__ import annotations
@@ -8,23 +12,437 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from space_model.checkpoint import family
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import ModelError
+from torch import nn
+from transformers import PreTrainedConfig
 
-from space_train.costs import (
-    GB,
-    GPUS,
-    SHAPES,
-    UTILISATION,
-    GpuSpec,
-    ModelShape,
-    TrainingEstimate,
-    UnknownShape,
-    estimate,
-    fitted,
-)
-from space_train.train_plan import HeadForm, InvalidPlan, Method, TrainPlan
+from space_train.data.train_batch import TrainBatch
+from space_train.networks.trainee import CHUNK, Trainee
+from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Weights and sizes that determine the cost of a row."""
+
+    body: int  # weights of the decoder layers' linears
+    output: int  # vocabulary times hidden size
+    adapters: int
+    head: int  # weights of the draft head
+    attention: int  # operations per row and visible key, over all layers, forward
+
+    @classmethod
+    def of(cls, trainee: Trainee) -> ModelCost:
+        model = trainee.decoder.model
+        config = model.config
+        heads = int(config.num_attention_heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        adapted = 0 if trainee.adapters is None else sum(pair.numel() for pair in trainee.adapters.pairs)
+        head = 0 if trainee.head is None else trainee.head.w1.numel() + trainee.head.w2.numel()
+        body = sum(_active(module, config) for module in model.base_model.modules())
+        attention = 4 * heads * head_dim * int(config.num_hidden_layers)
+        return cls(body, trainee.decoder.embedding.numel(), adapted, head, attention)
+
+
+def _active(module: nn.Module, config: PreTrainedConfig) -> int:
+    """Return the number of weights that a row is multiplied with; of experts, only those it is routed to."""
+    if isinstance(module, nn.Linear):
+        return module.weight.numel()
+    stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # [experts, out, in]
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return sum(weight.numel() // len(weight) * min(chosen, len(weight)) for weight in stacked)
+
+
+def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
+    """Return the operations of one batch, forward and backward."""
+    plan, total = trainee.plan, 0.0
+    if batch.plain is not None and plan.trains_base:
+        keys = batch.plain.num_before.sum().item()
+        total += 6 * cost.body * batch.plain.num_real + 3 * cost.attention * keys
+        total += 6 * cost.output * int(batch.plain.is_ordinary_target.sum())
+    if batch.masked is None or batch.anchors is None:
+        return total
+    real, masks, before = batch.masked.num_real, batch.anchors.depth.numel(), batch.masked.num_before
+    real_keys = before.sum().item()
+    mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
+    learning = batch.num_learning_masks
+    # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
+    moved = 3 if plan.trains_base else 1
+    total += moved * (2 * cost.body * real + cost.attention * real_keys)
+    if plan.trains_base:
+        total += 6 * cost.output * int(batch.masked.is_ordinary_target.sum())
+    through = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
+    total += through * (2 * cost.body * masks + cost.attention * mask_keys)
+    total += (6 if plan.method is Method.GATED_LORA else 2) * cost.adapters * masks
+    num_losses = int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
+    # Every method needs the gradients of the output's rows; its weights' only if the base is trained.
+    total += num_losses * (6 if plan.trains_base else 4) * cost.output * learning
+    total += (int(plan.distill) + int(plan.survival)) * 2 * cost.output * learning
+    if plan.head is not HeadForm.NONE:
+        total += 6 * cost.head * masks
+        if plan.scheduled_drafting:
+            total += 2 * (cost.head + cost.output) * masks
+    return total
+
+
+class UnknownShape(ValueError):
+    """A model whose sizes cannot be read; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with attention and a gated MLP, such as Llama, Mistral and Qwen; biases are not counted."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    tied: bool  # output head and embedding are one matrix
+
+    @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the linears of one layer: q k v o, gate up down."""
+        E, mlp = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [(E, queries), (E, keys), (E, keys), (queries, E), (E, mlp), (E, mlp), (mlp, E)]
+
+    @property
+    def body(self) -> int:
+        """Weights of the layers' linears."""
+        return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def output(self) -> int:
+        """Weights of the output head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights, including two norms per layer and the final one."""
+        return self.body + self.output * (1 if self.tied else 2) + (2 * self.num_layers + 1) * self.hidden_size
+
+    @property
+    def attention(self) -> int:
+        """Forward operations per row and visible key over all layers: scores, and the weighted sum of values."""
+        return 4 * self.num_heads * self.head_dim * self.num_layers
+
+    def adapters(self, rank: int) -> int:
+        """Weights of low-rank adapters on every linear of the layers."""
+        return self.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
+
+    @classmethod
+    def of(cls, model: str) -> ModelShape:
+        """Return the shape `1b`, `7b` or `13b`, or that of a checkpoint. Raises UnknownShape or ModelError."""
+        if model.lower() in SHAPES:
+            return SHAPES[model.lower()]
+        return cls.from_config(model, family.read_config(Checkpoint.open(model)))
+
+    @classmethod
+    def from_config(cls, name: str, config: Any) -> ModelShape:
+        """Read the sizes from a transformers config."""
+        experts = next((key for key in ("num_experts", "num_local_experts") if getattr(config, key, None)), None)
+        if experts is not None:
+            raise UnknownShape(f"{name} has experts ({experts} in config.json); only dense decoders are estimated.")
+        wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        missing = [key for key in wanted if getattr(config, key, None) is None]
+        if missing:
+            raise UnknownShape(f"The config of {name} has no {missing[0]}; only Llama-like decoders are estimated.")
+        heads = int(config.num_attention_heads)
+        return cls(
+            name=name,
+            vocab_size=int(config.vocab_size),
+            hidden_size=int(config.hidden_size),
+            num_layers=int(config.num_hidden_layers),
+            num_heads=heads,
+            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            intermediate_size=int(config.intermediate_size),
+            tied=bool(config.tie_word_embeddings),
+        )
+
+
+SHAPES = {
+    "1b": ModelShape("1B", 128256, 2048, 16, 32, 8, 64, 8192, tied=True),  # as Llama 3.2 1B
+    "7b": ModelShape("7B", 32000, 4096, 32, 32, 32, 128, 11008, tied=False),  # as Llama 2 7B
+    "13b": ModelShape("13B", 32000, 5120, 40, 40, 40, 128, 13824, tied=False),  # as Llama 2 13B
+}
+"""Common models by name."""
+
+
+UTILISATION = 0.4
+"""Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
+ALLOWANCE = 2.0e9
+"""Bytes for the CUDA context, workspaces and what the allocator cannot use."""
+FILL = 0.95
+"""Share of a GPU's memory that a plan may use; the rest is the margin for errors of the estimate."""
+GB = 1e9
+LOGIT_BYTES = 20
+"""Bytes per row and vocabulary entry while a loss is differentiated: the teacher's probabilities, log-probabilities and
+their gradients in float32, and the matmul's in half precision."""
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One GPU, by its datasheet."""
+
+    name: str
+    flops: float  # dense bf16, per second
+    memory: float  # bytes
+
+
+GPUS = {
+    "a100": GpuSpec("A100 80GB", 312e12, 80 * GB),
+    "h100": GpuSpec("H100", 989e12, 80 * GB),
+    "h200": GpuSpec("H200", 989e12, 141 * GB),
+}
+
+
+@dataclass(frozen=True)
+class TrainingEstimate:
+    """Operations and memory of a plan for a model."""
+
+    shape: ModelShape
+    plan: TrainPlan
+    masks_per_token: float
+    num_trained: int  # trained weights
+    flops: dict[str, float]  # operations per real token, by part
+    recomputed: float  # operations per real token that are recomputed to save memory
+    memory: dict[str, float]  # bytes at the peak, by part
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of the model over all rows, as a run's own counter counts them."""
+        return sum(self.flops.values())
+
+    @property
+    def bytes(self) -> float:
+        """Peak memory in bytes."""
+        return sum(self.memory.values())
+
+    def fits(self, memory: float) -> bool:
+        """Whether the run fits in `memory` bytes with the margin of FILL."""
+        return self.bytes <= FILL * memory
+
+    def seconds(self, num_tokens: float, gpu: GpuSpec, utilisation: float = UTILISATION) -> float:
+        """Return the seconds for `num_tokens` real tokens."""
+        return num_tokens * (self.flops_per_token + self.recomputed) / (gpu.flops * utilisation)
+
+
+def masks_per_token(plan: TrainPlan) -> float:
+    """Return the mask rows per real token of a text that has masks."""
+    if not plan.has_masks:
+        return 0.0
+    if plan.anchors is Anchors.ONE:
+        return plan.num_masks / (plan.length / 2)  # a text is cut in its middle, on average
+    return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
+
+
+def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
+    """Estimate operations and bytes of `plan` for a model of `shape`, with every token a target."""
+    head = _head_weights(shape, plan)
+    adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
+    trained = {
+        Method.FULL: shape.num_parameters + head,
+        Method.SFT: shape.num_parameters,
+        Method.GATED_LORA: adapters + private + head,
+        Method.HEAD: head,
+    }[plan.method]
+    flops, recomputed = _flops(shape, plan, adapters, head)
+    memory = _memory(shape, plan, trained, adapters, head)
+    return TrainingEstimate(
+        shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory
+    )
+
+
+def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
+    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed.
+
+    Returns None if nothing fits.
+    """
+    parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
+    for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
+        for accumulate in parts:
+            tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
+            if estimate(shape, tried).fits(memory):
+                return tried
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ operations
+
+
+def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
+    """Return the operations of one real token by part, and the recomputed ones."""
+    masked, masks = _masked_share(plan), _masked_share(plan) * masks_per_token(plan)
+    keys = plan.length / 2  # keys that a row sees, on average
+    row = 2 * shape.body + shape.attention * keys
+    # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
+    real_passes = 3 if plan.trains_base else 1
+    mask_passes = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
+    num_real = 1.0 if plan.trains_base else masked  # a frozen base skips texts without masks
+    num_losses = _num_losses(plan)
+    teachers = int(plan.distill) + int(plan.survival) if plan.has_masks else 0
+    forward = 2 * shape.output
+    flops = {
+        "real rows": real_passes * row * num_real,
+        "mask rows": mask_passes * row * masks,
+        "adapters": (6 if plan.method is Method.GATED_LORA else 2) * adapters * masks,
+        "draft head": 6.0 * head * masks,
+        "next-token logits": 3.0 * forward if plan.trains_base else 0.0,
+        "mask logits": num_losses * (3 if plan.trains_base else 2) * forward * masks,
+        "teacher logits": teachers * forward * masks,
+    }
+    if plan.scheduled_drafting and head:
+        flops["own drafts"] = (2 * head + forward) * masks
+    # Each loss runs the teacher again, and the backward pass recomputes the logits of many rows.
+    recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
+    if masks * _tokens_at_once(plan) > CHUNK:
+        recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
+    if plan.trains_base and _tokens_at_once(plan) > CHUNK:
+        recomputed += forward
+    if plan.activation_checkpointing and plan.trains_base:
+        recomputed += row * (1 + masks)
+    return {part: value for part, value in flops.items() if value}, recomputed
+
+
+def _num_losses(plan: TrainPlan) -> int:
+    """Return the number of losses on mask rows: masks alone, masks with the draft head."""
+    if not plan.has_masks:
+        return 0
+    return int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
+
+
+def _masked_share(plan: TrainPlan) -> float:
+    """Return the share of real tokens that are in texts with masks."""
+    if not plan.has_masks:
+        return 0.0
+    whole = plan.ar_share
+    masked = (1 - plan.ar_share) * (0.5 if plan.anchors is Anchors.ONE else 1.0)  # a cut text is half as long
+    return masked / (whole + masked) if whole + masked else 0.0
+
+
+def _head_weights(shape: ModelShape, plan: TrainPlan) -> int:
+    if not plan.has_head:
+        return 0
+    return plan.head_hidden * shape.hidden_size * (3 if plan.head is HeadForm.MLP else 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ bytes
+
+
+def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
+    """Return the bytes that one row keeps of one layer for the backward pass: attention without its scores, matmuls in
+    half precision.
+
+    Trained base: a float32 residual stream, and a half-precision copy of it for each matmul that reads it. Frozen
+    base: everything in half precision except the norms' input; the matmuls' inputs are kept for the adapters.
+    """
+    E, D = shape.hidden_size, shape.head_dim
+    heads = 2 * (shape.num_heads + 2 * shape.num_kv_heads) * D + 2 * shape.num_heads * D + 4 * shape.num_heads
+    mlp = 8 * shape.intermediate_size  # gate, its activation, up, and gate times up
+    if plan.trains_base:
+        # two norms: input and normalised, float32; five copies for q k v, gate up
+        return 2 * (4 + 4) * E + 5 * 2 * E + heads + mlp
+    # two norms: input in float32, output once; outputs of the adapters' first matmuls
+    return 2 * (4 + 2) * E + heads + mlp + len(shape.linears) * 2 * plan.lora_rank
+
+
+def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, head: int) -> dict[str, float]:
+    """Return the bytes at the peak: at the start of the backward pass, or in the optimiser step."""
+    frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
+    num_real = _tokens_at_once(plan)
+    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    learning = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}.get(
+        plan.method, 0.0
+    )
+    per_layer = activation_bytes(shape, plan)
+    if plan.activation_checkpointing and plan.trains_base:
+        activations = learning * (4.0 * shape.hidden_size * shape.num_layers + per_layer)
+    else:
+        activations = learning * per_layer * shape.num_layers
+    passing = 0.0 if plan.trains_base else num_real * per_layer  # rows without gradients keep one layer at a time
+    kv = 0.0 if plan.trains_base else num_real * 2.0 * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers
+    rows = max(num_masks if plan.has_masks else 0.0, num_real if plan.trains_base else 0.0)
+    kept = 1 if rows > CHUNK else max(1, _num_losses(plan) + int(plan.trains_base))
+    states = 2.0 if plan.optimiser == "adamw" else 2.0 - _matrix_share(shape, plan, trained, head)
+    memory = {
+        "frozen weights": 2.0 * frozen,
+        "trained weights": 4.0 * trained,
+        "half-precision copies": 2.0 * trained if plan.precision != "no" else 0.0,
+        "gradients": 4.0 * trained,
+        "optimiser": 4.0 * states * trained,
+        "activations": max(activations, passing),
+        "keys and values": kv,
+        "logits": min(rows, CHUNK) * shape.vocab_size * LOGIT_BYTES * (1 + 0.5 * (kept - 1)),
+        "allowance": ALLOWANCE,
+    }
+    # The optimiser steps after activations are freed, on its own copy of the trained weights.
+    gone = sum(memory[part] for part in ("half-precision copies", "activations", "keys and values", "logits"))
+    memory["optimiser at work"] = max(0.0, 4.0 * trained - gone)
+    return {part: size for part, size in memory.items() if size}
+
+
+def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -> float:
+    """Return the share of trained weights that Muon updates, which needs one state per weight; AdamW needs two."""
+    matrices = shape.body if plan.trains_base else 0
+    matrices += shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
+    return (matrices + head) / trained
+
+
+def _tokens_at_once(plan: TrainPlan) -> float:
+    """Return the real tokens of one part of an update."""
+    return plan.length * plan.rows_per_step / plan.accumulate
+
+
+class DoesNotFit(InvalidPlan):
+    """The run needs more memory than the machine has."""
+
+
+def does_not_fit(
+    checkpoint: Checkpoint, plan: TrainPlan, num_processes: int, memory: int | None, error: Exception
+) -> DoesNotFit:
+    """Return the error, with flags that fit. `memory`: bytes of each GPU; None if unknown."""
+    try:
+        shape = ModelShape.from_config(checkpoint.name, family.read_config(checkpoint))
+    except UnknownShape:
+        shape = None
+    cure = cure_of(plan, num_processes, shape, memory)
+    reason = str(error).partition(". ")[0]
+    return DoesNotFit(f"An update in {plan.accumulate} parts does not fit ({reason}). {cure}")
+
+
+def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None) -> str:
+    """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
+    rows = plan.rows_per_step // num_processes
+    more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
+    smaller = (
+        "a shorter --length"
+        if plan.activation_checkpointing or not plan.trains_base
+        else ("--activation-checkpointing, a shorter --length")
+    )
+    if not more:
+        return f"It has one row at a time already: give {smaller} or a smaller model, and --restart."
+    least = replace(plan, rows_per_step=rows, accumulate=more[0])
+    fit = fitted(shape, least, memory) if shape is not None and memory is not None else None
+    if fit is None or fit.activation_checkpointing != plan.activation_checkpointing:
+        return f"Give --accumulate {more[-1]}, with which the run goes on; or {smaller}, and --restart."
+    return f"Give --accumulate {fit.accumulate}, the smallest that fits by our estimate: the run goes on with it."
+
+
+def gpu_memory() -> int | None:
+    """Return the memory of the current GPU in bytes, or None without one."""
+    return torch.cuda.get_device_properties("cuda").total_memory if torch.cuda.is_available() else None
 
 
 def to_text(found: TrainingEstimate, num_tokens: float, gpu: GpuSpec, utilisation: float) -> str:

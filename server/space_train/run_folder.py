@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.whole_folder import PARTIAL, REPLACED
+from space_model.checkpoint.checkpoint import PARTIAL, REPLACED, Checkpoint
 
 from space_train.data.rows import MixedRows
 from space_train.train_plan import InvalidPlan, TrainPlan
+
+Measures = dict[str, float]
 
 STATE_FILE = "state.pt"
 MODEL = "model"
@@ -118,3 +120,25 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> 
                 f"{out} holds a run with {name} = {before[name]}; this one has {now[name]}. "
                 "Give the same, another --out, or --restart."
             )
+
+
+def save_atomically(state: Mapping[str, Any], path: Path) -> None:
+    """Write, fsync, then rename: readers see the old file or the new one, never a partial one. Raises OSError."""
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException as error:
+        partial.unlink(missing_ok=True)  # a partial file would keep a full disk full
+        if isinstance(error, RuntimeError):  # torch raises it for a failed write
+            raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
+        raise
+    partial.replace(path)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Load the tensors and plain values of a checkpoint (no code is run)."""
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    return state

@@ -21,18 +21,17 @@ from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from space_train.costs import does_not_fit, gpu_memory
-from space_train.data.example_encoder import Example, pad_id
-from space_train.data.examples import read_examples
+from space_train.data.examples import Example, pad_id, read_examples
 from space_train.data.records import UnusableTokenizer
 from space_train.data.rows import MixedRows, PackedExamples, RowStream, with_own_texts
 from space_train.data.train_batch import Texts
-from space_train.networks.decoder import check_is_trainable
-from space_train.reporting.run_report import write_report
+from space_train.estimate import does_not_fit, gpu_memory
+from space_train.networks.trainee import check_is_trainable
+from space_train.reports import write_report
 from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.training.starting_point import check_can_start_from
+from space_train.training.checkpoint import check_can_start_from
 from space_train.training.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4

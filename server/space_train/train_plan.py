@@ -96,6 +96,10 @@ class InvalidPlan(ValueError):
     """Switches that do not go together; the message says which and what to give instead."""
 
 
+class OwnTextError(Exception):
+    """Own texts cannot be generated as requested; the message names the bound, the value and the cure."""
+
+
 @dataclass(frozen=True)
 class TrainPlan:
     """What a run does. Loss weights are factors of mean losses in nats; shares are of 1."""

@@ -8,7 +8,7 @@ from exactness_matrix import Subject, WatchedModel, make_worker
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_server.speculation.controller import FixedLayout
 from torch import Tensor
 

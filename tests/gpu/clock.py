@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 
 _log = logging.getLogger(__name__)

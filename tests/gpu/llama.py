@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from space_kernels.dispatch import Ops
-from space_model.heads.draft_head_weights import DraftHeadWeights
-from space_model.heads.output_head import OutputHead
+from space_model.heads import DraftHeadWeights, OutputHead
 from space_model.model_facts import ModelFacts
-from space_model.networks.compact_network import compact_network
+from space_model.networks.llama_network import compact_network
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
 from space_model.space_model import SpaceModel
 from space_server.batch.sequence import RunningSequence

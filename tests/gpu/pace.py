@@ -13,7 +13,7 @@ from overhead_arms import Arm
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_common.worker_settings import StepsHere
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.step_cost import StepCost

@@ -16,7 +16,7 @@ from pairwise import covering_cases
 from space_kernels.dispatch import ops_for
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
-from space_model.quantization.fp8_model import quantize_to_fp8
+from space_model.loading.whole_model import quantize_to_fp8
 from space_model.space_model import SpaceModel
 from space_server.machine.memory import free_bytes
 

@@ -15,7 +15,7 @@ from overhead_arms import auto, full, plain, pruned
 from space_common.worker_settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_server.device_runner.device_scheduler import why_on_host
 from space_server.machine.memory import free_bytes

@@ -21,8 +21,7 @@ from space_router.metrics import Metrics
 from space_router.text.chat_template import BUILT_IN
 from space_train.__main__ import arguments as train_arguments
 from space_train.__main__ import plan_of
-from space_train.costs import ModelShape
-from space_train.estimate import to_markdown
+from space_train.estimate import ModelShape, to_markdown
 
 GUIDES = {
     f"router/guides/{name}.md"

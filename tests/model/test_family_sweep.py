@@ -23,9 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[FamilyResult]:
 
 
 @pytest.mark.timeout(900)
-def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceback(
-    results: list[FamilyResult],
-) -> None:
+def test_no_family_is_served_wrong_and_none_is_refused_in_the_words_of_a_traceback(results: list[FamilyResult]) -> None:
     served = [one for one in results if "served" in (one.cpu, one.gpu)]
     assert [one for one in served if not one.difference < EQUAL] == []
     assert [one for one in served if one.cpu == "served" and not one.exact] == []

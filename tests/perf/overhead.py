@@ -20,10 +20,10 @@ from space_eval.data import built_in
 from space_eval.report import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from space_model.loading.load import load_model
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import choose_threads

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from space_train.costs import SHAPES
+from space_train.estimate import SHAPES
 
 from perf.harness import main
 from perf.memory import DRAFT_MODELS, Serving, adapter, check, side, sides_table, slot

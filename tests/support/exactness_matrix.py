@@ -16,9 +16,9 @@ from space_kernels.fp8 import FORMAT, NAN, as_kept
 from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts.drafts import DraftSources

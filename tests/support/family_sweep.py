@@ -25,8 +25,7 @@ from quantized_testing import KINDS
 from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.config_check import SERVED_ROPE
-from space_model.checkpoint.family import read_config
+from space_model.checkpoint.family import SERVED_ROPE, read_config
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
 from space_model.geometry.forward_batch import ForwardBatch, Segment

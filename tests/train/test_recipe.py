@@ -8,7 +8,7 @@ import pytest
 import torch
 from space_train import demo
 from space_train.data.corpus import Source, build_corpus
-from space_train.training.stage import load_checkpoint
+from space_train.run_folder import load_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FILES = ("heapq.py", "json/decoder.py", "json/encoder.py", "statistics.py")

@@ -17,8 +17,8 @@ from space_model.loading.load import load_model
 from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
-from space_train.data.example_encoder import TEMPLATES
-from space_train.training.stage import load_checkpoint
+from space_train.data.examples import TEMPLATES
+from space_train.run_folder import load_checkpoint
 from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
@@ -191,7 +191,7 @@ def test_a_quantised_model_is_named_before_the_data_is_read(
     kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_quantized(base, tmp_path / "small", tmp_path / "plain", kind)
-    monkeypatch.setattr("space_train.training.starting_point.has_kernels", lambda _: False)
+    monkeypatch.setattr("space_train.training.checkpoint.has_kernels", lambda _: False)
     for flags, words in (("", "is not here"), ("--method full", "its weights cannot move, as method full has them do")):
         code = train(tmp_path / "small", tmp_path / "no data", tmp_path / "out", flags)
         assert_refused(capsys, code, rf"small is quantised \(.*{words}\. Train the model that it was quantised from")

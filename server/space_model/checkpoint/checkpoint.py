@@ -1,26 +1,186 @@
-"""A checkpoint on disk: its files, hashes and configs."""
+"""A checkpoint on disk: its files, hashes and configs; PEFT folders; writing a folder as a whole.
+
+A checkpoint may name files in its own folder, and blobs of the hub's cache that links in it lead to.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
+from space_common.special_tokens import named_tokens, token_text
 
-from space_model.checkpoint.checkpoint_file import INDEX, indexed_files, read_object
-from space_model.checkpoint.peft_folder import PEFT_CONFIG, refuse_as_model
-from space_model.checkpoint.tokenizer_eos import tokenizer_eos
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 if TYPE_CHECKING:
     from space_common.gguf.reader import GgufFile
+
+
+def is_local_name(name: str) -> bool:
+    """Return whether the name stays in its folder, links aside: relative, and without `..`."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def is_contained(file: Path, folder: Path) -> bool:
+    """Return whether the file, after following links, is in the folder or is a blob of the hub's cache.
+
+    A snapshot in the cache contains links: models--OWNER--NAME/snapshots/COMMIT/FILE -> models--OWNER--NAME/blobs/HASH.
+    """
+    there = file.resolve()
+    if there.is_relative_to(folder.resolve()):
+        return True
+    return there.parent.name == "blobs" and there.parent.parent.name.startswith("models--")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in this file; a byte order mark is skipped. Raises CheckpointNotFound."""
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise CheckpointNotFound(f"{file} is not JSON: {error}. Was it copied whole?") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointNotFound(f"{file} holds no JSON object.")
+    return loaded
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Return tensor -> name of a file in the index's folder. Raises CheckpointNotFound."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise CheckpointNotFound(f"{index} names no files: it has no weight_map. Fetch it again.")
+    for tensor, name in found.items():
+        if not isinstance(name, str) or not name:
+            raise CheckpointNotFound(f"{index} says that {tensor} is in {name!r}, which is no file. Fetch it again.")
+    return found
+
+
+def indexed_files(index: Path) -> tuple[Path, ...]:
+    """Return the files that the index names; each must exist in its folder. Raises CheckpointNotFound."""
+    folder = index.parent
+    names = sorted(set(read_index(index).values()))
+    for name in names:
+        if not is_local_name(name):
+            raise CheckpointNotFound(
+                f"{index} names {name!r}, which is outside its folder. Only files of the checkpoint are read: fetch it "
+                "again, or correct the index."
+            )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointNotFound(
+            f"{index} names {missing[0]}, which is not there ({len(missing)} of {len(names)} files are missing). "
+            "Was the download finished?"
+        )
+    for name in names:
+        if not is_contained(folder / name, folder):
+            raise CheckpointNotFound(
+                f"{folder / name} is a link to {(folder / name).resolve()}, outside its folder. Copy the file to "
+                f"{folder}, or give the folder that it is in."
+            )
+    return tuple(folder / name for name in names)
+
+
+PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "mask_embeddings.safetensors",
+)
+
+_NO_WEIGHTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"}
+"""PEFT types that extend the prompt or its keys, and cannot be merged into base weights."""
+
+
+def describe_peft(folder: Path) -> str:
+    """Return a description such as `a LoRA adapter of peft for meta-llama/Llama-3.2-1B`."""
+    config = read_object(folder / PEFT_CONFIG)
+    return f"{_kind(config)} of peft for {_base(config)}"
+
+
+def how_to_merge(folder: Path) -> str:
+    """Return how to merge the adapter in this folder into a model."""
+    config = read_object(folder / PEFT_CONFIG)
+    if str(config.get("peft_type")).upper() in _NO_WEIGHTS:
+        return "It cannot be merged into weights, and prompts of its kind are not served: serve the base without it."
+    return (
+        f"Merge it into its base, and serve the result: peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+        ".merge_and_unload().save_pretrained(NEW_FOLDER), with the base's tokenizer beside it."
+    )
+
+
+def is_gated(folder: Path) -> bool:
+    """Return whether the folder has mask embeddings, which a gated adapter has beyond a LoRA."""
+    return (folder / PEFT_MASKS).is_file()
+
+
+def refuse_as_model(folder: Path, section: object) -> None:
+    """Refuse an adapter's folder as a model, unless its `space` section declares the adapter as a draft adapter.
+
+    Raises CheckpointNotFound.
+    """
+    if not (folder / PEFT_CONFIG).is_file() or (isinstance(section, dict) and section.get("adapter") is not None):
+        return
+    said = describe_peft(folder)
+    if is_gated(folder):
+        base = _base(read_object(folder / PEFT_CONFIG))
+        raise CheckpointNotFound(
+            f"{folder} is a gated adapter, and no model: it drafts for {base}. Serve that one with it: "
+            f"--model {base} --adapter NAME={folder}"
+        )
+    if any(folder.glob("model*.safetensors")):
+        raise CheckpointNotFound(
+            f"{folder} has a model and {said} beside it, which is not applied to it ({PEFT_CONFIG}). "
+            f"{how_to_merge(folder)} Or move {PEFT_CONFIG} out of the folder, if the model is meant without it."
+        )
+    raise CheckpointNotFound(f"{folder} is {said}, and no model: it has no weights of its own. {how_to_merge(folder)}")
+
+
+def _kind(config: dict[str, Any]) -> str:
+    kind = str(config.get("peft_type") or "unnamed").upper()
+    if kind == "LORA":
+        return "a DoRA adapter" if config.get("use_dora") else "a LoRA adapter"
+    return f"an adapter of type {kind}"
+
+
+def _base(config: dict[str, Any]) -> str:
+    return str(config.get("base_model_name_or_path") or "its base")
+
+
+def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
+    """Return the EOS id; None if the tokenizer names none, or one that is not in the vocabulary.
+
+    `read_json` returns a file of the checkpoint, empty if absent.
+    """
+    config = read_json("tokenizer_config.json")
+    text = token_text(named_tokens(config, read_json("special_tokens_map.json")).get("eos_token"))
+    if text is None:
+        return None
+    for id_, token in (config.get("added_tokens_decoder") or {}).items():
+        if token_text(token) == text:
+            return int(id_)
+    content = read_json("tokenizer.json")
+    for token in content.get("added_tokens") or ():
+        if token.get("content") == text:
+            return int(token["id"])
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, Mapping):
+        found = vocabulary.get(text)
+        return None if found is None else int(found)
+    return next((id_ for id_, (piece, *_) in enumerate(vocabulary) if piece == text), None)  # Unigram: [piece, score]
+
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -243,3 +403,31 @@ def _weights(folder: Path) -> tuple[Path, ...]:
         f"{folder} has no model.safetensors (and no model.safetensors.index.json). If it is of a repository with GGUF "
         f"files, name one of them: OWNER/NAME:FILE{SUFFIX}"
     )
+
+
+PARTIAL, REPLACED = ".partial", ".replaced"
+"""Suffixes of the folder being written, and of the one it replaces."""
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which replaces `folder` after the block; if the block raises, it is removed.
+
+    model.partial    written .......... |
+    model            the old ......... | | the new
+    model.replaced                     | the old |            if killed here, both are complete; the next call finishes
+    """
+    folder = folder.resolve()  # if it is a link, write to the disk that it leads to
+    partial, replaced = folder.with_name(folder.name + PARTIAL), folder.with_name(folder.name + REPLACED)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # a partial model would only fill the disk
+        raise
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

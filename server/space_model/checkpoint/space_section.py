@@ -5,14 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
 from space_kernels.step.draft_head import DraftHeadForm
 
-from space_model.checkpoint.checkpoint_file import is_contained
-from space_model.heads.draft_head_weights import DraftHeadWeights
 from space_model.model_error import InvalidSpaceSection
 
 
@@ -39,12 +34,7 @@ class SpaceSection:
 
     @classmethod
     def parse(
-        cls,
-        config: dict[str, object],
-        *,
-        mask_ids: Sequence[int] | None,
-        num_masks: int | None,
-        vocab_size: int,
+        cls, config: dict[str, object], *, mask_ids: Sequence[int] | None, num_masks: int | None, vocab_size: int
     ) -> SpaceSection:
         """Parse the section of config.json; given arguments override it."""
         section = config.get("space") or {}
@@ -145,31 +135,3 @@ def _draft_head(section: object) -> DraftHeadSection | None:
         raise InvalidSpaceSection(
             f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
         ) from error
-
-
-def load_draft_head(
-    folder: Path, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> DraftHeadWeights:
-    """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
-    file = folder / section.file
-    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
-        raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
-    wanted = {
-        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
-        "draft_head.w2.weight": (hidden_size, section.hidden),
-    }
-    found = {}
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name, shape in wanted.items():
-                if name not in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    raise InvalidSpaceSection(f"{file} has no tensor {name}.")
-                found[name] = tensors.get_tensor(name)
-                if tuple(found[name].shape) != shape:
-                    raise InvalidSpaceSection(
-                        f"{name} in {file} has shape {tuple(found[name].shape)}; config.json makes it {shape}."
-                    )
-    except SafetensorError as error:
-        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
-    w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
-    return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)

@@ -1,19 +1,121 @@
-"""Reads tensors from a checkpoint's safetensors files, one by one, whole or in part."""
+"""Reads a checkpoint's weights: tensors of its files, streamed from the mapped files to a device, in pieces.
+
+    file, mapped | a piece of a tensor | its place on the device, in the model's dtype
+
+The pages of a copied piece are released at once, so the host holds a few pieces whatever the model's size. On a CPU
+with the file's dtype nothing is copied: the weight is a view of the file until it is packed. Weights of fused linears
+are loaded into one tensor from the start (`JoinedRows`), so that joining them copies nothing.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import mmap
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.checkpoint_file import INDEX, read_index
+from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
+
+SMALL = 1 << 18
+"""Tensors of fewer bytes are not worth releasing."""
+
+
+@dataclass(frozen=True)
+class FileMapping:
+    """An address range that maps a file."""
+
+    start: int
+    end: int
+    resident: int  # bytes in memory
+    changed: int  # bytes that were written to and differ from the file
+
+
+def mappings(files: Collection[Path], smaps: Path = Path("/proc/self/smaps")) -> Iterator[FileMapping]:
+    """Yield the mappings of these files (Linux only)."""
+    wanted = {str(file.resolve()) for file in files}
+    try:
+        lines = smaps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    span: tuple[int, int] | None = None
+    resident = 0
+    for line in lines:
+        name, _, rest = line.partition(": ")
+        if name == "Rss":
+            resident = int(rest.split()[0]) * 1024
+        elif name == "Anonymous" and span is not None:
+            yield FileMapping(*span, resident, int(rest.split()[0]) * 1024)
+            span = None
+        elif "-" in line.split(" ", 1)[0] and not name.endswith(":"):
+            first, _, last = line.split(" ", 1)[0].partition("-")
+            path = line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) == 6 else ""
+            span = (int(first, 16), int(last, 16)) if path in wanted else None
+
+
+def give_back(files: Collection[Path]) -> int:
+    """Release the resident pages of these files and return their bytes; a later access reads them from disk again.
+
+    Most weights are packed and not read again, but the embedding is, and keeps the whole file mapped. Mappings that
+    were written to are kept, because the file does not have the changes.
+    """
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError):
+        return 0
+    given = 0
+    for here in list(mappings(files)):
+        length = ctypes.c_size_t(here.end - here.start)
+        if not here.changed and madvise(ctypes.c_void_p(here.start), length, mmap.MADV_DONTNEED) == 0:
+            given += here.resident
+    return given
+
+
+def let_go(tensor: Tensor) -> None:
+    """Release the pages under this tensor, if it is a view of a mapped weight file: it was copied or packed.
+
+    A later access reads them from disk again. Other tensors are left alone.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
+        return
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    start = tensor.data_ptr()
+    end = start + span * tensor.itemsize
+    if end - start < SMALL:
+        return
+    page = mmap.PAGESIZE
+    first, last = start + -start % page, end - end % page
+    if not _is_of_weights(start, end):
+        return
+    try:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    except (AttributeError, OSError):
+        return
+
+
+def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -> bool:
+    """Return whether these addresses are in one mapped safetensors or GGUF file."""
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        if line.lower().endswith((".safetensors", ".gguf")):
+            first, _, last = line.split(" ", 1)[0].partition("-")
+            if int(first, 16) <= start and end <= int(last, 16):
+                return True
+    return False
 
 
 class OpenFiles:
@@ -165,3 +267,192 @@ def _check_index(checkpoint: Checkpoint, files: Mapping[str, Path]) -> None:
             f"{index} says that {name} is in {wrong[name]}, and {there} ({len(wrong)} tensors). The files are of "
             "several checkpoints, or one is cut short: fetch them again into an empty folder."
         )
+
+
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class JoinedRows:
+    """Shared tensors for the Llama family's fused weights, allocated when the first part is loaded."""
+
+    def __init__(self, num_rows: Callable[[str], int | None]) -> None:
+        """`num_rows` returns the rows of the named weight that this process reads; None: there is no such weight."""
+        self._num_rows = num_rows
+        self._rooms: dict[tuple[str, str], Tensor] = {}  # module, its first linear -> the shared tensor
+        self._lock = threading.Lock()
+
+    def place(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return the slice of the shared tensor to write this weight to; None if it shares none."""
+        module, _, rest = name.rpartition(".")[0].rpartition(".")
+        group = next((group for group in _GROUPS if rest in group), None)
+        if group is None or len(shape) != 2 or not name.endswith(".weight"):
+            return None
+        heights = [self._num_rows(f"{module}.{linear}.weight" if module else f"{linear}.weight") for linear in group]
+        known = [height for height in heights if height is not None]
+        if len(known) < len(group) or known[group.index(rest)] != shape[0]:
+            return None
+        with self._lock:
+            room = self._rooms.get((module, group[0]))
+            if room is None:
+                room = torch.empty(sum(known), shape[1], dtype=dtype, device=device)
+                self._rooms[module, group[0]] = room
+        if room.shape[1] != shape[1] or room.dtype is not dtype:
+            return None  # mismatched weights are reported when they are loaded into the model
+        number = group.index(rest)
+        return room[sum(known[:number]) : sum(known[: number + 1])]
+
+
+def one_below_the_other(weights: Sequence[Tensor]) -> Tensor:
+    """Return [sum of rows, columns]: the shared tensor if the weights are its slices in this order, else a copy."""
+    first = weights[0]
+    at = first.storage_offset()
+    for weight in weights:
+        shares = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (shares and weight.is_contiguous() and weight.storage_offset() == at):
+            return torch.cat(list(weights))
+        at += weight.numel()
+    rows = sum(len(weight) for weight in weights)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> None:
+    """Check that every weight of the model `name` is finite. `packed`: weights may also be packed integers.
+
+    Reads each weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight.
+    """
+    weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
+    sums: dict[str, Tensor] = {}
+    for path, weight in weights.items():
+        if weight.dtype.itemsize > 1 and weight.is_floating_point():
+            # One non-finite value makes the sum non-finite. In the weight's own dtype: seven times as fast in bfloat16.
+            sums[path] = weight.sum().float()
+            let_go(weight)
+        elif not packed and not weight.is_floating_point():
+            raise UnsupportedModel(
+                f"{path} of {name} is kept as {_shown(weight)}, and config.json says nothing of quantised weights "
+                "(quantization_config). Fetch the whole checkpoint again, or use the one it was made from."
+            )
+    if not sums or bool(torch.stack(list(sums.values())).isfinite().all()):
+        return
+    for path, total in sums.items():
+        if bool(total.isfinite()):
+            continue
+        odd = int((~weights[path].isfinite()).sum())
+        if odd:  # else the values are finite, and only their sum overflows
+            raise UnsupportedModel(
+                f"{path} of {name} has {odd} of {weights[path].numel()} numbers that are not finite (NaN or infinite) "
+                f"in {_shown(weights[path])}. Fetch the file again; where the checkpoint was made so, use another. "
+                "Numbers too large for float16 are finite with --dtype bfloat16 or float32."
+            )
+
+
+def _shown(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
+
+
+PIECE = 32 << 20
+"""Bytes of a tensor that are copied at once; transformers loads a few tensors concurrently."""
+
+SECONDS_BETWEEN_LINES = 5.0
+"""A longer load logs its progress at this interval."""
+
+_log = logging.getLogger(__name__)
+
+
+class WeightStream:
+    """Copies a checkpoint's tensors to the model's device and dtype.
+
+    model = SomeForCausalLM.from_pretrained(None, state_dict=stream.unread(), config=config, dtype=dtype)
+    """
+
+    def __init__(
+        self,
+        files: WeightFiles,
+        device: torch.device,
+        *,
+        copies: bool | None = None,
+        joined: JoinedRows | None = None,
+        as_kept: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`copies` False: a tensor with the file's dtype stays a view of the file; None: False on a CPU.
+
+        `joined`: tensors that several weights share. `as_kept`: nothing is copied; all tensors are views of the files,
+        in the files' dtypes.
+        """
+        self.files = files
+        self._device = torch.device("cpu") if as_kept else device
+        self._copies = device.type != "cpu" if copies is None else copies
+        self._joined = joined
+        self._as_kept = as_kept
+        self._clock = clock
+        self._begun = self._said = clock()
+        self._lock = threading.Lock()
+
+    def unread(self) -> dict[str, Any]:
+        """Return a state dict for transformers, whose tensors are read when they are moved to a device."""
+        return {name: _Unread(self, name) for name in self.files.names}
+
+    def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """Return a tensor on the device; a quantised one is dequantised in place, without a copy in another dtype."""
+        if dtype is None or not self.files.is_packed(name):
+            return self.put(name, self.files.whole(name), dtype)
+        self._say_how_far()
+        place = self._place(name, torch.Size(self.files.shape(name)), dtype)
+        self.files.read_into(name, place)
+        return place
+
+    def put(self, name: str, found: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Move the tensor `name`, which was read, to the device; floating-point values become `dtype`."""
+        self._say_how_far()
+        if self._as_kept or dtype is None or not found.is_floating_point():
+            dtype = found.dtype
+        if self._as_kept or (not self._copies and found.dtype == dtype):
+            return found
+        place = self._place(name, found.shape, dtype)
+        send(found, place)
+        return place
+
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)
+        return torch.empty(shape, dtype=dtype, device=self._device) if place is None else place
+
+    def _say_how_far(self) -> None:
+        with self._lock:
+            now = self._clock()
+            if now - self._said < SECONDS_BETWEEN_LINES:
+                return
+            self._said = now
+        read, size = self.files.num_bytes / 1e9, self.files.size / 1e9
+        _log.info("weights: %.1f of %.1f GB read in %.0f s", read, size, now - self._begun)
+
+
+class _Unread:
+    """A lazy tensor, used as transformers uses those of a file: indexed as a whole, then moved to a device.
+
+    Always moves to the stream's device: without accelerate, transformers only knows the CPU.
+    """
+
+    def __init__(self, stream: WeightStream, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getitem__(self, part: object) -> Self:
+        if part is not Ellipsis:
+            raise TypeError(f"{self._name} is read whole; asked for {part!r}.")
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor on the stream's device."""
+        return self._stream.whole(self._name, dtype)
+
+
+def send(found: Tensor, place: Tensor) -> None:
+    """Copy piece by piece, releasing the pages of each piece after it is copied."""
+    if found.dim() == 0 or found.nbytes <= PIECE:
+        place.copy_(found)
+        let_go(found)
+        return
+    rows = max(1, PIECE * len(found) // found.nbytes)
+    for piece, there in zip(torch.split(found, rows), torch.split(place, rows), strict=True):
+        there.copy_(piece)
+        let_go(piece)

@@ -2,8 +2,7 @@
 
 Weights become safetensors, a tokenizer without tokenizer.json gets one, missing mask rows are added, and config.json
 names the mask ids. A GGUF file is dequantised, and its metadata become config.json and tokenizer files. SRC is only
-read; DST is written atomically.
-"""
+read; DST is written atomically."""
 
 from __future__ import annotations
 
@@ -13,27 +12,156 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from space_common.gguf.find import GgufError, find_gguf
 from torch import Tensor
 from tqdm import tqdm
 
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
-from space_model.checkpoint.checkpoint_file import read_object
-from space_model.checkpoint.peft_folder import refuse_as_model
+from space_model.checkpoint.checkpoint import Checkpoint, read_object, refuse_as_model, whole_folder, with_quantization
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry, weight_files
-from space_model.convert.target import converted_folder, write_shards
-from space_model.convert.vocabulary import VocabularyTensors
 from space_model.loading.load import check_tensors
 from space_model.model_error import CheckpointNotFound, ModelError
+
+
+@contextmanager
+def converted_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]:
+    """Yield a folder, which becomes `target` after the block, or is removed if the block raises.
+
+    `num_bytes`: size of the output; lack of disk space is detected before anything is written. An existing `target` is
+    replaced only with `force`, and only at the very end.
+    """
+    if target.exists() and not force:
+        raise ConvertError(f"{target} exists already. Choose another folder, or replace it with --force.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise ConvertError(
+            f"The converted checkpoint takes {num_bytes / 1024**3:.1f} GiB; {target.parent} has "
+            f"{free / 1024**3:.1f} GiB free. Make room or choose another disk."
+        )
+    with whole_folder(target) as folder:
+        yield folder
+
+
+def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:
+    """Write the tensors to safetensors files of at most `max_bytes` each (a larger tensor gets its own file).
+
+    Holds one file's tensors in memory at a time. One file is `model.safetensors`; several are numbered and have an
+    index, as transformers names them.
+    """
+    shard: dict[str, Tensor] = {}
+    names: list[list[str]] = []  # per shard
+    sizes: list[int] = []
+
+    def flush() -> None:
+        if shard:
+            save_file(shard, folder / f"{len(names)}.safetensors", metadata={"format": "pt"})
+            names.append(list(shard))
+            sizes.append(_num_bytes(shard.values()))
+            shard.clear()
+
+    for name, tensor in tensors:
+        if shard and _num_bytes(shard.values()) + tensor.nbytes > max_bytes:
+            flush()
+        shard[name] = tensor
+    flush()
+    if len(names) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, inside in enumerate(names):
+        file = f"model-{number + 1:05d}-of-{len(names):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(inside, file)
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+_RECOMPUTED = ".rotary_emb.inv_freq"  # in old Llama checkpoints; computed from config.json
+
+
+@dataclass(frozen=True)
+class VocabularyTensors:
+    """The vocabulary tables of a checkpoint, and their new number of rows."""
+
+    tables: frozenset[str]  # names: input embedding and, unless tied to it, output head (and its bias)
+    dropped: frozenset[str]  # names that are not written: a tied head, buffers computed from config.json
+    old_size: int
+    num_added: int
+
+    @property
+    def new_size(self) -> int:
+        return self.old_size + self.num_added
+
+    @classmethod
+    def find(cls, source: Path, weights: SourceWeights, *, num_added: int) -> VocabularyTensors:
+        """Build the architecture without weights, and check every tensor's shape against it. Raises ConvertError."""
+        from transformers import AutoModelForCausalLM
+
+        from space_model.checkpoint import family
+
+        config = family.parse_config(read_object(source / "config.json"), str(source))
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        except (ValueError, KeyError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConvertError(f"transformers has no causal model for {source / 'config.json'}: {reason}") from error
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        modules = {id(module): name for name, module in model.named_modules()}
+        names = [
+            {f"{modules[id(table)]}.{name}" for name, _ in table.named_parameters()} for table in (embedding, head)
+        ]
+        embedding_name = f"{modules[id(embedding)]}.weight"
+        if embedding_name not in weights.entries:
+            raise ConvertError(f"{source} has no tensor {embedding_name}, the input embedding of its architecture.")
+        dropped = {name for name in weights.entries if name.endswith(_RECOMPUTED)}
+        head_weight = f"{modules[id(head)]}.weight"
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        if tied and head_weight in weights.entries:
+            _require_equal(head_weight, embedding_name, weights)
+            dropped.add(head_weight)
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        _check_shapes(expected, weights, optional=dropped | ({head_weight} if tied else set()))
+        tables = (names[0] | names[1]) & weights.entries.keys() - dropped
+        return cls(frozenset(tables), frozenset(dropped), weights.entries[embedding_name].shape[0], num_added)
+
+
+def _require_equal(head: str, embedding: str, weights: SourceWeights) -> None:
+    if not torch.equal(weights.read(head), weights.read(embedding)):
+        raise ConvertError(
+            f"config.json ties the output head to the embedding, but {head} differs from {embedding}. "
+            'Say "tie_word_embeddings": false in config.json if the head is meant.'
+        )
+
+
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], weights: SourceWeights, *, optional: Set[str]) -> None:
+    for name, entry in weights.entries.items():
+        if name in expected and entry.shape != expected[name]:
+            raise ConvertError(
+                f"{name} in {entry.file.name} has shape {list(entry.shape)}; config.json makes it "
+                f"{list(expected[name])}. Is it the config.json of this checkpoint?"
+            )
+    if weights.entries.keys() - expected.keys() - optional:
+        return  # transformers renames tensors of some families while loading, so a missing name proves nothing
+    missing = sorted(expected.keys() - weights.entries.keys() - optional)
+    if missing:
+        raise ConvertError(f"The checkpoint lacks {len(missing)} tensors of its architecture, {missing[0]} first.")
+
 
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
 _COPIED_NAMES = ("LICENSE", "NOTICE", "COPYING")
@@ -64,7 +192,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     weights: SourceWeights
     gguf, given = _gguf(source), source
     if gguf is not None:
-        from space_model.convert.gguf_source import GgufSource  # imported late: other formats need no gguf package
+        from space_model.convert.source import GgufSource  # imported late: other formats need no gguf package
 
         source, config, weights = gguf.folder, gguf.config, GgufSource.of(gguf)
         wish = replace(wish, dtype=wish.dtype or getattr(torch, config["dtype"]))

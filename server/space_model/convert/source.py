@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.whole_model import open_weights
 from space_model.model_error import CheckpointNotFound, ModelError
 
 _LAYOUTS = (
@@ -180,3 +182,32 @@ def _is_zip(file: Path) -> bool:
     """
     with file.open("rb") as stream:
         return stream.read(4) == b"PK\x03\x04"
+
+
+@dataclass(frozen=True)
+class GgufSource(SourceWeights):
+    """Every tensor of the model; written in the dtype that its config names."""
+
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> GgufSource:
+        """Find names and shapes; the values stay on disk."""
+        dtype = getattr(torch, checkpoint.config["dtype"])
+        (file,) = checkpoint.weights
+        with open_weights(checkpoint) as weights:
+            entries = {name: TensorEntry(file, weights.shape(name), dtype) for name in weights.names}
+        return cls(entries, checkpoint)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) one after the other, in float32; they are rounded once, when written."""
+        with open_weights(self.checkpoint) as weights:
+            for name in self.entries:
+                yield name, weights.whole(name).float()
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor."""
+        if name not in self.entries:
+            raise ConvertError(f"{self.checkpoint.name} has no tensor {name}.")
+        with open_weights(self.checkpoint) as weights:
+            return weights.whole(name).float()

@@ -73,9 +73,7 @@ class DraftLayout:
         def ends(g: int) -> float:
             return reached(g) - (reached(g + 1) if g < num_drafts else 0.0)
 
-        ranked = sorted(
-            ((-ends(g) * reached(j), g, j) for g in range(num_drafts + 1) for j in range(1, num_masks + 1)),
-        )
+        ranked = sorted((-ends(g) * reached(j), g, j) for g in range(num_drafts + 1) for j in range(1, num_masks + 1))
         counts = [0] * (num_drafts + 1)
         for _, group, _ in ranked[:num_kept]:
             counts[group] += 1

@@ -17,19 +17,23 @@ from space_kernels.dispatch import Ops, ops_for
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from space_model.adapters.adapter import OWN, Adapter
-from space_model.adapters.gated_linear import attach
+from space_model.adapters import OWN, Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.space_section import SpaceSection, load_draft_head
+from space_model.checkpoint.space_section import SpaceSection
 from space_model.checkpoint.unused_tensors import check_found
-from space_model.checkpoint.weight_stream import refuse_odd_values
-from space_model.heads.draft_head_weights import DraftHeadWeights, with_compiled
-from space_model.heads.head_rows import head_rows
-from space_model.heads.output_head import OutputHead
+from space_model.checkpoint.weight_files import refuse_odd_values
+from space_model.heads import DraftHeadWeights, OutputHead, head_rows, load_draft_head, with_compiled
 from space_model.loading.sharded_model import assemble_part, read_part
-from space_model.loading.whole_model import settle, stream_model
+from space_model.loading.whole_model import (
+    check_plain,
+    quantize_to_fp8,
+    read_packed,
+    settle,
+    stays_packed,
+    stream_model,
+)
 from space_model.model_error import (
     CheckpointNotFound,
     InvalidSetting,
@@ -37,13 +41,11 @@ from space_model.model_error import (
     UnsupportedModel,
     malformed_is_unsupported,
 )
-from space_model.model_facts import ModelFacts
-from space_model.networks.compact_network import compact_network
-from space_model.networks.tensor_parallel import Ranks, Share
-from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
+from space_model.model_facts import ModelFacts, Ranks
+from space_model.networks.llama_network import compact_network
+from space_model.networks.tensor_parallel import Share
+from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
-from space_model.quantization.fp8_model import check_plain, quantize_to_fp8
-from space_model.quantization.quantized_model import read_packed, stays_packed
 from space_model.space_model import SpaceModel
 from space_model.uncompiled import without_compiler
 from space_model.verification.layer_reference import reference

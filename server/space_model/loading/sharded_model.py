@@ -10,22 +10,18 @@ from space_kernels.dispatch import Ops
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from space_model.adapters.adapter import Adapter
-from space_model.adapters.gated_linear import attach
+from space_model.adapters import Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.unused_tensors import refuse_unused
-from space_model.checkpoint.weight_files import WeightFiles
-from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, refuse_odd_values, send
-from space_model.heads.draft_head_weights import DraftHeadWeights
-from space_model.heads.output_head import OutputHead
+from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, refuse_odd_values, send
+from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
+from space_model.loading.whole_model import log_dense, open_weights, without_quantization
 from space_model.model_error import UnsupportedModel
-from space_model.model_facts import ModelFacts
-from space_model.networks.compact_network import compact_network
-from space_model.networks.sharded_head import ShardedHead
-from space_model.networks.tensor_parallel import BY_COLUMNS, BY_ROWS, LaterRanks, Ranks, Share, SummedLinear
-from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
-from space_model.quantization.quantized_model import log_dense, open_weights, without_quantization
+from space_model.model_facts import ModelFacts, Ranks
+from space_model.networks.llama_network import compact_network
+from space_model.networks.tensor_parallel import BY_COLUMNS, BY_ROWS, LaterRanks, Share, SummedLinear
+from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.space_model import SpaceModel
 from space_model.verification.layer_reference import reference
 from space_model.verification.probe import check_attention, check_parts

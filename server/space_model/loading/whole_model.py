@@ -1,25 +1,247 @@
-"""Loads a checkpoint as a whole transformers model, streaming the weights to the device."""
+"""Loads a checkpoint as a whole transformers model: its weights streamed to the device, dequantised, packed, or as fp8.
+
+A quantised checkpoint's weights are dequantised when they are read, or kept packed for a library that takes them so. A
+warning says what holding the weights dequantised costs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from space_kernels.fp8 import Fp8
+from space_kernels.linear.cuda_linear import Fp8Linear
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import key_mapping
-from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, send
+from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
+from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
-from space_model.quantization.quantized_model import (
-    Loaded,
-    QuantizedWeights,
-    log_dense,
-    open_weights,
-    without_quantization,
-)
+
+
+class QuantizedWeights(WeightFiles):
+    """The model's tensors, dequantised from the tensors of the files one at a time, on demand."""
+
+    def __init__(self, files: WeightFiles, form: QuantizedFormat) -> None:
+        super().__init__(files.name, files.opened, files.size)
+        self.form = form
+        self._parts: dict[str, frozenset[str]] = {}  # path of a module with a quantised weight -> its tensors
+        self._read: set[str] = set()  # tensors of the files that were used for weights
+        aside: set[str] = set()
+        found: dict[str, set[str]] = {}
+        marked: set[str] = set()
+        for name in files.names:
+            path, part = self._split(name)
+            found.setdefault(path, set()).add(part)
+            if form.marks(part):
+                marked.add(path)
+            if part in form.parts:
+                aside.add(name)
+        if not marked:
+            raise UnsupportedModel(
+                f"The config.json of {self.name} says that its weights are quantised as {form.name}, and none of them "
+                "is. Remove quantization_config from it if they are plain numbers."
+            )
+        self._parts = {path: frozenset(found[path]) for path in marked}
+        self._aside = aside
+        self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """Split a name into the module's path and the suffix."""
+        for part in self.form.parts:
+            if name.endswith(f".{part}"):
+                return name[: -len(part) - 1], part
+        path, _, part = name.rpartition(".")
+        return path, part
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or super().__contains__(name)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the model's tensors."""
+        return self._names
+
+    @property
+    def num_quantized(self) -> int:
+        """Return the number of dequantised weights."""
+        return len(self._parts)
+
+    def unused(self) -> list[str]:
+        """After all tensors were read, return the parts of quantised weights that no weight used."""
+        return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; a quantised one is dequantised for it."""
+        return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a tensor; quantised ones become float32."""
+        if not self._is_quantized(name):
+            return super().whole(name)
+        path = name.removesuffix(".weight")
+        whole = super().whole
+
+        def read(part: str) -> Tensor:
+            self._read.add(f"{path}.{part}")
+            return whole(f"{path}.{part}")
+
+        try:
+            return self.form.dense(read, self._parts[path])
+        except (IndexError, KeyError, RuntimeError, ValueError) as error:
+            raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
+
+    def rows(self, name: str, part: slice) -> Tensor:
+        """Return some rows of a tensor; of a quantised one, all are read."""
+        return self.whole(name)[part].clone() if self._is_quantized(name) else super().rows(name, part)
+
+    def columns(self, name: str, part: slice) -> Tensor:
+        """Return some columns of a matrix; of a quantised one, all are read."""
+        return self.whole(name)[:, part].clone() if self._is_quantized(name) else super().columns(name, part)
+
+    def _is_quantized(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self._parts
+
+
+@contextmanager
+def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
+    """Open the tensors of the checkpoint's model, in whatever format they are stored."""
+    if checkpoint.gguf is not None:
+        from space_model.checkpoint.gguf_weights import open_gguf  # imported late: other formats need no gguf package
+
+        with open_gguf(checkpoint, checkpoint.gguf) as found:
+            yield found
+        return
+    form = read_format(checkpoint.config, checkpoint.name)
+    with WeightFiles.open(checkpoint) as files:
+        yield files if form is None else QuantizedWeights(files, form)
+
+
+def has_kernels(form: QuantizedFormat) -> bool:
+    """Return whether the library whose kernels multiply by packed weights is installed."""
+    return bool(form.library) and importlib.util.find_spec(form.library) is not None
+
+
+_log = logging.getLogger(__name__)
+
+Loaded = tuple[PreTrainedModel, dict[str, Any]]
+"""A model, and transformers' report of missing and unexpected weights."""
+
+
+def stays_packed(form: QuantizedFormat, device: torch.device) -> bool:
+    """Return whether weights stay packed: on a GPU, if the library with the kernels is installed."""
+    return device.type == "cuda" and has_kernels(form)
+
+
+def read_packed(
+    checkpoint: Checkpoint, config: PreTrainedConfig, form: QuantizedFormat, dtype: torch.dtype, device: torch.device
+) -> Loaded | None:
+    """Return the model with packed weights, loaded by transformers' quantizer; None if that is not possible."""
+    try:
+        model, found = packed_class(config).from_pretrained(
+            str(checkpoint.folder),
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            key_mapping=key_mapping(checkpoint),
+            ignore_mismatched_sizes=True,
+        )
+        ends = tuple(f".{part}" for part in form.needless)
+        found["unexpected_keys"] = {name for name in found["unexpected_keys"] if not name.endswith(ends)}
+    except (ImportError, RuntimeError, ValueError) as error:
+        _log.warning("%s: %s cannot multiply by its %s weights: %s", checkpoint.name, form.library, form.name, error)
+        return None
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if model.dtype is not dtype or not isinstance(head, Tensor) or not head.is_floating_point():
+        what = f"wants {model.dtype} instead of {dtype}" if model.dtype is not dtype else "packs the output head"
+        _log.warning("%s: %s %s", checkpoint.name, form.library, what)
+        return None
+    _log.info("%s: %s weights stay packed; %s multiplies by them", checkpoint.name, form.name, form.library)
+    return model, found
+
+
+def packed_class(config: PreTrainedConfig) -> Any:
+    """Return the transformers class of models with this config."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Log the cost of holding the checkpoint's quantised weights dequantised, if it has any."""
+    held = sum(parameter.nbytes for parameter in parameters) / 2**20
+    form = str(dtype).removeprefix("torch.")
+    if isinstance(files, QuantizedWeights):
+        packed = f". On a GPU with {files.form.library} installed they stay packed" if files.form.library else ""
+        _log.warning(
+            "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
+            "every step%s",
+            checkpoint.name, files.num_quantized, files.form.name, form, held, files.num_bytes / 2**20, packed,
+        )  # fmt: skip
+    elif files.num_packed:
+        _log.info(
+            "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read "
+            "at every step",
+            checkpoint.name, files.num_packed, checkpoint.kept_as or "few bits", form, held, files.size / 2**20,
+        )  # fmt: skip
+
+
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the same config without quantisation."""
+    fields = config.to_dict()
+    fields.pop("quantization_config", None)
+    return type(config).from_dict(fields)
+
+
+def check_plain(form: QuantizedFormat | None) -> None:
+    """Raises InvalidSetting for a checkpoint that is already quantised."""
+    if form is not None:
+        raise InvalidSetting(f"The checkpoint's weights are {form.name} ones already; leave out --weights fp8.")
+
+
+def quantize_to_fp8(base: nn.Module, device: torch.device, bring: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
+    """Quantise the weights of each linear to fp8, one at a time, so that only one is in memory twice.
+
+    `bring`: moves a weight to its device.
+
+    A CPU has no fp8 matmul: its weights stay bfloat16 but are rounded to fp8 values, so outputs and quality match a
+    GPU's, but nothing is smaller or faster.
+    """
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise InvalidSetting("fp8 weights need triton, which is not installed: `pip install triton`.")
+    held = 0
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
+                raise InvalidSetting(
+                    f"fp8 weights are those of linears, and {type(child).__name__}, a mixture of experts, has none; "
+                    "leave out --weights fp8."
+                )
+            if not isinstance(child, nn.Linear):
+                continue
+            weight = bring(child.weight.detach())
+            kept = Fp8.of(weight)
+            let_go(child.weight)
+            if device.type == "cpu":
+                child.weight = nn.Parameter(kept.dense().to(weight.dtype), requires_grad=False)
+            else:
+                bias = None if child.bias is None else bring(child.bias.detach())
+                setattr(parent, name, Fp8Linear(kept, bias))
+            held += 1
+    if not held:
+        raise InvalidSetting(
+            f"fp8 weights are those of linears, and {type(base).__name__} has none; leave out --weights fp8."
+        )
 
 
 def stream_model(

@@ -39,7 +39,7 @@ from space_model.networks.llama_parts import (
     layer_fields,
     packed,
 )
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 
 
 @dataclass(frozen=True)

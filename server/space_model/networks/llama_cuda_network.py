@@ -22,10 +22,10 @@ from space_kernels.paging.step_tables import StepTables
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from space_model.checkpoint.weight_stream import one_below_the_other
+from space_model.checkpoint.weight_files import one_below_the_other
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 from space_model.networks.llama_parts import FAMILIES, LlamaLayer, LlamaParts, LlamaSource, add_deltas, layer_fields
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,19 @@ from functools import partial
 import torch
 from space_kernels.attention.attention import QKV, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
+from space_kernels.build.cpu_library import cpu_library
+from space_kernels.dispatch import Ops
 from space_kernels.layers.activation import silu
 from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import ROW_TILE, PackedLinear, can_pack
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from space_model.adapters import GatedLora
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.model_facts import ModelFacts, Ranks
+from space_model.networks.llama_compiled_network import CompiledLlama
+from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import (
     FAMILIES,
     LlamaLayer,
@@ -31,7 +37,7 @@ from space_model.networks.llama_parts import (
     layer_fields,
     packed,
 )
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import Network, PagedKV
 
 Linear = PackedLinear | Int8Linear
 
@@ -149,3 +155,26 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     turned = torch.cat([x[..., half:].neg(), x[..., :half]], dim=-1)
     return (x * cos).add_(turned.mul_(sin))
+
+
+def compact_network(
+    base: PreTrainedModel,
+    facts: ModelFacts,
+    ops: Ops,
+    adapters: Sequence[GatedLora],
+    prefix: str,
+    ranks: Ranks | None = None,
+) -> Network | None:
+    """Take `base` apart and return its compact network; None, with `base` unchanged, if there is none."""
+    sizes = facts.num_heads, facts.kv_heads, facts.head_dim
+    source = LlamaSource(base, *sizes, adapters, prefix, ranks, facts.int8)
+    if facts.device.type == "cpu":
+        library = cpu_library() if ops.attention == "compiled" else None
+        if library is not None and CompiledLlama.fits(base, facts.dtype, facts.head_dim):
+            return CompiledLlama(source, library)
+        if not LlamaNetwork.fits(base.config, facts.dtype):
+            return None
+        return LlamaNetwork(source)
+    if not LlamaCudaNetwork.fits(base):
+        return None
+    return LlamaCudaNetwork(source, ops)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import GatedLora
+from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
-from space_model.mapped_files import let_go
-from space_model.networks.tensor_parallel import Ranks
+from space_model.model_facts import Ranks
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 

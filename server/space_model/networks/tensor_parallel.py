@@ -11,16 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from space_model.adapters.adapter import Adapter
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import Adapter, GatedLora
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.model_facts import Ranks
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
@@ -28,28 +27,6 @@ BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 
 VOCABULARY_TILE = 64
 """A rank's part of the head is padded with zero rows to a multiple of this many ids."""
-
-
-class Ranks(Protocol):
-    """The process group that shares one model, seen from one process."""
-
-    @property
-    def rank(self) -> int:
-        """Return this process's rank; 0 leads."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' x, with the same bits on every rank; may overwrite x."""
-        ...
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Return all ranks' x, in order, on rank 0; an empty list elsewhere."""
-        ...
 
 
 class LaterRanks:

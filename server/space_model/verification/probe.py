@@ -31,8 +31,7 @@ from space_model.checkpoint import family
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import Network
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import Network, PagedKV
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.verification.layer_reference import Made, Reference, first_of_kinds
 

@@ -27,11 +27,10 @@ from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState, chai
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.uniform_index import StepIndex
 from space_kernels.step.verification import StepVerification
-from space_model.geometry.batch_pattern import BatchPattern, batch_pattern
 from space_model.geometry.draft_layout import DraftLayout
-from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.geometry.forward_batch import BatchPattern, ForwardBatch, Segment, batch_pattern
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.step_model import StepModel

@@ -29,7 +29,7 @@ from space_kernels.step.ops import StepOps, step_ops_for
 from space_kernels.step.state import RESULT_FIXED, result_width
 from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence, SequenceEnd

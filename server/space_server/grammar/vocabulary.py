@@ -14,7 +14,7 @@ from space_common.files import read_text
 from space_common.grammar import tokenizer_of
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_kernels.sampling.sampling_rows import IdBits
-from space_model.checkpoint.checkpoint_file import read_object
+from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -17,7 +17,7 @@ from space_kernels.sampling.sampler import best_of, library_for_logits, sample_r
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.sampling.sampling_rows import BatchSamplingParams, IdBits, SamplingRow, SamplingRows
 from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns, propose
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence

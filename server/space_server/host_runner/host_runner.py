@@ -18,7 +18,7 @@ from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample
 from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
 from space_kernels.step.verification import num_accepted
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence

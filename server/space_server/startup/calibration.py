@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from space_common.worker_settings import StepsHere
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
 from space_server.speculation.controller import FixedLayout

@@ -20,8 +20,7 @@ from space_kernels.attention_backends import AttentionNeed, UnusableAttention, a
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint, with_quantization
-from space_model.checkpoint.checkpoint_file import read_object
+from space_model.checkpoint.checkpoint import Checkpoint, read_object, with_quantization
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device

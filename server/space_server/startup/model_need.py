@@ -16,10 +16,9 @@ from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.space_section import SpaceSection
+from space_model.loading.whole_model import check_plain, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import choose_device, choose_dtype
-from space_model.quantization.fp8_model import check_plain
-from space_model.quantization.quantized_model import stays_packed
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from space_server.machine.memory import FreeMemory, NotEnoughMemory, check_num_blocks, choose_num_blocks

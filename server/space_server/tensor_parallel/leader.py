@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from torch import Tensor
 

@@ -18,7 +18,7 @@ import torch
 from space_common.process import module_command, safe_environment
 from space_common.worker_settings import WorkerSettings
 from space_model.model_error import InvalidSetting
-from space_model.networks.tensor_parallel import Ranks
+from space_model.model_facts import Ranks
 from space_model.space_model import SpaceModel
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -32,7 +32,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from torch import Tensor
 from transformers import TrainerCallback
 
-from space_train.data.example_encoder import NOT_LEARNED, Example
+from space_train.data.examples import NOT_LEARNED, Example
 
 _UNKNOWN_EPOCH = -1
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from space_train.data.example_encoder import Example
+from space_train.data.corpus import END_OF_TEXT_ID
+from space_train.data.examples import Example
 from space_train.data.records import NothingToLearn
-from space_train.data.tokenizer import END_OF_TEXT_ID
 
 PADDING = -1
 """Document number of padding."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from space_train.data.tokenizer import CHAT_TEMPLATE, END_OF_TEXT_ID, PAD_ID
+from space_train.data.corpus import CHAT_TEMPLATE, END_OF_TEXT_ID, PAD_ID
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,294 @@
-"""Generates training text with the model itself through a worker: masks learn most from text like that they draft for
+"""Training text that the model writes itself, through a worker: masks learn most from text like that they draft for
 (the idea: BiTA, arXiv 2402.12522).
 
 A text depends only on weights, prompt, temperature and seed (speculation only makes it faster), so neither
-interruptions nor the batch size change it.
+interruptions nor the batch size change it. Texts are kept in an append-only JSON-lines file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import io
+import json
 import math
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 import numpy as np
 from space_common.process import WorkerLost, WorkerProcess
-from space_common.worker_client import GrpcWorker
+from space_common.worker_client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
 from space_common.worker_settings import worker_argv
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.run_folder import fingerprint
-from space_train.self_generation.own_text_file import (
-    OwnText,
-    OwnTextError,
-    OwnTextFile,
-    OwnTextRecipe,
-    Question,
-    keep_asked,
-    read_own_texts,
-)
-from space_train.self_generation.scribe import Ends, ScribeCounts, UnfinishedText, write_texts
+from space_train.train_plan import OwnTextError
+
+
+class OtherTexts(OwnTextError):
+    """The file holds texts of another model, or generated with other sampling parameters."""
+
+
+Question = tuple[tuple[int, ...], float, int]
+"""Prompt, temperature and seed, which determine the text under one recipe."""
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """A prompt and the model's continuation."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    temperature: float
+    seed: int
+
+    @property
+    def question(self) -> Question:
+        """The prompt with its temperature and seed."""
+        return self.prompt, self.temperature, self.seed
+
+
+@dataclass(frozen=True)
+class OwnTextRecipe:
+    """Everything a text depends on besides its question; the same for all texts of a file."""
+
+    model: str  # fingerprint of the checkpoint
+    max_tokens: int
+    eos_stops: bool
+    banned_ids: tuple[int, ...] = ()
+
+
+class OwnTextFile:
+    """The file, open for appending. Entering waits until no other process writes to it.
+
+    with OwnTextFile(path, recipe) as file:
+        file.texts   # texts already in the file
+        file.append(text)
+    """
+
+    def __init__(self, path: Path, recipe: OwnTextRecipe) -> None:
+        self.path, self.texts = path, list[OwnText]()
+        self._recipe = _plain(recipe)
+        self._stream: io.FileIO | None = None
+
+    def __enter__(self) -> OwnTextFile:
+        """Raises OtherTexts, or OwnTextError for a file that is malformed or cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            stream = self._stream = io.FileIO(self.path, "ab")
+        except OSError as error:
+            raise OwnTextError(f"{self.path} cannot be written: {error.strerror}. Name another file.") from error
+        try:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that writes {self.path}", file=sys.stderr, flush=True)
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.truncate(whole_lines(self.path))  # a killed run may have left half a line
+            self.texts = list(_texts(self.path, self._recipe))
+        except BaseException:
+            stream.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            with self._stream as stream:
+                os.fsync(stream.fileno())
+
+    def append(self, text: OwnText) -> None:
+        """Append one line. Raises OwnTextError if the disk is full."""
+        if self._stream is None:
+            raise RuntimeError("OwnTextFile.append is called outside its `with` block")
+        line = json.dumps(asdict(text) | self._recipe, separators=(",", ":")).encode() + b"\n"
+        try:
+            while line:
+                line = line[self._stream.write(line) or 0 :]
+        except OSError as error:
+            raise OwnTextError(
+                f"{self.path} cannot be written: {error.strerror}. What it holds is kept: make room, and start again."
+            ) from error
+        self.texts.append(text)
+
+
+def read_own_texts(path: Path) -> list[OwnText]:
+    """Return the texts of a file, ordered by seed."""
+    found = {text.question: text for text in _texts(path, {})}
+    return sorted(found.values(), key=lambda text: (text.seed, text.temperature, text.prompt))
+
+
+def keep_asked(path: Path, recipe: OwnTextRecipe, asked: Container[Question]) -> float:
+    """Drop lines of another recipe, texts that are not in `asked`, and malformed lines. Return the share of the written
+    ids that is kept."""
+    lines, num_ids, num_kept = list[bytes](), 0, 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else (), start=1):
+        with contextlib.suppress(OwnTextError):
+            text = _text(path, number, line, {})
+            num_ids += len(text.output)
+            if text.question in asked and _text(path, number, line, _plain(recipe)):
+                lines.append(line)
+                num_kept += len(text.output)
+    if not lines:
+        path.unlink(missing_ok=True)
+        return 0.0
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(b"".join(lines))
+    partial.replace(path)
+    return num_kept / max(num_ids, 1)
+
+
+def whole_lines(path: Path) -> int:
+    """Return the bytes up to the end of the last complete line."""
+    with path.open("rb") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            stream.seek(start)
+            newline = stream.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def _texts(path: Path, recipe: dict[str, Any]) -> Iterator[OwnText]:
+    """Yield the texts of the complete lines, checking that each was written under `recipe`."""
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                return  # half a line of a run that was killed
+            yield _text(path, number, line, recipe)
+
+
+def _text(path: Path, number: int, line: bytes, recipe: dict[str, Any]) -> OwnText:
+    """Parse line `number`, checking that it was written under `recipe`."""
+    try:
+        fields = json.loads(line)
+        text = OwnText(
+            tuple(fields["prompt"]), tuple(fields["output"]), float(fields["temperature"]), int(fields["seed"])
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise OwnTextError(
+            f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
+        ) from error
+    for name, value in recipe.items():
+        if fields.get(name) != value:
+            raise OtherTexts(
+                f"{path} was written with {name} {fields.get(name)}, and {value} is asked for. "
+                "Name another file, or delete this one."
+            )
+    return text
+
+
+def _plain(recipe: OwnTextRecipe) -> dict[str, Any]:
+    """Return the recipe as it reads back from JSON."""
+    return asdict(recipe) | {"banned_ids": list(recipe.banned_ids)}
+
+
+MAX_PREFILL_ROWS = 1024
+"""Prompt rows per step: time to first token does not matter here, so prefill chunks are large."""
+
+
+class TextFailed(OwnTextError):
+    """The worker reported an error for this text."""
+
+
+@dataclass
+class UnfinishedText:
+    """A text in generation; its tokens so far are kept if the worker dies."""
+
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def finished(self) -> OwnText:
+        """Return the text as it is written to the file."""
+        return OwnText(self.prompt, tuple(self.output), self.temperature, self.seed)
+
+
+@dataclass
+class ScribeCounts:
+    """Steps, rows and tokens of the generation."""
+
+    num_steps: int = 0  # forward passes
+    num_rows: int = 0  # rows of all passes: chain, masks and prompts
+    num_tokens: int = 0  # generated
+
+    def count(self, report: pb.StepReport) -> None:
+        """Add a step."""
+        stats = report.stats
+        rows = stats.chain_rows + stats.mask_rows + stats.prefill_rows
+        self.num_steps += rows > 0
+        self.num_rows += rows
+        self.num_tokens += sum(len(part.tokens) for part in report.sequences)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """End conditions of texts, and banned ids."""
+
+    max_tokens: int
+    eos_ids: tuple[int, ...]
+    banned_ids: tuple[int, ...] = ()
+
+    def num_blocks(self, prompt: Sequence[int], hello: pb.Hello) -> int:
+        """Return the blocks of a whole text; its last id has no KV cache entry."""
+        return -(-min(len(prompt) + self.max_tokens - 1, hello.window) // hello.block_size)
+
+
+def write_texts(
+    worker: GrpcWorker, texts: Sequence[UnfinishedText], ends: Ends, counts: ScribeCounts
+) -> Iterator[list[UnfinishedText]]:
+    """Yield, after every step, the texts that it finished, in FIFO order of admission.
+
+    Each text is admitted with all its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost.
+    """
+    hello, waiting = worker.hello, deque(texts)
+    client = WorkerClient(
+        worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False
+    )
+    running: dict[int, UnfinishedText] = {}
+    while running or waiting:
+        while waiting and len(running) < hello.max_sequences:
+            num_blocks = ends.num_blocks(waiting[0].prompt, hello)
+            if num_blocks > len(client.free):
+                break
+            text = waiting.popleft()
+            sampling = pb.Sampling(
+                seed=text.seed,
+                temperature=text.temperature,
+                bad_words=[pb.IdRun(ids=[banned]) for banned in ends.banned_ids],
+            )
+            limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
+            request = SequenceRequest(text.prompt, sampling, limits, max_draft_length=hello.max_draft_length)
+            running[client.submit(ClientSequence(request, text.output), num_pages=num_blocks).seq_id] = text
+        if (report := client.step()) is None:
+            continue
+        counts.count(report)
+        ended = []
+        for part in report.sequences:
+            if part.finish == pb.FINISH_ERROR:
+                text = running[part.seq_id]
+                raise TextFailed(f"The text of seed {text.seed} ({len(text.prompt)} prompt ids) failed: {part.error}")
+            if part.finish != pb.FINISH_NONE:
+                client.release(part.seq_id)
+                ended.append(running.pop(part.seq_id))
+        yield ended
+
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Temperatures that prompts use in turn, because drafts are served at all of them."""

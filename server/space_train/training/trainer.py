@@ -2,8 +2,7 @@
 
 accelerate distributes it over processes (torchrun, `accelerate launch`, FSDP). An update depends only on the plan and
 the row numbers, so a resumed run, and a run on several processes, computes the same as an uninterrupted one. A first
-SIGINT or SIGTERM ends it after the current update, a second one at once.
-"""
+SIGINT or SIGTERM ends it after the current update, a second one at once."""
 
 from __future__ import annotations
 
@@ -19,31 +18,103 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
-from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.whole_folder import whole_folder
+from space_model.checkpoint.checkpoint import Checkpoint, whole_folder
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from space_train.costs import ModelCost, flops_of
 from space_train.data.rows import MixedRows
-from space_train.data.train_batch import Texts, train_batch
-from space_train.networks.trainee import Trainee
-from space_train.run_folder import MODEL, STATE_FILE, check_may_write, check_same, identity_of, kept_updates
+from space_train.data.train_batch import Texts, anchor_rows, causal, train_batch, within_documents
+from space_train.estimate import ModelCost, flops_of
+from space_train.networks.trainee import Trainee, best
+from space_train.run_folder import (
+    MODEL,
+    STATE_FILE,
+    Measures,
+    check_may_write,
+    check_same,
+    identity_of,
+    kept_updates,
+    load_checkpoint,
+    save_atomically,
+)
 from space_train.train_plan import InvalidPlan, LearningRate, Method, TrainPlan
 from space_train.training import sharding
-from space_train.training.agreement import draft_agreement, held_out_figures, tokens_per_step
-from space_train.training.checkpoint_writer import write_checkpoint
+from space_train.training.checkpoint import starting_point, write_checkpoint
 from space_train.training.optimiser import Optimiser
-from space_train.training.stage import Measures, load_checkpoint, save_atomically
-from space_train.training.starting_point import starting_point
+
+EVERY = 8
+"""Tokens from one anchor to the next."""
+
+
+@torch.no_grad()
+def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8) -> Measures:
+    """`loss`, `mask_j` and `head_j` over the rows of `held_out`.
+
+    Teacher-forced: draft j counts if it equals the model's most likely token, given that everything before it is right;
+    the draft head gets the text's token before its target.
+    """
+    plan = trainee.plan
+    num_masks = plan.num_masks if plan.has_masks else 0
+    nats, num_targets = 0.0, 0
+    agreed = {name: torch.zeros(num_masks) for name in ("mask", "head")}
+    counted = torch.zeros(num_masks)
+    for begin in range(0, len(held_out.ids), rows_at_once):
+        part = slice(begin, begin + rows_at_once)
+        texts = held_out.part(part)
+        target, length = texts.is_target, texts.ids.shape[1]
+        places = [(m, num_masks) for m in range(2, length - num_masks - 1, EVERY)] if num_masks else []
+        if not places:
+            positions = torch.arange(length, device=texts.ids.device).expand_as(texts.ids)
+            real = trainee.decoder.rows(texts.ids, positions, causal(texts.document))
+        else:
+            anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
+            anchors = within_documents(anchors, texts)
+            real, masks = trainee.hidden_rows(texts, anchors)
+            source = anchors.source
+            teacher = real.gather(1, source[..., None].expand(-1, -1, real.shape[2]))
+            own = best(trainee.decoder.logits, teacher.flatten(0, 1)).view_as(source)
+            guesses = {"mask": masks}
+            if trainee.head is not None:
+                previous = trainee.decoder.embed(texts.ids.gather(1, source))
+                guesses["head"] = trainee.head(masks, previous)
+            learns = anchors.learns.view(len(source), -1, num_masks)
+            counted += learns.sum((0, 1)).cpu()
+            for name, hidden in guesses.items():
+                agree = best(trainee.decoder.logits, hidden.flatten(0, 1)).view_as(own) == own
+                agreed[name] += (agree.view_as(learns) & learns).sum((0, 1)).cpu()
+        for row, wanted, ids in zip(real, target, texts.ids, strict=True):
+            logits = trainee.decoder.logits(row[:-1][wanted[1:]])
+            nats += float(F.cross_entropy(logits, ids[1:][wanted[1:]], reduction="sum"))
+        num_targets += int(target.sum())
+    figures: Measures = {"loss": nats / max(num_targets, 1)}
+    for name in ("mask", "head") if trainee.head is not None else ("mask",):
+        for j in range(num_masks):
+            if counted[j]:  # short texts may be too short for deep masks
+                figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j])
+    return figures
+
+
+def draft_agreement(figures: Measures) -> list[float]:
+    """Return the agreement of draft 1, 2, …, with the head if there is one."""
+    name = "head" if "head_1" in figures else "mask"
+    return [value for key, value in figures.items() if key.startswith(f"{name}_")]
+
+
+def tokens_per_step(figures: Measures) -> float:
+    """Return 1 + Σ_j Π_{i≤j} of the agreements, with the head if there is one: the tokens per greedy step if the
+    agreements were independent."""
+    return float(1.0 + np.cumprod(draft_agreement(figures)).sum())
+
 
 SAME = 1.0
 """Seconds within which a repeated signal counts as the same one, because launchers forward a terminal's signal."""

@@ -24,7 +24,7 @@ from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts
 from space_eval.quality.scores import ComparisonOutcome, Score, compare, interval, rouge_l, rouge_l_sum
 from space_eval.quality.tasks import Answers, HumanEval, Summarise, TaskPrompt, open_answers
 from space_eval.report import Journal
-from space_model.heads.output_head import OutputHead
+from space_model.heads import OutputHead
 from space_model.loading.load import load_model
 from space_model.testing import END, tiny_checkpoint
 from space_proto import worker_pb2 as pb

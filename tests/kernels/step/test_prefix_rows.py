@@ -7,8 +7,8 @@ from space_kernels.paging.step_tables import PatternTables, StepTables
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.step.state import StateAdmission, StepState, rows
 from space_kernels.step.uniform_index import StepIndex
-from space_model.geometry.batch_pattern import batch_pattern
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import batch_pattern
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.linear.packed_linear import can_pack
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -23,7 +23,7 @@ from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidS
 from space_model.model_facts import AdapterFacts
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import FAMILIES, FIRST_MASK, tiny_adapter, tiny_checkpoint
 from torch import Tensor, nn

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import GatedLora
 from space_model.model_error import InvalidSpaceSection
 from space_model.testing import tiny_checkpoint
 from torch import Tensor

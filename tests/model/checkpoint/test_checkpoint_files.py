@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import WeightFiles
 from space_model.loading.load import load_model

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.tokenizer_eos import tokenizer_eos
+from space_model.checkpoint.checkpoint import Checkpoint, tokenizer_eos
 from space_model.testing import tiny_checkpoint
 
 ADDED = {"added_tokens": [{"id": 7, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}

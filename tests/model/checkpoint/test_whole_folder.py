@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from space_model.checkpoint.whole_folder import whole_folder
+from space_model.checkpoint.checkpoint import whole_folder
 
 OLD, NEW = {"weights": "old", "config": "old"}, {"weights": "new", "config": "new"}
 
 DIES_AT = """
 import os, pathlib, shutil, sys
-from space_model.checkpoint.whole_folder import whole_folder
+from space_model.checkpoint.checkpoint import whole_folder
 left = int(sys.argv[2])
 def dying(call):
     def at_last(*arguments, **keywords):

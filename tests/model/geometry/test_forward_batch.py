@@ -14,10 +14,7 @@ def build(*segments: Segment) -> ForwardBatch:
 
 
 def test_chain_rows_come_first_then_masks_then_padding() -> None:
-    batch = build(
-        Segment([7, 8, 9], 5, [0, 3], DraftLayout(2, (2, 0, 1))),
-        Segment([4], 0, [1], DraftLayout(0, (1,))),
-    )
+    batch = build(Segment([7, 8, 9], 5, [0, 3], DraftLayout(2, (2, 0, 1))), Segment([4], 0, [1], DraftLayout(0, (1,))))
     assert batch.chain_rows == [range(3), range(3, 4)]
     assert batch.mask_rows == [[range(4, 6), range(6, 6), range(6, 7)], [range(7, 8)]]
     assert batch.ids.tolist() == [7, 8, 9, 4, 100, 101, 100, 100]

@@ -19,15 +19,15 @@ from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import sources_of
 from space_model.checkpoint import gguf_weights
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.weight_stream import WeightStream
+from space_model.checkpoint.weight_files import WeightStream
 from space_model.convert.convert import Wish, convert
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
+from space_model.loading.whole_model import open_weights
 from space_model.model_error import CheckpointNotFound, ModelError
 from space_model.networks.tensor_parallel import Share
 from space_model.precision import choose_dtype
-from space_model.quantization.quantized_model import open_weights
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
 from torch import Tensor

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from space_model.heads.head_rows import MOST_SECONDS, TRIED, UNMEASURED, head_rows
+from space_model.heads import MOST_SECONDS, TRIED, UNMEASURED, head_rows
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.mapped_files import give_back, mappings
+from space_model.checkpoint.weight_files import give_back, mappings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says what is mapped")
 

@@ -14,15 +14,21 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from space_model.checkpoint import weight_stream
+from space_model.checkpoint import weight_files
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
-from space_model.checkpoint.weight_files import WeightFiles
-from space_model.checkpoint.weight_stream import JoinedRows, WeightStream, one_below_the_other, send
+from space_model.checkpoint.weight_files import (
+    JoinedRows,
+    WeightFiles,
+    WeightStream,
+    let_go,
+    mappings,
+    one_below_the_other,
+    send,
+)
 from space_model.loading import whole_model
 from space_model.loading.load import load_model
 from space_model.loading.whole_model import settle, stream_model
-from space_model.mapped_files import let_go, mappings
 from space_model.model_error import UnsupportedModel
 from space_model.networks import transformers_network
 from torch import Tensor, nn
@@ -53,7 +59,7 @@ def test_a_model_copied_to_a_device_is_the_one_that_transformers_reads(
 
 
 def test_a_tensor_of_many_pieces_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_stream, "PIECE", 64)
+    monkeypatch.setattr(weight_files, "PIECE", 64)
     for shape in ((37, 5), (3, 100), (1, 7), (200,), ()):
         found, place = torch.randn(shape), torch.zeros(shape, dtype=torch.bfloat16)
         send(found, place)

@@ -14,7 +14,7 @@ from space_kernels.linear.packed_linear import PackedLinear
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load
-from space_model.networks import compact_network
+from space_model.networks import llama_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.llama_parts import LlamaSource
@@ -52,7 +52,7 @@ def load_on(
     dtype: str = "float32",
 ) -> SpaceModel:
     with monkeypatch.context() as patch:
-        patch.setattr(compact_network, "LlamaNetwork", OnOps(ops))
+        patch.setattr(llama_network, "LlamaNetwork", OnOps(ops))
         model = load.load_model(path, dtype=dtype, attention="torch", adapters=adapters)
     assert isinstance(model._network, LlamaCudaNetwork)
     return model
@@ -69,11 +69,7 @@ def run(model: SpaceModel, *steps: Sequence[Segment]) -> Tensor:
     hidden = torch.empty(0)
     for segments in steps:
         batch = ForwardBatch.build(
-            segments,
-            block_size=BLOCK,
-            mask_ids=model.facts.mask_ids,
-            adapter_masks=masks,
-            device=model.facts.device,
+            segments, block_size=BLOCK, mask_ids=model.facts.mask_ids, adapter_masks=masks, device=model.facts.device
         )
         hidden = model.forward(batch, kv)[: batch.num_rows]
     return hidden

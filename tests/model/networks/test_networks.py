@@ -19,11 +19,7 @@ from space_model.networks.transformers_network import AttentionStep, Transformer
 
 @pytest.mark.parametrize(
     ("network", "dtype", "attention"),
-    [
-        (LlamaNetwork, "float32", "auto"),
-        (LlamaNetwork, "bfloat16", "torch"),
-        (CompiledLlama, "bfloat16", "auto"),
-    ],
+    [(LlamaNetwork, "float32", "auto"), (LlamaNetwork, "bfloat16", "torch"), (CompiledLlama, "bfloat16", "auto")],
 )
 @pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "qwen2", "qwen3"])
 def test_a_compact_network_equals_the_transformers_one(

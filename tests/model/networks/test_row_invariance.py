@@ -11,7 +11,7 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.networks.transformers_network import make_row_invariant
 from space_model.space_model import SpaceModel
 from torch import Tensor

@@ -16,10 +16,10 @@ from space_kernels.linear.packed_linear import PackedLinear
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load
 from space_model.loading.load import load_model
+from space_model.loading.whole_model import quantize_to_fp8
 from space_model.model_error import InvalidSetting
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import LlamaSource
-from space_model.quantization.fp8_model import quantize_to_fp8
 from space_model.space_model import SpaceModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM

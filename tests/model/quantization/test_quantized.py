@@ -17,11 +17,10 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import Bitsandbytes
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.loading import load
+from space_model.loading import load, whole_model
 from space_model.loading.load import load_model
+from space_model.loading.whole_model import QuantizedWeights, open_weights, stays_packed
 from space_model.model_error import UnsupportedModel
-from space_model.quantization import quantized_model
-from space_model.quantization.quantized_model import QuantizedWeights, open_weights, stays_packed
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from torch import Tensor
@@ -214,7 +213,7 @@ def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
 def test_weights_stay_packed_on_a_gpu_whose_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     form, gpu = Bitsandbytes(), torch.device("cuda")
     for installed in (True, False):
-        monkeypatch.setattr(quantized_model, "has_kernels", lambda form, installed=installed: installed)
+        monkeypatch.setattr(whole_model, "has_kernels", lambda form, installed=installed: installed)
         assert stays_packed(form, gpu) is installed
         assert not stays_packed(form, torch.device("cpu"))
 
@@ -242,7 +241,7 @@ def test_packed_weights_are_transformers_own_and_dense_where_it_cannot(
     wanted = logits(load_model(plain, dtype="float32"))
     monkeypatch.setattr(Stand, "plain", plain, raising=False)
     monkeypatch.setattr(Stand, "error", error)
-    monkeypatch.setattr(quantized_model, "packed_class", lambda config: Stand)
+    monkeypatch.setattr(whole_model, "packed_class", lambda config: Stand)
     monkeypatch.setattr(load, "stays_packed", lambda form, device: True)
     with caplog.at_level(logging.INFO):
         found = load_model(packed, dtype="float32")

@@ -35,9 +35,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[PreTrainedMo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_part_is_named_with_what_rounding_explains(
-    dtype: str,
-    checkpoint_of: Callable[[str], Path],
-    planted: Callable[[Callable[[PreTrainedModel], None]], None],
+    dtype: str, checkpoint_of: Callable[[str], Path], planted: Callable[[Callable[[PreTrainedModel], None]], None]
 ) -> None:
     def other_angles(model: PreTrainedModel) -> None:
         model.base_model.rotary_emb.inv_freq *= 0.9

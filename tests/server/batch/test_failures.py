@@ -9,7 +9,7 @@ from doubles.worker import ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_kernels.sampling.logits_processors import TokenCounts
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.batch import admission

@@ -20,7 +20,7 @@ from space_kernels.step.uniform_index import StepIndex
 from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_server.batch.sequence import RunningSequence, SequenceEnd, SequenceLimits
 from space_server.host_runner.host_runner import HostRunner
 from space_server.model_runner import StepTimes

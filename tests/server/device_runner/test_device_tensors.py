@@ -16,7 +16,7 @@ from space_kernels.linear.cuda_linear import CudaLinear
 from space_kernels.paging.step_rows import StepRows
 from space_kernels.paging.step_tables import StepTables
 from space_model.loading.load import load_model
-from space_model.networks import compact_network
+from space_model.networks import llama_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import LlamaSource
 from space_model.space_model import SpaceModel
@@ -144,7 +144,7 @@ def on_tensors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if request.param == "adapter":
         adapters = {"wide": tiny_adapter(path.parent / "wide", path, num_masks=4, rank=3)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact_network, "LlamaNetwork", OnTensors)
+        patch.setattr(llama_network, "LlamaNetwork", OnTensors)
         model = load_model(path, dtype="float32", num_threads=1, adapters=adapters)
     assert isinstance(model._network, LlamaCudaNetwork)
     return model
@@ -262,7 +262,7 @@ def test_kernels_take_the_same_steps(tmp_path: Path, caplog: pytest.LogCaptureFi
     kernels = triton_ops(PackedLinear)
     path = tiny_checkpoint(tmp_path, "llama", hidden_size=32, num_layers=1, num_heads=2, kv_heads=1, num_masks=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compact_network, "LlamaNetwork", OnTensors)
+        patch.setattr(llama_network, "LlamaNetwork", OnTensors)
         patch.setitem(globals(), "OPS", kernels)
         model = load_model(path, dtype="float32", num_threads=1)
     assert model._network._ops is kernels  # type: ignore[attr-defined]

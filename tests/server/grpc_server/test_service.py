@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from doubles.worker import Peer, ScriptedModel
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.grpc_server import service

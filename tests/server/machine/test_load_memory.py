@@ -29,7 +29,7 @@ import torch
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
 from space_model.loading.load import load_model
-from space_model.mapped_files import give_back
+from space_model.checkpoint.weight_files import give_back
 from space_model.loading.sharded_model import read_part
 from space_model.networks.tensor_parallel import Share
 from space_model.loading.whole_model import stream_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.device_runner.device_forward import DeviceForward, StepKind

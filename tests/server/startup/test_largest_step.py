@@ -5,7 +5,7 @@ import torch
 from doubles.worker import ScriptedModel
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, is_out_of_memory

@@ -26,7 +26,7 @@ from space_common.worker_client import ClientSequence, GrpcWorker, WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
-from space_model.networks.tensor_parallel import Ranks
+from space_model.model_facts import Ranks
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import main

@@ -9,7 +9,7 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.space_model import SpaceModel
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import Texts
 from space_train.train_plan import Budget, HeadForm, Method, TrainPlan

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import grpc.aio
 import torch
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads.draft_head_weights import DraftHeadWeights
+from space_model.heads import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
-from space_model.networks.paged_kv import PagedKV
+from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 from torch import Tensor
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from space_model.testing import tiny_checkpoint
-from space_train.costs import (
+from space_train.data.examples import Example
+from space_train.data.rows import MixedRows, PackedExamples, RowStream
+from space_train.data.train_batch import TrainBatch, train_batch
+from space_train.estimate import (
     ALLOWANCE,
     FILL,
     GPUS,
@@ -22,12 +25,11 @@ from space_train.costs import (
     estimate,
     fitted,
     flops_of,
+    main,
     masks_per_token,
+    number,
+    to_markdown,
 )
-from space_train.data.example_encoder import Example
-from space_train.data.rows import MixedRows, PackedExamples, RowStream
-from space_train.data.train_batch import TrainBatch, train_batch
-from space_train.estimate import main, number, to_markdown
 from space_train.networks.trainee import Trainee
 from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
 from torch.utils.flop_counter import FlopCounterMode

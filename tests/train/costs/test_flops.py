@@ -7,9 +7,9 @@ import pytest
 import torch
 from doubles.training import random_ids, read_model, rows_for, tiny_plan
 from space_model.testing import tiny_checkpoint
-from space_train.costs import ModelCost, flops_of
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.data.train_batch import train_batch
+from space_train.estimate import ModelCost, flops_of
 from space_train.networks.trainee import Trainee
 from space_train.train_plan import HeadForm, Method, TrainPlan
 from torch.utils.flop_counter import FlopCounterMode

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from space_train.costs import GB, SHAPES, cure_of, estimate
+from space_train.estimate import GB, SHAPES, cure_of, estimate
 from space_train.train_plan import Method, TrainPlan
 
 ONE_B = SHAPES["1b"]

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
-from space_train.data.example_encoder import TEMPLATES, ChatText, Encoder, Example, pad_id
-from space_train.data.examples import LoadedExamples, load_examples, read_examples
+from space_train.data.examples import (
+    TEMPLATES,
+    ChatText,
+    Encoder,
+    Example,
+    LoadedExamples,
+    load_examples,
+    pad_id,
+    read_examples,
+)
 from space_train.data.records import (
     BadRecord,
     ConversationTurn,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.data.records import NothingToLearn
 from space_train.data.rows import PackedExamples, packed
 

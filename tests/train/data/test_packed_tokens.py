@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from space_train.data.corpus import END_OF_TEXT_ID, train_tokenizer
 from space_train.data.rows import PackedTokens, write_packed
-from space_train.data.tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 
 def stream(seed: int = 0, num_ids: int = 103, *, aligned: bool = False) -> PackedTokens:

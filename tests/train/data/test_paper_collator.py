@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from space_model.testing import FIRST_MASK, tiny_checkpoint
-from space_train.data.example_encoder import NOT_LEARNED, Example
+from space_train.data.examples import NOT_LEARNED, Example
 from space_train.data.paper_collator import PaperCollator, cut_at, cut_places, whole
 from space_train.data.train_batch import anchor_rows
 from torch.utils.data import DataLoader

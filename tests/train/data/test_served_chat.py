@@ -8,7 +8,7 @@ from space_model.testing import tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.text.chat_template import BUILT_IN
 from space_router.text.model_text import ModelText
-from space_train.data.example_encoder import TEMPLATES, ChatText, Encoder
+from space_train.data.examples import TEMPLATES, ChatText, Encoder
 from space_train.data.records import ConversationTurn, DataConversation, Role, SourceRecord
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from space_train.data.tokenizer import CHAT_TEMPLATE, FIRST_MASK_ID, SPECIAL_TOKENS, train_tokenizer, write_tokenizer
+from space_train.data.corpus import CHAT_TEMPLATE, FIRST_MASK_ID, SPECIAL_TOKENS, train_tokenizer, write_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 CODE = "def add(a, b):\n        return a + b\n\n\nclass Sum:\n    def of(self, values):\n        return sum(values)\n"

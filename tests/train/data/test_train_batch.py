@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from doubles.training import random_examples, random_ids, rows_for, tiny_plan
-from space_train.data.example_encoder import NOT_LEARNED, Example
+from space_train.data.examples import NOT_LEARNED, Example
 from space_train.data.paper_collator import cut_at
 from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import TrainBatch, is_plain, train_batch, within_documents

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from doubles.training import random_ids, read_model
-from space_model.adapters.gated_lora import GatedLora
+from space_model.adapters import GatedLora
 from space_model.testing import random_gated_lora, tiny_checkpoint
-from space_train.networks.adapters import AdaptedLinear, Adapters, Gate
+from space_train.networks.trainee import AdaptedLinear, Adapters, Gate
 from torch import nn
 
 

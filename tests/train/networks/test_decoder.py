@@ -9,7 +9,7 @@ import pytest
 import torch
 from doubles.training import random_ids, read_model
 from space_model.testing import tiny_checkpoint
-from space_train.networks.decoder import Decoder, attention_for, block_mask
+from space_train.networks.trainee import Decoder, attention_for, block_mask
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as transformers_flex

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from space_train.networks import losses
-from space_train.networks.losses import best, chances, hard, soft, survival, weighted
+from space_train.networks import trainee
+from space_train.networks.trainee import best, chances, hard, soft, survival, weighted
 from torch import Tensor
 
 E, V, N = 4, 7, 9
@@ -82,7 +82,7 @@ def test_losses_and_gradients_do_not_depend_on_how_many_rows_are_held_at_once(
         return total.detach(), rows.grad, chances(logits, hidden, LABELS), best(logits, hidden)
 
     whole = found()
-    monkeypatch.setattr(losses, "CHUNK", chunk)
+    monkeypatch.setattr(trainee, "CHUNK", chunk)
     for one, other in zip(found(), whole, strict=True):
         torch.testing.assert_close(one, other)
 

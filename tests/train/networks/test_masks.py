@@ -7,7 +7,7 @@ import torch
 from doubles.training import read_model
 from space_model.testing import tiny_checkpoint
 from space_train.train_plan import InvalidPlan
-from space_train.training.starting_point import embedding_spread, mask_ids, start_masks
+from space_train.training.checkpoint import embedding_spread, mask_ids, start_masks
 from transformers import PreTrainedModel
 
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from doubles.training import decoder_rows, random_ids, read_model, rows_for, tiny_plan
 from safetensors.torch import load_file
-from space_model.adapters.gated_lora import GATED_LORA_FILE, GatedLora
+from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch
-from space_train.networks.losses import Losses
-from space_train.networks.trainee import Trainee
+from space_train.networks.trainee import Losses, Trainee
 from space_train.train_plan import Method, TrainPlan
 from torch import Tensor
 

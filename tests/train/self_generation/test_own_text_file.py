@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from space_train.data.example_encoder import Example
-from space_train.self_generation.own_text_file import (
+from space_train.data.examples import Example
+from space_train.self_generation.self_generate import (
     OtherTexts,
     OwnText,
-    OwnTextError,
     OwnTextFile,
     OwnTextRecipe,
     keep_asked,
+    own_examples,
 )
-from space_train.self_generation.self_generate import own_examples
+from space_train.train_plan import OwnTextError
 
 RECIPE = OwnTextRecipe("abc", 12, True)
 TEXT = OwnText((1, 2), (3,), 0.7, 9)
@@ -68,7 +68,7 @@ def test_a_full_disk_is_named_and_half_a_line_is_forgotten(tmp_path: Path, monke
                 raise OSError(errno.ENOSPC, "No space left on device")
             return super().write(data[:50])  # a disk may take a part
 
-    monkeypatch.setattr("space_train.self_generation.own_text_file.io.FileIO", FillsUp)
+    monkeypatch.setattr("space_train.self_generation.self_generate.io.FileIO", FillsUp)
     with OwnTextFile(path, RECIPE) as file:
         file.append(replace(TEXT, seed=0))
         file.append(replace(TEXT, seed=1))

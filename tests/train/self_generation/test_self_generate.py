@@ -18,10 +18,18 @@ from space_proto import worker_pb2 as pb
 from space_server.grpc_server.service import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.self_generation import self_generate
-from space_train.self_generation.own_text_file import OwnText, OwnTextError, OwnTextFile, read_own_texts
-from space_train.self_generation.self_generate import InvalidPrompt, own_examples, prompts_of, write_own_texts
+from space_train.self_generation.self_generate import (
+    InvalidPrompt,
+    OwnText,
+    OwnTextFile,
+    own_examples,
+    prompts_of,
+    read_own_texts,
+    write_own_texts,
+)
+from space_train.train_plan import OwnTextError
 from transformers import AutoModelForCausalLM
 
 PROMPTS = [[20 + 7 * i % 80 for i in range(first, first + 1 + first % 5)] for first in range(7)]

@@ -11,11 +11,10 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.data.rows import PackedTokens
 from space_train.networks.trainee import Trainee
-from space_train.run_folder import STATE_FILE
+from space_train.run_folder import STATE_FILE, load_checkpoint
 from space_train.self_generation.loops import LoopsToUnlearn, greedy_texts, repeats, unlikelihood
 from space_train.session import load_base
 from space_train.train_plan import Budget, Method
-from space_train.training.stage import load_checkpoint
 
 END, PAD = 0, 1
 MASK_IDS = [2, 3, 4]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from space_train.data.tokenizer import train_tokenizer, write_tokenizer
+from space_train.data.corpus import train_tokenizer, write_tokenizer
 from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,7 @@ from processes import free_port
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
-from space_train.training.stage import load_checkpoint
+from space_train.run_folder import load_checkpoint
 
 TINY = "--steps 3 --length 32 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
 SWITCHES = "--ar-share 0.5 --scheduled-drafting 0.5 --learning-rate 1e-2 --evaluations 2"

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from space_train.__main__ import main
-from space_train.data.example_encoder import TEMPLATES
+from space_train.data.examples import TEMPLATES
 from space_train.training.published_options import TRAINING_OPTIONS, options_markdown, options_table
 
 # As run_sft_multi_node.sh gives them, and the further ones that SPACE added to the script's data arguments.

@@ -9,11 +9,10 @@ import pytest
 from doubles.training import random_examples, rows_for, run, tiny_plan
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
-from space_train.data.example_encoder import Example
+from space_train.data.examples import Example
 from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows
-from space_train.run_folder import STATE_FILE, fingerprint
+from space_train.run_folder import STATE_FILE, fingerprint, load_checkpoint, save_atomically
 from space_train.train_plan import InvalidPlan, Method
-from space_train.training.stage import load_checkpoint, save_atomically
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from space_train.data.rows import PackedTokens
-from space_train.networks.adapters import DraftHead
 from space_train.networks.network import NetworkShape, TrainNetwork
+from space_train.networks.trainee import DraftHead
+from space_train.run_folder import Measures
 from space_train.train_plan import Budget, HeadForm
-from space_train.training.pretrain import PretrainPlan, bits_per_byte, pretrain
-from space_train.training.stage import Measures, StagePace
+from space_train.training.pretrain import PretrainPlan, StagePace, bits_per_byte, pretrain
 
 SHAPE = NetworkShape(40, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=16)
 OFTEN = StagePace(checkpoint=0.0, line=1e9, evaluation=1e9)

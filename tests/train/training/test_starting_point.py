@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.testing import tiny_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
-from space_train.training.starting_point import starting_point
+from space_train.training.checkpoint import starting_point
 
 
 @pytest.fixture(scope="module")

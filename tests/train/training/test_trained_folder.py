@@ -13,10 +13,9 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts
-from space_train.reporting.run_report import write_report
-from space_train.run_folder import STATE_FILE
+from space_train.reports import write_report
+from space_train.run_folder import STATE_FILE, load_checkpoint
 from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
-from space_train.training.stage import load_checkpoint
 from torch.nn import functional
 
 
@@ -236,7 +235,7 @@ def test_held_out_figures_are_counted_within_documents_by_hand(base: Path, tmp_p
 
 
 def test_more_than_nine_masks_are_counted_in_their_order() -> None:
-    from space_train.training.agreement import tokens_per_step
+    from space_train.training.trainer import tokens_per_step
 
     shares = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
     product, expected = 1.0, 1.0

@@ -13,12 +13,10 @@ from doubles.training import random_examples, random_ids, rows_for, run, tiny_pl
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts, TrainBatch
-from space_train.networks.losses import Losses
-from space_train.networks.trainee import Trainee
-from space_train.run_folder import STATE_FILE
+from space_train.networks.trainee import Losses, Trainee
+from space_train.run_folder import STATE_FILE, Measures, load_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.optimiser import Diverged
-from space_train.training.stage import Measures, load_checkpoint
 from space_train.training.trainer import Interrupted, TrainingRun
 
 
@@ -234,7 +232,7 @@ def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) 
     """A text that repeats itself: masks can know what is behind the bonus."""
     plan = tiny_plan(budget=Budget(steps=60), rows_per_step=8, evaluations=1, distill=False, anchors_per_token=0.5)
     pattern = random_ids(7, 3)
-    from space_train.data.example_encoder import Example
+    from space_train.data.examples import Example
 
     texts = [Example((pattern * 8)[start : start + 32], [True] * 32) for start in range(7)]
     data = rows_for(plan, texts)

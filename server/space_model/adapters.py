@@ -22,16 +22,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from space_model.checkpoint.checkpoint_file import read_object
-from space_model.checkpoint.peft_folder import (
+from space_model.checkpoint.checkpoint import (
     PEFT_CONFIG,
     PEFT_MASKS,
     PEFT_WEIGHTS,
+    Checkpoint,
+    adapter_section,
     describe_peft,
     how_to_merge,
+    is_contained,
     is_gated,
+    is_local_name,
+    read_object,
 )
+from space_model.checkpoint.space_section import SpaceSection
+from space_model.heads import DraftHeadWeights, load_draft_head
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
+from space_model.model_facts import AdapterFacts
 
 FORMAT = "space-gated-lora-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
@@ -229,3 +236,66 @@ def _pairs(tensors: dict[str, Tensor], affixes: tuple[str, str, str], file: Path
 
 def _on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+OWN = ""
+"""The name of the checkpoint's own adapter, for requests that name none."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A gated adapter for one base model. It only drafts: the output distribution stays the base model's."""
+
+    name: str  # as requests ask for it
+    gated: GatedLora
+    draft_head: DraftHeadWeights | None
+    acceptance: tuple[float, ...] = ()  # as declared in its `space` section
+
+    @property
+    def facts(self) -> AdapterFacts:
+        """Return the adapter's figures."""
+        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
+
+    @classmethod
+    def read(
+        cls,
+        name: str,
+        folder: Path,
+        section: SpaceSection,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Adapter:
+        """Load what `section` declares from `folder`. Raises InvalidSpaceSection."""
+        if section.adapter is None:
+            raise InvalidSpaceSection(f'{folder} declares no "adapter" in the space section of its config.json.')
+        file = folder / section.adapter
+        if not is_local_name(section.adapter) or not is_contained(file, folder):
+            raise InvalidSpaceSection(f"The adapter {section.adapter} is not in {folder}.")
+        gated = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden_size, dtype=dtype, device=device)
+        head = None
+        if section.draft_head is not None:
+            head = load_draft_head(folder, section.draft_head, hidden_size=hidden_size, dtype=dtype, device=device)
+        return cls(name, gated, head, section.acceptance)
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        path: str | Path,
+        *,
+        base: Checkpoint,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Adapter:
+        """Load the adapter in a folder: a gated checkpoint's, with or without base weights, or a PEFT folder.
+
+        `base`: the model that it drafts for.
+        """
+        folder, config = adapter_section(path)
+        section = SpaceSection.parse(config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
+        section.check_base(base.name, base.weights_sha256)
+        return cls.read(name, folder, section, hidden_size=hidden_size, dtype=dtype, device=device)

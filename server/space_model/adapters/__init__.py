@@ -1,1 +1,0 @@
-"""Gated adapters."""

@@ -1,0 +1,240 @@
+"""From hidden states to logits: the output head, whole or sharded by vocabulary, and the draft head's weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from space_kernels.build.cpu_library import cpu_library
+from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.linear.cuda_linear import CudaLinear
+from space_kernels.linear.int8_linear import Int8Linear
+from space_kernels.linear.packed_linear import PackedLinear, pad_rows
+from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from space_model.checkpoint.checkpoint import is_contained
+from space_model.checkpoint.space_section import DraftHeadSection
+from space_model.checkpoint.weight_files import let_go
+from space_model.model_error import InvalidSpaceSection
+from space_model.model_facts import Ranks
+
+_VOCABULARY_TILE = 64
+"""The packed head is padded with zero rows to a multiple of this, so that element-wise work on logits has no tail."""
+
+
+class OutputHead:
+    """logits = cap(scale · hidden·Eᵀ + bias), float32."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        packed: bool = True,
+        int8: bool = False,
+        keeps_rows: bool = True,
+        linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
+    ) -> None:
+        """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy.
+
+        `packed` False: no copy, for a head with gathered rows only; `int8`: the copy is int8 with scales;
+        `keeps_rows` False: no gathered rows are needed. `linear` replaces the full matmul.
+        """
+        self.weight = weight.detach() if keeps_rows else None
+        self.bias = None if bias is None else bias.detach()
+        self.vocab_size = len(weight)
+        self._scale, self._softcap = scale, softcap
+        self._linear: nn.Module
+        if packed and weight.device.type == "cpu":
+            missing = -len(weight) % _VOCABULARY_TILE
+            padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
+            padded = F.pad(weight.detach(), (0, 0, 0, missing))
+            library = cpu_library() if CompiledLinear.takes(padded) else None
+            if library is not None:
+                self._linear = CompiledLinear(library, padded, padded_bias, wide=True, int8=int8)
+            elif int8:
+                self._linear = Int8Linear(padded, padded_bias, wide=True)
+            else:
+                self._linear = PackedLinear(padded, padded_bias)
+            let_go(weight)
+        else:
+            self._linear = linear(weight.detach(), self.bias)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the logits are a plain matmul without bias, scale or cap."""
+        return self.bias is None and self._scale == 1.0 and self._softcap is None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
+        padded = hidden if isinstance(self._linear, CompiledLinear) else pad_rows(hidden)
+        logits = self._linear(padded)
+        return self._finish(logits.float())[: len(hidden), : self.vocab_size]
+
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
+        if self.weight is None:
+            raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
+        logits_at = _logits_at
+        if hidden.is_cuda:
+            from space_kernels.step.draft_head_triton import logits_of as logits_at
+        logits = logits_at(hidden, self.weight, ids)
+        if self.bias is not None:
+            logits = logits + self.bias[ids]
+        return self._finish(logits)
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        if self._scale != 1.0:
+            logits = logits.mul_(self._scale)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _logits_at(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row times its own rows of the weight."""
+    rows = F.embedding(ids, weight)  # [N, M, hidden]
+    return torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)
+
+
+class ShardedHead:
+    """Each rank computes the logits of its ids; rank 0 concatenates them.
+
+    Only rank 0 needs the logits, because it alone samples: sampling reads penalties' counts, bans and histories, which
+    other ranks do not have, and a single process cannot disagree with itself.
+    """
+
+    def __init__(self, part: OutputHead, whole: OutputHead | None, vocab_size: int, ranks: Ranks) -> None:
+        """`part`: this rank's ids, equally many on every rank; `whole`: rank 0's whole head, to rescore drafts."""
+        self._part, self._whole, self._ranks = part, whole, ranks
+        self.vocab_size = vocab_size
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V] float32 on rank 0, [N, 0] elsewhere; all ranks must pass the same rows."""
+        parts = self._ranks.gather(self._part.logits(hidden).contiguous())
+        if not parts:
+            return hidden.new_empty(len(hidden), 0, dtype=torch.float32)
+        return torch.cat(parts, dim=1)[:, : self.vocab_size]
+
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, hidden], ids [N, M] -> [N, M] float32; computed on rank 0 alone."""
+        if self._whole is None:
+            raise RuntimeError("This rank does not have the whole head: it has no draft head to rescore with.")
+        return self._whole.logits_of(hidden, ids)
+
+
+@dataclass(frozen=True)
+class DraftHeadWeights:
+    """h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)]), or h_j + W2·(W1·(s·e(previous)))  (SPACE §4)."""
+
+    w1: Tensor  # [head hidden, 2·hidden]; low-rank: [head hidden, hidden]
+    w2: Tensor  # [hidden, head hidden]
+    embedding_scale: float  # s
+    form: DraftHeadForm = DraftHeadForm.MLP
+    compiled: CompiledDraftHead | None = None  # used instead of these tensors on a CPU that supports it
+
+
+def load_draft_head(
+    folder: Path, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> DraftHeadWeights:
+    """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
+    file = folder / section.file
+    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
+        raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
+    wanted = {
+        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
+        "draft_head.w2.weight": (hidden_size, section.hidden),
+    }
+    found = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, shape in wanted.items():
+                if name not in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    raise InvalidSpaceSection(f"{file} has no tensor {name}.")
+                found[name] = tensors.get_tensor(name)
+                if tuple(found[name].shape) != shape:
+                    raise InvalidSpaceSection(
+                        f"{name} in {file} has shape {tuple(found[name].shape)}; config.json makes it {shape}."
+                    )
+    except SafetensorError as error:
+        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
+    return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)
+
+
+def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
+    """Add the compiled form if this CPU supports it and the logits are a plain matmul."""
+    library = cpu_library()
+    if head is None or library is None or output.weight is None or not output.is_plain:
+        return head
+    tensors = head.w1, head.w2, embedding, output.weight
+    if not CompiledDraftHead.takes(*tensors):
+        return head
+    compiled = CompiledDraftHead(library, *tensors, embedding_scale=head.embedding_scale, form=head.form)
+    return replace(head, compiled=compiled)
+
+
+UNMEASURED = 64
+"""The result on devices that are not measured."""
+
+BASE = 2
+"""Number of rows that takes the time of reading the weights."""
+
+TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+"""Numbers of rows to try."""
+
+WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
+"""Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
+minimum by more than this share."""
+
+SECONDS, MOST_SECONDS = 0.3, 1.0
+"""Time limits for starting a round: normally, and while minima still fall."""
+
+
+def head_rows(
+    logits: Callable[[Tensor], Tensor],
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Callable[[], float] | None = None,
+) -> int:
+    """Return the most rows [R, hidden_size] whose `logits` take at most twice as long as two rows; 0 if none do.
+
+    `clock` in seconds; None: with one thread its CPU time, which other load hardly affects; with several, wall time.
+    """
+    if device.type != "cpu":
+        return UNMEASURED
+    if clock is None:
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    rows = torch.zeros(max(TRIED), hidden_size, dtype=dtype, device=device)
+    logits(rows[:BASE])  # warm-up
+    least: dict[int, float] = {}
+    begun, num_rounds, last_fall = clock(), 0, 0
+    tried: Sequence[int] = TRIED
+    while num_rounds < WHOLE_ROUNDS + STEADY_ROUNDS or num_rounds - last_fall < STEADY_ROUNDS:
+        for count in (number for one in tried for number in (BASE, one)):
+            started = clock()
+            logits(rows[:count])
+            taken = clock() - started
+            if taken < (1.0 - STEADY) * least.get(count, math.inf):
+                last_fall = num_rounds
+            least[count] = min(least.get(count, taken), taken)
+        num_rounds += 1
+        fitting = [count for count in TRIED if _at_most(least, count) <= 2.0 * least[BASE]]
+        if num_rounds >= WHOLE_ROUNDS:
+            tried = [*fitting[-1:], *TRIED[len(fitting) : len(fitting) + 1]]
+        if clock() - begun > (MOST_SECONDS if last_fall + 2 > num_rounds - WHOLE_ROUNDS else SECONDS):
+            break
+    return max(fitting, default=0)
+
+
+def _at_most(least: dict[int, float], count: int) -> float:
+    """Return the minimum time of this many rows, at most that of larger counts."""
+    return min(taken for rows, taken in least.items() if rows >= count)

@@ -1,1 +1,0 @@
-"""From hidden states to logits: the output head and the draft head."""

@@ -1,1 +1,0 @@
-"""Quantised weights, dequantised or kept packed."""

@@ -1,1 +1,0 @@
-"""Model card and run report."""
