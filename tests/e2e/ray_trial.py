@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from space_router.output import say
+from space_common.process import say
 from space_router.ray_cluster.app import app
 
 PROMPTS = [

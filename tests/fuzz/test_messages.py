@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 from space_proto import generate_pb2, worker_pb2
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.engine.request.request_state import RequestState
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.grpc_api.server import GrpcServer
 from space_server.speculation.controller import FixedLayout

@@ -19,8 +19,7 @@ from space_eval.report import Spread
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.pages import PagePool
-from space_router.engine.request.request import SamplingOptions, ValidRequest
-from space_router.engine.request.stream import Stream
+from space_router.engine.request.request import SamplingOptions, Stream, ValidRequest
 from space_router.metrics import Metrics
 
 from perf.harness import TAILS, Report, at_least, log, table, take_turns

@@ -11,7 +11,7 @@ import pytest
 from space_common.worker_client import GrpcWorker, WorkerClient
 from space_model.model_error import ModelError
 from space_router.config import ServeConfig
-from space_router.engine.workers.worker_command import worker_command
+from space_router.engine.workers.supervisor import worker_command
 from space_server.__main__ import SMALL_WEIGHTS, choose_threads, main
 
 FLAGS = ["--num-blocks", "32", "--num-threads", "1", "--log-level", "warning"]

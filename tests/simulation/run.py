@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Refused
+from space_router.engine.request.request import Stream
 from space_router.engine.request.request_state import RequestState
-from space_router.engine.request.stream import Stream
 from space_server.step_cost import StepCost
 
 from simulation.cluster import SimulatedCluster

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from space_router.api.plan import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
-from space_router.engine.request.request import RequestTrace, Statistics, TokenLogprobs, ValidRequest
-from space_router.engine.request.stream import Stream
+from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs, ValidRequest
 from space_router.errors import (
     ApiError,
     ClientGone,

@@ -10,8 +10,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
 from space_common.grammar import MOST_CHARACTERS
 
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import Grammar
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, short_repr
 from space_router.text.grammar import GrammarCheck

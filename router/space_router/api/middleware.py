@@ -13,9 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.service import Service
 from space_router.api.usage import RECEIVED
-from space_router.errors import ApiError
-from space_router.http_server.paths import GENERATING_PATHS, is_open
-from space_router.http_server.responses import as_api_error, error_response
+from space_router.errors import ApiError, Unauthorized
+from space_router.http_server.responses import GENERATING_PATHS, as_api_error, error_response, is_open
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -64,10 +63,10 @@ class HttpAccess:
         name = keys.name_of(Headers(scope=scope).get("authorization", ""))
         scope["spaceserve.key"] = name or ""
         if name is None and not is_open(scope["path"], scope["method"]):
-            raise keys.refusal()
+            raise Unauthorized
         if name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
             self._service.check_room()
-            taken.enter_context(self._service.rate_limits.of(name).request())
+            taken.enter_context(self._service.rate_limits[name].request())
 
 
 class Traced:

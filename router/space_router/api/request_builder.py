@@ -11,8 +11,8 @@ from typing import Any
 from space_router.api.plan import GenerationPlan, Infill, PlannedChoice, Prompt
 from space_router.api.plan import Parameters as Parameters
 from space_router.config import ServeConfig
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import short_repr
 from space_router.text.fim import FillInTheMiddle

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
 from space_router.http_server.body import BOOKKEEPING, Body
-from space_router.http_server.paths import is_open
+from space_router.http_server.responses import is_open
 
 Responses = dict[int | str, dict[str, Any]]
 

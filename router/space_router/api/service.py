@@ -14,16 +14,15 @@ from space_router.api.grammar_fields import check_grammar
 from space_router.api.plan import GenerationPlan
 from space_router.api.request_builder import RequestBuilder
 from space_router.api.usage import end_headers, start_headers
-from space_router.api_keys import ApiKeys, KeyLimits
+from space_router.api_keys import ApiKeys, KeyLimits, RateLimit, rate_limits
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import Grammar
-from space_router.engine.workers.rolling_restart import RollingRestart
+from space_router.engine.workers.worker_pool import RollingRestart
 from space_router.errors import Unavailable
 from space_router.http_server.body import BodyT, Neutral, read_object, validate
 from space_router.http_server.responses import EventStream, json_response, while_connected
 from space_router.metrics import Metrics
-from space_router.rate_limit import RateLimits
 from space_router.text.grammar import GrammarCheck
 from space_router.text.model_text import ModelText
 
@@ -58,14 +57,14 @@ class Service:
     draining: bool = False  # SIGTERM was received
     tracer: "Tracer | None" = None  # None: tracing is off
     keys: ApiKeys = field(init=False)
-    rate_limits: RateLimits = field(init=False)
+    rate_limits: dict[str, RateLimit] = field(init=False)
     restart: RollingRestart = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
         limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
         self.keys = ApiKeys(config.api_keys)
-        self.rate_limits = RateLimits(config.api_keys, limits, self.metrics)
+        self.rate_limits = rate_limits(config.api_keys, limits, self.metrics)
         self.restart = RollingRestart(self.engine.connections, back_seconds=config.worker_start_timeout)
 
     @property
@@ -98,7 +97,7 @@ class Service:
 
     def run(self, plan: GenerationPlan) -> Generation:
         """Return the plan's generation. Its tokens count towards the limits of the request's API key."""
-        charge = self.rate_limits.of(plan.choices[0].request.key).charge
+        charge = self.rate_limits[plan.choices[0].request.key].charge
         return Generation(self.engine, self.text.tokenizer, self.metrics, plan, charge, self.tracer)
 
     async def read(self, request: Request, model: type[BodyT], neutral: Neutral | None = None) -> tuple[BodyT, int]:

@@ -16,7 +16,7 @@ from space_common.process import safe_environment
 from space_common.version import version
 
 from space_router.config import ServeConfig, build
-from space_router.engine.workers.worker_command import worker_command
+from space_router.engine.workers.supervisor import worker_command
 from space_router.errors import ConfigError
 from space_router.http_server.listening import GUARD, UNIX, connected, is_open_to_others, listening, room_for
 

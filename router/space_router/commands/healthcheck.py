@@ -15,10 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from space_common.process import say
+
 from space_router.commands.programs import PROGRAMS
 from space_router.config import ENVIRONMENT_PREFIX, settings
 from space_router.http_server.listening import UNIX, connected
-from space_router.output import say
 
 PATIENCE = 4.0
 """Timeout in seconds; Docker's is 5."""

@@ -32,7 +32,7 @@ class Program:
 PROGRAMS: Mapping[str, Program] = {
     "worker": Program("space_server", "run a worker alone: the model, stepping for a router elsewhere"),
     "workers": Program("space_router.commands.workers_command", "list or restart the workers of a running server"),
-    "ray": Program("space_router.ray_cluster", "router and workers on a Ray cluster: its Serve config file"),
+    "ray": Program("space_router.ray_cluster.cluster", "router and workers on a Ray cluster: its Serve config file"),
     "train": Program("space_train", "train a SPACE checkpoint (SAR-SFT, draft head)"),
     "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
     "bench": Program("space_eval.bench", "measure throughput and latency"),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from space_common.process import say
+
 from space_router.commands.server_client import KEY_VARIABLE, ChatError, ServerClient, own_key
-from space_router.output import say
 
 URL = "http://127.0.0.1:8080"
 LOOK_SECONDS = 0.2  # between two looks at a restart

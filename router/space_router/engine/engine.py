@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from space_proto import worker_pb2
 
@@ -21,26 +20,22 @@ from space_router.engine.errors import (
     WorkerFailed,
     WorkerStartFailed,
 )
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.admission import (
     Admitted,
     LoadFigures,
     QueueAdmission,
+    ThroughputEstimator,
     resolve_max_tokens,
     should_follow,
 )
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.queueing.throughput_estimator import ThroughputEstimator
-from space_router.engine.request.request import ValidRequest
-from space_router.engine.request.request_state import CallLater, Phase, RequestState, call_later_on_loop
-from space_router.engine.request.sequence import SequenceUpdate
-from space_router.engine.request.stream import Stream
+from space_router.engine.request.request import Stream, ValidRequest
+from space_router.engine.request.request_state import CallLater, Phase, RequestState, SequenceUpdate, call_later_on_loop
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
-from space_router.engine.workers.supervisor import ExitCause, worker_sources
-from space_router.engine.workers.worker_command import worker_command
-from space_router.engine.workers.worker_connection import WorkerConnection, WorkerSource
-from space_router.engine.workers.worker_link import WorkerMismatch
+from space_router.engine.workers.supervisor import ExitCause, worker_command, worker_sources
+from space_router.engine.workers.worker_connection import WorkerConnection, WorkerMismatch, WorkerSource
 from space_router.engine.workers.worker_pool import WorkerPool
 from space_router.metrics import Metrics
 
@@ -73,18 +68,17 @@ class Engine:
     ) -> None:
         """Create an engine that is not started yet.
 
-        `tokenizer_hash`: sha256 of tokenizer.json that a worker's Hello must have, None accepts any.
-        `worker_argv`: returns the argument list that starts a worker on an address.
-        `sources`: of workers; None uses those of the config, an empty sequence waits for `worker_pool.follow`.
-        `max_lag`: unread tokens after which a request gets no more pages.
-        `clock`: returns seconds. `call_later`: schedules a call on that clock; None uses the running loop.
+        `tokenizer_hash`: sha256 of tokenizer.json that a worker's Hello must have, None accepts any. `worker_argv`:
+        returns the argument list that starts a worker on an address. `sources`: of workers; None uses those of the
+        config, an empty sequence waits for `worker_pool.follow`. `max_lag`: unread tokens after which a request gets no
+        more pages. `clock`: returns seconds. `call_later`: schedules a call on that clock; None uses the running loop.
         """
         self.facts: WorkerModelFacts | None = None  # None until the first Hello
         self.config = config
         self._clock = clock
         self._call_later = call_later or call_later_on_loop
         self._max_lag = max_lag
-        self._engine_metrics = EngineMetrics(metrics)
+        self._metrics, self._engine_metrics = metrics, EngineMetrics(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
         self.full = self._queue.refusal
         self._throughput = ThroughputEstimator(config.max_prefill_rows)
@@ -99,42 +93,23 @@ class Engine:
         self._up = asyncio.Event()
         self._given_up = asyncio.Event()
         self._start_failure: WorkerStartFailed | None = None
-        self._tokenizer_hash = tokenizer_hash
         self.worker_pool = WorkerPool(
             worker_sources(config, worker_argv) if sources is None else sources,
-            connection_for=self._new_connection,
-            listener=self,
-            on_start_failed=self._give_up,
+            self,
+            config=config,
+            tokenizer_hash=tokenizer_hash,
         )
         self.connections = self.worker_pool.connections
-
-    def new_scheduler(self, facts: WorkerModelFacts) -> Scheduler:
-        """Return an empty scheduler for a newly connected worker."""
-        return Scheduler(
-            facts, max_prefill_rows=self.config.max_prefill_rows, max_draft_length=self.config.max_draft_length
-        )
-
-    def _new_connection(self, source: WorkerSource, number: int) -> WorkerConnection:
-        return WorkerConnection(
-            source,
-            schedule=self.new_scheduler,
-            tokenizer_hash=self._tokenizer_hash,
-            worker_timeout=self.config.worker_timeout,
-            max_prefill_rows=self.config.max_prefill_rows,
-            number=number,
-        )
 
     async def __aenter__(self) -> Engine:
         await self.worker_pool.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._draining = True
         for live in list(self._open.values()):
             self._terminate(live, RequestFailed("The server has stopped before this request was done."))
-        await self.worker_pool.__aexit__(kind, error, traceback)
+        await self.worker_pool.__aexit__()
 
     # For the HTTP and gRPC APIs.
 
@@ -170,9 +145,8 @@ class Engine:
             raise NotReady("No worker is up yet. Try again when /health says so.")
         max_tokens = resolve_max_tokens(request, self.facts)
         live = RequestState(request, max_tokens, self._num_submitted, self._clock())
-        if unmeetable_deadline := self._admission.unmeetable_deadline(
-            live, 1, live.submitted
-        ):  # 1: at best, all prompt ids but the last are cached
+        # At best, all prompt ids but the last are cached.
+        if unmeetable_deadline := self._admission.unmeetable_deadline(live, 1, live.submitted):
             raise unmeetable_deadline
         live.near_at = live.deadline_at - NEAR_DEADLINE_FACTOR * self._throughput.seconds(
             live.num_prompt, self._queue.expected_answer(live)
@@ -182,7 +156,7 @@ class Engine:
             request,
             live.statistics,
             max_lag=self._max_lag,
-            on_leave=lambda: self._leave(live),
+            on_leave=lambda: self._end(live, RequestCancelled(f"Request {request.request_id} was left by its reader.")),
             on_caught_up=lambda: self._reader_caught_up(live),
         )
         first = self._open.get(leader) if leader is not None else None
@@ -218,7 +192,15 @@ class Engine:
     def load(self) -> LoadFigures:
         """Return how busy the engine is now."""
         pools = [scheduler.pool for scheduler in self._schedulers()]
-        return LoadFigures.of(pools, num_queued=len(self._queue), num_open=len(self._open), draining=self._draining)
+        return LoadFigures(
+            num_queued=len(self._queue),
+            num_running=len(self._open) - len(self._queue),
+            blocks_free=sum(pool.num_free for pool in pools),
+            blocks_held=sum(pool.num_held for pool in pools),
+            blocks_cached=sum(pool.num_cached for pool in pools),
+            num_workers_up=len(pools),
+            draining=self._draining,
+        )
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait up to `seconds` for the streams to end; return whether all did."""
@@ -234,9 +216,9 @@ class Engine:
         for scheduler in self._schedulers():
             scheduler.check()
 
-    # Callbacks of the worker pool and of its connections (WorkerListener).
+    # Events of the worker pool and of its connections (WorkerListener).
 
-    def _give_up(self, error: WorkerStartFailed) -> None:
+    def start_failed(self, error: WorkerStartFailed) -> None:
         """End all requests, because no worker can be started any more."""
         self._start_failure = error
         self._given_up.set()
@@ -252,14 +234,13 @@ class Engine:
 
     def worker_up(self, connection: WorkerConnection) -> None:
         """Use a worker that has connected; its cache is empty."""
-        present = sorted(self._schedulers(), key=lambda one: (one.facts.num_slots, one is connection.scheduler))
-        if (
-            present
-        ):  # requests are accepted if they fit the largest worker; among equal ones the newest describes the model
-            self.facts = present[-1].facts
+        # Requests are accepted if they fit the largest worker; among equal ones the newest describes the model.
+        present = self._schedulers()
+        if present:
+            self.facts = max(present, key=lambda one: (one.facts.num_slots, one is connection.scheduler)).facts
         if connection.was_lost:
-            self._engine_metrics.worker_restarted()
-        self._engine_metrics.workers(len(self._schedulers()))
+            self._metrics.worker_restarts_total.inc()
+        self._metrics.worker_up.set(len(self._schedulers()))
         self._up.set()
         self._schedule()
         self._flush()
@@ -279,13 +260,13 @@ class Engine:
         self._throughput.learn(report, outcome.decoded, now)
         self._engine_metrics.step(report, outcome, connection)
         self._schedule()
-        if connection.scheduler.num_preemptions > num_preemptions:
-            self._engine_metrics.preempted(connection.scheduler.num_preemptions - num_preemptions)
+        if more := connection.scheduler.num_preemptions - num_preemptions:
+            self._metrics.preemptions_total.inc(more)
         self._flush()
 
     def worker_disconnected(self, connection: WorkerConnection) -> None:
         """Count out a worker whose connection ended; `worker_lost` follows once the cause is known."""
-        self._engine_metrics.workers(len(self._schedulers()))
+        self._metrics.worker_up.set(len(self._schedulers()))
 
     def worker_lost(self, connection: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
         """Requeue a lost worker's requests with the tokens they have emitted; end the one that crashed it."""
@@ -367,10 +348,6 @@ class Engine:
             scheduler.caught_up(live)
         self._schedule()
         self._flush()
-
-    def _leave(self, live: RequestState) -> None:
-        """Cancel a request whose stream was left."""
-        self._end(live, RequestCancelled(f"Request {live.request.request_id} was left by its reader."))
 
     def _end(self, live: RequestState, error: EngineError) -> None:
         """End an unfinished request with an error and schedule others in its place."""

@@ -7,28 +7,9 @@ from collections.abc import Iterable, Sequence
 from space_proto import worker_pb2
 
 from space_router.engine.pages import PagePool
-from space_router.engine.queueing.throughput_estimator import step_seconds
-from space_router.engine.request.request_state import RequestState
-from space_router.engine.request.sequence import ReportResult, SequenceUpdate
-from space_router.metrics import MAX_POSITION, SOURCES, Metrics
-
-
-class EnergyShare:
-    """Assigns each sensor to the first worker that reports it, until that worker is lost."""
-
-    def __init__(self) -> None:
-        self._reporter: dict[tuple[str, str], object] = {}  # machine and device -> worker
-
-    def counted(self, worker: object, energies: Iterable[worker_pb2.Energy]) -> Iterable[tuple[str, float]]:
-        """Yield device and joules of the sensors that are assigned to this worker."""
-        for energy in energies:
-            if self._reporter.setdefault((energy.machine, energy.device), worker) is worker:
-                yield energy.device, max(0.0, energy.joules)
-
-    def lost(self, worker: object) -> None:
-        """Free the sensors of a lost worker."""
-        self._reporter = {sensor: reporter for sensor, reporter in self._reporter.items() if reporter is not worker}
-
+from space_router.engine.queueing.admission import step_seconds
+from space_router.engine.request.request_state import ReportResult, RequestState, SequenceUpdate
+from space_router.metrics import BLOCK_STATES, PHASES, POSITIONS, ROW_KINDS, SOURCES, Metrics
 
 SPEEDUP_MEMORY = 0.98  # decay per step: the gauge averages about the last 50 steps
 
@@ -38,26 +19,25 @@ class EngineMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._positions = [
-            metrics.accepted_by_position_total.labels(position=str(i)) for i in range(1, MAX_POSITION + 1)
-        ]
-        self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ("chain", "mask", "prefill")}
+        self._positions = [metrics.accepted_by_position_total.labels(position=position) for position in POSITIONS]
+        self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ROW_KINDS}
         self._drafted = [metrics.drafted_tokens_by_source_total.labels(source=source) for source in SOURCES]
         self._accepted = [metrics.accepted_tokens_by_source_total.labels(source=source) for source in SOURCES]
-        self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in ("forward", "sample", "draft")}
-        self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in ("free", "held", "cached")}
+        self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in PHASES}
+        self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in BLOCK_STATES}
         self._queued = metrics.requests.labels(state="queued")
         self._running = metrics.requests.labels(state="running")
-        self._energy = EnergyShare()
+        # Each sensor, a machine's device, belongs to the first worker that reports it, until that worker is lost.
+        self._sensors: dict[tuple[str, str], object] = {}
         self._plain_seconds = 0.0  # decayed sum: cost of the recent tokens with plain decoding
         self._spent_seconds = 0.0  # decayed sum: cost of the steps that gave them
 
     def step(self, report: worker_pb2.StepReport, outcome: ReportResult, worker: object = None) -> None:
         """Record one report of a worker: rows, phase times, speculation and energy."""
         metrics = self._metrics
-        if report.energy:
-            for device, joules in self._energy.counted(worker, report.energy):
-                metrics.energy_joules_total.labels(device=device).inc(joules)
+        for energy in report.energy:
+            if self._sensors.setdefault((energy.machine, energy.device), worker) is worker:
+                metrics.energy_joules_total.labels(device=energy.device).inc(max(0.0, energy.joules))
         for number in outcome.decoded:
             metrics.tokens_per_step.observe(number)
         if drafting := [update for update in outcome.updates if update.delta.decoded and update.delta.drafted]:
@@ -138,18 +118,9 @@ class EngineMetrics:
         else:
             self._metrics.inter_token_latency_seconds.observe((now - live.last_token) / num_tokens)
 
-    def preempted(self, number: int) -> None:
-        self._metrics.preemptions_total.inc(number)
-
-    def workers(self, num_up: int) -> None:
-        self._metrics.worker_up.set(num_up)
-
     def worker_lost(self, worker: object, num_up: int) -> None:
-        self._energy.lost(worker)
-        self.workers(num_up)
-
-    def worker_restarted(self) -> None:
-        self._metrics.worker_restarts_total.inc()
+        self._sensors = {sensor: reporter for sensor, reporter in self._sensors.items() if reporter is not worker}
+        self._metrics.worker_up.set(num_up)
 
     def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
         """Set the gauges of cache blocks and requests."""

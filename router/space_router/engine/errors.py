@@ -28,8 +28,6 @@ class Refused(EngineError):
 
 
 class PromptTooLong(Refused):
-    """Prompt, or prompt and max_tokens, exceed the window of the model."""
-
     def __init__(self, *, num_prompt: int, max_tokens: int | None, window: int) -> None:
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
@@ -51,8 +49,6 @@ class PromptTooLong(Refused):
 
 
 class CacheTooSmall(Refused):
-    """Prompt and max_tokens need more slots than all pages of a worker have."""
-
     def __init__(self, *, num_prompt: int, max_tokens: int | None, num_slots: int) -> None:
         answer = 1 if max_tokens is None else max_tokens
         super().__init__(
@@ -65,8 +61,6 @@ class CacheTooSmall(Refused):
 
 
 class QueueFull(Refused):
-    """The limit of waiting requests or prompt tokens is reached."""
-
     def __init__(self, waiting: str, *, retry_after: float) -> None:
         super().__init__(f"{waiting} are waiting already. Try again in about {retry_after:.0f} s.")
         self.retry_after = retry_after  # seconds
@@ -89,8 +83,6 @@ class WorkerFailed(Broken):
 
 
 class DeadlineExceeded(Broken):
-    """The request's deadline has passed, or cannot be met."""
-
     def __init__(self, seconds: float, *, least: float | None = None) -> None:
         """`seconds`: the deadline; `least`: minimum seconds the request needs, if it is refused before it began."""
         if least is None:
@@ -122,8 +114,6 @@ class ProtocolViolation(EngineError):
 
 
 class RestartRefused(EngineError):
-    """Workers cannot be restarted as requested."""
-
     def __init__(self, message: str, *, is_busy: bool = False) -> None:
         super().__init__(message)
         self.is_busy = is_busy  # another restart is under way

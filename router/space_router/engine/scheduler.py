@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.pages import PagePool
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Delta, Grammar
-from space_router.engine.request.request_state import Phase, RequestState
-from space_router.engine.request.sequence import (
+from space_router.engine.request.request_state import (
     MAX_BLOCKS_AHEAD,
+    Phase,
     ReportResult,
+    RequestState,
     SequenceStep,
     SequenceUpdate,
     WorkerSequence,
 )
+from space_router.engine.request.worker_messages import WorkerModelFacts
 
 
 @dataclass(frozen=True)
@@ -31,46 +32,7 @@ class Placement:
     num_fresh: int  # further blocks that it needs
 
 
-MAX_KNOWN_GRAMMARS = 64
-"""Grammars remembered, most recently used first; the worker's own cache is bounded too."""
-
-
-class KnownGrammars:
-    """The grammars of sequences that have begun to compute."""
-
-    def __init__(self) -> None:
-        self._begun: OrderedDict[Grammar, None] = OrderedDict()
-
-    def __contains__(self, grammar: Grammar | None) -> bool:
-        return grammar is None or grammar in self._begun
-
-    def add(self, grammar: Grammar | None) -> None:
-        """Add the grammar of a sequence that has begun to compute."""
-        if grammar is not None:
-            self._begun[grammar] = None
-            self._begun.move_to_end(grammar)
-            if len(self._begun) > MAX_KNOWN_GRAMMARS:
-                self._begun.popitem(last=False)
-
-
-def check_report_no(report_no: int, last: int) -> None:
-    """Raise ProtocolViolation unless reports are numbered 1, 2, 3, ... without gaps."""
-    if report_no != last + 1:
-        raise ProtocolViolation(f"report {report_no} came after report {last}")
-
-
-def check_distinct(report: worker_pb2.StepReport) -> None:
-    """Raise ProtocolViolation if a report names a sequence or a release twice."""
-    for seq_ids in ([part.seq_id for part in report.sequences], report.released):
-        if len(set(seq_ids)) < len(seq_ids):
-            raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
-
-
-def check_released(seq_id: int, sequence: WorkerSequence | None) -> WorkerSequence:
-    """Return the sequence whose release is acknowledged. Raises ProtocolViolation if none was requested."""
-    if sequence is None or sequence.step is not SequenceStep.RELEASED:
-        raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
-    return sequence
+MAX_KNOWN_GRAMMARS = 64  # remembered, most recently used last; the worker's own cache is bounded too
 
 
 def check_sequence(
@@ -176,12 +138,12 @@ class Scheduler:
         self.pending_prefixes = PendingPrefixes(self.pool, facts.block_size)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # sequences that are not released
+        self.num_prefill_ahead = 0  # prompt ids that wait in the worker: sum of `_prefill_share`
         self.num_preemptions = 0
         self.closing = False  # the worker finishes its sequences and accepts no more
         bound = facts.max_draft_length if max_draft_length is None else max_draft_length
         self.max_draft_length = min(bound, facts.max_draft_length)
         self._max_prefill_rows = max_prefill_rows
-        self._prefill_ahead = 0  # sum of `_prefill_share` over the running sequences
         self._num_expected = 0  # blocks that unacknowledged releases will free
         self._next_seq_id = 1
         self._last_report_no = 0
@@ -189,7 +151,7 @@ class Scheduler:
         self._by_request: dict[RequestState, WorkerSequence] = {}
         self._num_drafted = float(self.max_draft_length)  # per sequence and decode step, moving average
         self._blocked: RequestState | None = None  # found no room; no resources were freed since
-        self._grammars = KnownGrammars()
+        self._grammars: OrderedDict[Grammar | None, None] = OrderedDict()  # of sequences that have begun to compute
         self._commands: list[worker_pb2.Command] = []
 
     def take_commands(self) -> list[worker_pb2.Command]:
@@ -232,8 +194,8 @@ class Scheduler:
             num_whole = (num_ids - 1) // size
             shared = self.pool.lookup_prefix(live.keys(size, num_whole)[:num_whole])
         # A long prompt counts at most one step's rows, so that it does not keep short ones out.
-        room = PREFILL_STEPS_AHEAD * self._max_prefill_rows - self._prefill_ahead
-        if self._prefill_ahead and num_ids - len(shared) * size > room:
+        room = PREFILL_STEPS_AHEAD * self._max_prefill_rows - self.num_prefill_ahead
+        if self.num_prefill_ahead and num_ids - len(shared) * size > room:
             return None
         num_fresh = _blocks(min(num_ids + 1, self._most_slots(live)), size) - len(shared)
         # Keep one block per running sequence free, so that the new one is not preempted at once. An empty worker has
@@ -261,12 +223,13 @@ class Scheduler:
             num_drafted=min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
             most_slots=self._most_slots(live),
         )
-        sequence.awaits_grammar = live.request.sampling.grammar not in self._grammars
+        grammar = live.request.sampling.grammar
+        sequence.awaits_grammar = grammar is not None and grammar not in self._grammars
         self._next_seq_id += 1
         self.sequences[sequence.seq_id] = sequence
         self._by_request[live] = sequence
         self.num_running += 1
-        self._prefill_ahead += self._prefill_share(sequence)
+        self.num_prefill_ahead += self._prefill_share(sequence)
         self.pending_prefixes.add(sequence)
         live.phase = Phase.RUNNING
         self._commands.append(worker_messages.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
@@ -277,8 +240,11 @@ class Scheduler:
 
     def report(self, report: worker_pb2.StepReport) -> ReportResult:
         """Apply a worker's report. Raises ProtocolViolation, after which this scheduler must not be used."""
-        check_report_no(report.report_no, self._last_report_no)
-        check_distinct(report)
+        if report.report_no != self._last_report_no + 1:
+            raise ProtocolViolation(f"report {report.report_no} came after report {self._last_report_no}")
+        for seq_ids in ([part.seq_id for part in report.sequences], report.released):
+            if len(set(seq_ids)) < len(seq_ids):
+                raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
         self._last_report_no = report.report_no
         # The whole report is checked before any part is applied: ids that a request keeps must also reach its reader,
         # and nothing of a violating report does.
@@ -286,7 +252,9 @@ class Scheduler:
         for part in report.sequences:
             delta = worker_messages.delta(part)
             parts.append((check_sequence(part, delta, self.sequences.get(part.seq_id), self.facts), delta, part))
-        released = [check_released(seq_id, self.sequences.get(seq_id)) for seq_id in report.released]
+        for seq_id in report.released:
+            if seq_id not in self.sequences or self.sequences[seq_id].step is not SequenceStep.RELEASED:
+                raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
         outcome = ReportResult()
         for sequence, delta, part in parts:
             if part.finish == worker_pb2.FINISH_RETURNED:
@@ -296,8 +264,8 @@ class Scheduler:
                 outcome.updates.append(self._apply(sequence, delta, part))
                 if delta.decoded:
                     outcome.decoded.append(len(delta.tokens))
-        for sequence in released:
-            self._released(sequence, outcome)
+        for seq_id in report.released:
+            self._released(self.sequences[seq_id], outcome)
         self.grant_pages()
         return outcome
 
@@ -332,12 +300,15 @@ class Scheduler:
         num_prefill_left, share = sequence.num_prefill_left, self._prefill_share(sequence)
         if sequence.awaits_grammar and (decodes or num_computed > sequence.computed):
             sequence.awaits_grammar = False
-            self._grammars.add(sequence.live.request.sampling.grammar)
+            self._grammars[sequence.live.request.sampling.grammar] = None
+            self._grammars.move_to_end(sequence.live.request.sampling.grammar)
+            if len(self._grammars) > MAX_KNOWN_GRAMMARS:
+                self._grammars.popitem(last=False)
         sequence.computed = max(sequence.computed, num_computed)
         if decodes and sequence.step is SequenceStep.PREFILL:
             sequence.step = SequenceStep.DECODE
         if sequence.num_prefill_left < num_prefill_left:  # rows were freed for other prompts
-            self._prefill_ahead += self._prefill_share(sequence) - share
+            self.num_prefill_ahead += self._prefill_share(sequence) - share
             self._blocked = None
 
     def _publish(self, sequence: WorkerSequence, num_whole: int) -> None:
@@ -452,7 +423,7 @@ class Scheduler:
     def _release(self, sequence: WorkerSequence) -> None:
         if sequence.step is SequenceStep.RELEASED:
             return
-        self._prefill_ahead -= self._prefill_share(sequence)
+        self.num_prefill_ahead -= self._prefill_share(sequence)
         self.pending_prefixes.discard(sequence, sequence.num_pending)
         sequence.step = SequenceStep.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
@@ -462,16 +433,10 @@ class Scheduler:
         self._commands.append(worker_messages.release(sequence.seq_id))
 
     @property
-    def num_prefill_ahead(self) -> int:
-        """Prompt ids that wait in the worker, counting at most one step's rows per sequence."""
-        return self._prefill_ahead
-
-    @property
     def is_step_due(self) -> bool:
         """Whether the worker must report soon: a sequence can run a step, or a release is unacknowledged."""
-        waits = (
-            s.out_of_slots or s.awaits_grammar for s in self.sequences.values() if s.step is not SequenceStep.RELEASED
-        )
+        running = (s for s in self.sequences.values() if s.step is not SequenceStep.RELEASED)
+        waits = (s.out_of_slots or s.awaits_grammar for s in running)
         return not all(waits) or self.num_running < len(self.sequences)
 
     @property
@@ -501,7 +466,7 @@ class Scheduler:
         if len(held) != self.pool.num_held:
             raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")
         running = self.running
-        if self.num_running != len(running) or self._prefill_ahead != sum(self._prefill_share(s) for s in running):
+        if self.num_running != len(running) or self.num_prefill_ahead != sum(self._prefill_share(s) for s in running):
             raise ValueError("the counts of running sequences or of their prompts are wrong")
         self.pending_prefixes.check()
 

@@ -1,8 +1,11 @@
-"""Checks of every call before its method runs: concurrency, API key, and a request that can be decoded."""
+"""Errors of calls as gRPC statuses, and the checks of every call before its method runs."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,14 +14,68 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from space_router.api_keys import ApiKeys
-from space_router.errors import InvalidRequest, Unavailable
-from space_router.grpc_api.status import Context, refuse
+from space_router.errors import ApiError, ClientGone, InvalidRequest, Unauthorized, Unavailable
+from space_router.http_server.responses import as_api_error
 from space_router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+"""gRPC status by HTTP status; all others are INTERNAL."""
+
+GONE = "499, the client has cancelled its call, or its deadline has passed"
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+def metadata(error: ApiError) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata of an error: the fields of HTTP's error object, and its headers."""
+    known = {"error-type": error.kind, "error-code": error.code, "error-param": error.param, **error.details}
+    fields = {key: str(value) for key, value in known.items() if value is not None}
+    return tuple((fields | {name.lower(): value for name, value in error.headers.items()}).items())
+
+
+async def refuse(context: Context, error: ApiError) -> None:
+    """Abort the call with an error's status. Always raises, which ends the handler."""
+    await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, metadata(error))
+
+
+@asynccontextmanager
+async def answering(context: Context, metrics: Metrics) -> AsyncIterator[None]:
+    """Run one call: exceptions from the block become its status, and are logged and counted as for HTTP."""
+    try:
+        yield
+        return
+    except grpc.aio.InternalError:  # a write failed: the client is gone
+        log.info(GONE)
+        return
+    except asyncio.CancelledError:
+        log.info(GONE)
+        raise
+    except ApiError as error:
+        refusal = error
+    except Exception as error:
+        refusal = as_api_error(error)
+    if isinstance(refusal, ClientGone):
+        log.info("499, %s", refusal.message)
+    elif refusal.reason is not None:
+        metrics.rejected_total.labels(reason=refusal.reason).inc()
+    await refuse(context, refusal)
+
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Following: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
-_KINDS: dict[tuple[bool, bool], Any] = {
+_MAKE_HANDLER: dict[tuple[bool, bool], Any] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -26,21 +83,13 @@ _KINDS: dict[tuple[bool, bool], Any] = {
 }
 """By whether requests and responses are streams."""
 
-
-def method_of(handler: Handler) -> Any:
-    """Return the function that a handler calls with its one request."""
-    return handler.unary_stream if handler.response_streaming else handler.unary_unary
-
-
-def in_place_of(handler: Handler, method: Callable[..., Any], read: Callable[[bytes], Any] | None = None) -> Handler:
-    """Return a handler of the same kind that calls `method`. `read`: deserializes requests, None: as before."""
-    make = _KINDS[handler.request_streaming, handler.response_streaming]
-    made: Handler = make(method, read or handler.request_deserializer, handler.response_serializer)
-    return made
-
-
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-"""Service that needs no key, for probes."""
+"""Service that needs no key and is not counted, for probes."""
+
+NUM_GUESTS = 32
+"""Extra connections and calls beyond the limit, so that probes are answered and calls get an error with a reason.
+Beyond these gRPC itself refuses.
+"""
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
@@ -50,74 +99,6 @@ def authorization(metadata: Metadata | None) -> str:
     return next((str(value) for key, value in metadata or () if key == "authorization"), "")
 
 
-class GrpcAccess(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid key before their request is read."""
-
-    def __init__(self, keys: ApiKeys, metrics: Metrics) -> None:
-        self._keys = keys
-        self._metrics = metrics
-
-    async def intercept_service(
-        self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(OPEN_SERVICE):
-            return handler
-        if self._keys.name_of(authorization(handler_call_details.invocation_metadata)) is not None:
-            return handler
-        return self._refusing(handler)
-
-    def _refusing(self, handler: Handler) -> Handler:
-        """Return a handler of the same kind that refuses every call."""
-
-        async def unauthorized(request: Any, context: Context) -> None:
-            self._metrics.rejected_total.labels(reason="unauthorized").inc()
-            await refuse(context, self._keys.refusal())
-
-        return in_place_of(handler, unauthorized)
-
-
-NUM_GUESTS = 32
-"""Extra connections and calls beyond the limit, so that probes are answered and calls get an error with a reason.
-Beyond these gRPC itself refuses.
-"""
-
-
-class ConcurrencyLimit(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond `most` concurrent ones, over all connections."""
-
-    def __init__(self, most: int, metrics: Metrics) -> None:
-        self._most = most
-        self._metrics = metrics
-        self._num_calls = 0
-
-    async def intercept_service(
-        self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler_call_details.method.startswith(OPEN_SERVICE):
-            return handler
-        method = method_of(handler)
-
-        async def answer(request: Any, context: Context) -> Any:
-            if self._num_calls >= self._most:
-                self._metrics.rejected_total.labels(reason="too_many_connections").inc()
-                await refuse(context, self._refusal())
-            self._num_calls += 1
-            try:
-                return await method(request, context)
-            finally:
-                self._num_calls -= 1
-
-        return in_place_of(handler, answer)
-
-    def _refusal(self) -> Unavailable:
-        return Unavailable(
-            f"There are {self._most} calls already, the most (`--max-connections`). End some, or come again later.",
-            reason="too_many_connections",
-        )
-
-
 @dataclass(frozen=True)
 class Unreadable:
     """Stands for a request that could not be decoded."""
@@ -125,20 +106,28 @@ class Unreadable:
     reason: str
 
 
-class Readable(grpc.aio.ServerInterceptor):
-    """Refuses undecodable requests before the method is called."""
+class CallChecks(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond `max_calls` at once over all connections, without a valid key, or that cannot be decoded."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, max_calls: int, keys: ApiKeys, metrics: Metrics) -> None:
+        self._max_calls, self._keys, self._metrics = max_calls, keys, metrics
+        self._num_calls = 0
+        self._too_many = (
+            f"There are {max_calls} calls already, the most (`--max-connections`). End some, or come again later."
+        )
 
     async def intercept_service(
         self, continuation: Following, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None:
+            return None
+        is_open = handler_call_details.method.startswith(OPEN_SERVICE)
+        has_key = is_open or self._keys.name_of(authorization(handler_call_details.invocation_metadata)) is not None
+        if handler.request_streaming and has_key:
             return handler
-        method = method_of(handler)
-        deserialize = handler.request_deserializer
+        method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        deserialize: Any = handler.request_deserializer
 
         def read(content: bytes) -> Any:
             try:
@@ -147,9 +136,27 @@ class Readable(grpc.aio.ServerInterceptor):
                 return Unreadable(str(error)[:200])
 
         async def answer(request: Any, context: Context) -> Any:
+            if not has_key:
+                await self._refuse(context, Unauthorized())
             if isinstance(request, Unreadable):
-                self._metrics.rejected_total.labels(reason="invalid").inc()
-                await refuse(context, InvalidRequest(f"The request cannot be read: {request.reason}."))
+                await self._refuse(context, InvalidRequest(f"The request cannot be read: {request.reason}."))
             return await method(request, context)
 
-        return in_place_of(handler, answer, read)
+        async def counted(request: Any, context: Context) -> Any:
+            if self._num_calls >= self._max_calls:
+                await self._refuse(context, Unavailable(self._too_many, reason="too_many_connections"))
+            self._num_calls += 1
+            try:
+                return await answer(request, context)
+            finally:
+                self._num_calls -= 1
+
+        make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
+        is_stream = handler.request_streaming
+        checked = answer if is_open or is_stream else counted
+        made: Handler = make(checked, deserialize if is_stream else read, handler.response_serializer)
+        return made
+
+    async def _refuse(self, context: Context, error: ApiError) -> None:
+        self._metrics.rejected_total.labels(reason=error.reason).inc()
+        await refuse(context, error)

@@ -74,12 +74,8 @@ async def read_object(request: Request, config: ServeConfig) -> Received:
     Raises UnsupportedMedia, BodyTooLarge, SlowRequest, InvalidRequest, ClientGone.
     """
     known: Received | None = request.scope.get("spaceserve.body")
-    if known is None:
-        known = request.scope["spaceserve.body"] = await _read_object(request, config)
-    return known
-
-
-async def _read_object(request: Request, config: ServeConfig) -> Received:
+    if known is not None:
+        return known
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         raise UnsupportedMedia(f"The body is announced as {short_repr(media)}; send `Content-Type: application/json`.")
@@ -96,7 +92,8 @@ async def _read_object(request: Request, config: ServeConfig) -> Received:
     value = parse_json(content, config.max_json_depth)
     if not isinstance(value, dict):
         raise InvalidRequest(f"The body must be a JSON object; got {short_repr(value)}.")
-    return Received(value, len(content))
+    received = request.scope["spaceserve.body"] = Received(value, len(content))
+    return received
 
 
 async def _content(request: Request, max_body: int) -> bytes:
@@ -183,18 +180,14 @@ class _Complaint(NamedTuple):
         if kind == "union_tag_not_found":
             return cls((*place, "type"), "missing", "", there)
         if kind == "union_tag_invalid":
-            return cls((*place, "type"), kind, f"must be {_or(error['ctx']['expected_tags'])}", there["type"])
+            names = " or".join(error["ctx"]["expected_tags"].rsplit(",", 1))
+            return cls((*place, "type"), kind, f"must be {names}", there["type"])
         if kind in ("model_type", "model_attributes_type", "dict_type"):
             return cls(place, kind, "must be an object", there)
         return cls(place, kind, _SHOULD.sub("must", message.removeprefix("Value error, "))[:200], there)
 
 
 _SHOULD = re.compile(r"^\w+ should")
-
-
-def _or(names: str) -> str:
-    before, comma, last = names.rpartition(", ")
-    return f"{before} or {last}" if comma else last
 
 
 def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

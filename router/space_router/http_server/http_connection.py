@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from space_router.config import ServeConfig
-from space_router.http_server.paths import OPEN_PATHS
+from space_router.http_server.responses import OPEN_PATHS
 from space_router.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -120,17 +120,13 @@ def bound_buffers(port: int, buffer: int) -> int:
         except OSError:  # not a socket, or closed meanwhile
             continue
         try:
-            is_internet = one.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and one.getsockname()[1] == port and _listens(one):
+            is_there = one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port
+            if is_there and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 _buffered(one, buffer)
                 found += 1
         finally:
             one.detach()  # the library owns the descriptor
     return found
-
-
-def _listens(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def room_for(num_connections: int) -> int:

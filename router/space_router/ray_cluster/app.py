@@ -9,9 +9,8 @@ from space_common.process import log_to_stderr
 
 from space_router.api.schema import DocumentedApp
 from space_router.ray_cluster.cluster import Cluster
-from space_router.ray_cluster.router_replica import Present, RouterReplica
+from space_router.ray_cluster.replicas import HANDOVER_SECONDS, Present, RouterReplica, WorkerReplica
 from space_router.ray_cluster.scaling import Scaling
-from space_router.ray_cluster.worker_replica import HANDOVER_SECONDS, WorkerReplica
 
 try:
     import ray

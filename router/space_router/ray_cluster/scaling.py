@@ -6,23 +6,10 @@ Serve pickles this module alone and runs it in its controller, so it must not im
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 FIGURE = "requests"
 """Metric that each worker reports: all running and queued requests of the router, as last sent to the worker."""
-
-
-class Seen(Protocol):
-    """The part of Serve's AutoscalingContext that the policy uses."""
-
-    @property
-    def aggregated_metrics(self) -> Mapping[str, Mapping[Any, float]] | None:
-        """Metric name -> replica -> mean over the window."""
-
-    @property
-    def target_num_replicas(self) -> int:
-        """The current target."""
 
 
 class Scaling:
@@ -31,8 +18,11 @@ class Scaling:
     def __init__(self, requests_per_worker: int) -> None:
         self.requests_per_worker = requests_per_worker
 
-    def __call__(self, seen: Seen) -> tuple[int, dict[str, Any]]:
-        """Return the number of workers wanted and an empty state. Without reports the target is unchanged."""
+    def __call__(self, seen: Any) -> tuple[int, dict[str, Any]]:
+        """Return the number of workers wanted and an empty state. Without reports the target is unchanged.
+
+        `seen`: Serve's AutoscalingContext, whose `aggregated_metrics` has the mean over the window by name and replica.
+        """
         figures = (seen.aggregated_metrics or {}).get(FIGURE, {})
         if not figures:
             return seen.target_num_replicas, {}

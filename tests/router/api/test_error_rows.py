@@ -15,7 +15,7 @@ from doubles.tokenizers import FIRST_BYTE_ID
 from space_router.api.request_builder import Parameters
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.engine.queueing.throughput_estimator import MIN_STEPS
+from space_router.engine.queueing.admission import MIN_STEPS
 
 State = Callable[[Start], AbstractAsyncContextManager[Any]]
 

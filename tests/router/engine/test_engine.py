@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from doubles.router import FixedReply, HashLanguage, Script, always, sometimes
+from doubles.router import FixedReply, HashLanguage, Script, always, never, sometimes
 from doubles.router.house import answer, in_house, request_of
 from space_router.engine.errors import (
     CacheTooSmall,
@@ -17,7 +19,7 @@ from space_router.engine.errors import (
     RequestCancelled,
     RequestFailed,
 )
-from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
+from space_router.engine.request.request import Delta, Finish, SamplingOptions, Statistics, Stream, ValidRequest
 
 
 async def test_64_concurrent_streams_equal_their_solo_runs() -> None:
@@ -299,3 +301,126 @@ async def test_preempted_streams_lose_nothing() -> None:
         texts = await asyncio.gather(*(house.text(request) for request in requests))
         assert texts == [answer(request, house.worker.script) for request in requests]
         assert (house.metrics.value("spaceserve_preemptions_total") or 0) > 0
+
+
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize("jump", [DAY, -DAY], ids=["a day ahead", "a day back"])
+async def test_requests_with_a_deadline_go_on_when_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    async with in_house(Script(num_blocks=256, step_seconds=0.001)) as house:
+        request = request_of(6, 200, deadline=20.0)
+        text = asyncio.create_task(house.text(request))
+        await house.until(lambda: house.engine.load().num_running == 1)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + jump)
+        assert await text == answer(request, house.worker.script)
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 0
+        assert (house.metrics.value("spaceserve_request_seconds_sum") or 0.0) < 20
+
+
+NUM_SLOW = 64
+
+
+@pytest.mark.parametrize(
+    ("max_sequences", "num_blocks"),
+    [(72, 4096), (64, 4096), (72, 300)],
+    ids=["room for all", "seats taken", "few pages"],
+)
+async def test_sixty_four_slow_readers_cost_a_fast_one_at_most_a_tenth_more_steps(
+    max_sequences: int, num_blocks: int
+) -> None:
+    script = Script(accepts=never, max_sequences=max_sequences, num_blocks=num_blocks, block_size=4, window=512)
+
+    async with in_house(script, max_lag=16) as house:
+        figures = house.worker.figures
+
+        async def num_steps(name: str) -> int:
+            begun: int = figures.num_steps
+            assert len(await house.text(request_of(6, 200, name=name))) == 200
+            return int(figures.num_steps - begun)
+
+        alone = await num_steps("alone")
+        async with AsyncExitStack() as leaving:
+            slow = [
+                await leaving.enter_async_context(house.engine.submit(request_of(5 + n % 3, 400, name=f"slow {n}")))
+                for n in range(NUM_SLOW)
+            ]
+            await house.until(lambda: all(stream.lagging for stream in slow))
+            beside = [await num_steps(f"fast {n}") for n in range(3)]
+            most = max(stream.num_unread for stream in slow)
+            assert most <= 2 * 16 + 4 * 4, "what nobody reads is not made: the lag, and the pages that were granted"
+            assert max(beside) <= 1.1 * alone, (alone, beside)
+
+
+async def test_who_reads_again_gets_the_text_that_a_fast_reader_gets() -> None:
+    async with in_house(Script(num_blocks=300, window=512), max_lag=16) as house:
+        expected = await house.text(request_of(6, 300, name="fast"))
+        async with house.engine.submit(request_of(6, 300, name="slow")) as stream:
+            await house.until(lambda: stream.lagging)
+            await house.text(request_of(9, 200, name="other"))
+            assert tuple([id_ async for delta in stream for id_ in delta.tokens]) == expected
+
+
+def a_stream(request: ValidRequest, said: list[str]) -> Stream:
+    return Stream(
+        request,
+        Statistics(num_prompt=1),
+        max_lag=4,
+        on_leave=lambda: said.append("left"),
+        on_caught_up=lambda: said.append("caught up"),
+    )
+
+
+async def test_an_error_comes_after_everything_that_was_said_before_it() -> None:
+    stream = a_stream(request_of(), [])
+    stream.push(Delta(tokens=(1,)))
+    stream.fail(RequestFailed("no more"))
+    stream.push(Delta(tokens=(2,)))
+    assert (await anext(stream)).tokens == (1,)
+    for _ in range(2):
+        with pytest.raises(RequestFailed, match="no more"):
+            await anext(stream)
+
+
+async def test_nothing_follows_the_finish() -> None:
+    stream = a_stream(request_of(), [])
+    stream.push(Delta(tokens=(1,), finish=Finish.EOS))
+    stream.push(Delta(tokens=(2,)))
+    stream.fail(RequestFailed("too late"))
+    assert [delta.tokens async for delta in stream] == [(1,)]
+
+
+async def test_a_reader_that_waits_is_woken() -> None:
+    stream = a_stream(request_of(), [])
+    reader = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    stream.push(Delta(tokens=(1,)))
+    assert (await reader).tokens == (1,)
+
+
+async def test_a_reader_lags_above_its_bound_and_has_caught_up_at_half_of_it() -> None:
+    said: list[str] = []
+    stream = a_stream(request_of(), said)
+    for _ in range(2):
+        stream.push(Delta(tokens=(1, 2)))
+    assert not stream.lagging
+    stream.push(Delta(tokens=(3,)))
+    assert stream.lagging
+    await anext(stream)
+    assert stream.lagging
+    await anext(stream)
+    assert not stream.lagging
+    assert said == ["caught up"]
+
+
+async def test_leaving_the_block_is_said_however_it_is_left() -> None:
+    said: list[str] = []
+    async with a_stream(request_of(), said):
+        pass
+    with pytest.raises(ZeroDivisionError):
+        async with a_stream(request_of(), said):
+            raise ZeroDivisionError
+    assert said == ["left", "left"]

@@ -10,7 +10,7 @@ from doubles.router.whole_router import Start
 from space_proto import generate_pb2
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.grpc_api import service as grpc_service
+from space_router.grpc_api import server as grpc_server
 
 MESSAGE = {"role": "user", "content": "x"}
 INVALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the field at fault, the call, its HTTP twin's body
@@ -260,7 +260,7 @@ async def test_the_unforeseen_is_internal_with_an_id_and_nothing_else(
     def broken(*arguments: Any) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(grpc_service, "read", broken)
+    monkeypatch.setattr(grpc_server, "read", broken)
     error = await router.refusal(prompt="x")
     assert error.code() == grpc.StatusCode.INTERNAL
     error_id = error.details().split()[2].rstrip(".")

@@ -241,3 +241,177 @@ async def test_a_guest_who_says_nothing_is_let_go_long_before_others_would_be() 
     async with serving(replace(FEW, receive_timeout=2 * SOON)) as server, AsyncExitStack() as opened:
         clients = [await opened.enter_async_context(server.connect(b"")) for _ in range(3)]
         assert await clients[-1].rest() == b""
+
+
+HASTY = ServeConfig(max_header=2048, receive_timeout=0.2, keep_alive=1.0)
+HELD = b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n"
+BEGUN = b"5\r\nbegun\r\n"
+ENDED = b"5\r\nended\r\n0\r\n\r\n"
+BAD_CHUNK = b"POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nno size\r\n"
+
+
+async def test_empty_lines_during_an_answer_are_nothing() -> None:
+    async with serving(HASTY) as server, server.connect(HELD) as client:
+        await client.until(BEGUN)
+        await client.send(b"\r\n\r\n")
+        await asyncio.sleep(3 * HASTY.receive_timeout)
+        server.released.set()
+        assert await client.until(b"\r\n0\r\n\r\n") == ENDED
+        await client.send(SHORT)
+        assert b"hello" in await client.until(b"0\r\n\r\n")
+
+
+async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_that_on() -> None:
+    async with serving(HASTY) as server, server.connect(HELD) as client:
+        await client.until(BEGUN)
+        await client.send(SHORT[:9])
+        await asyncio.sleep(3 * HASTY.receive_timeout)
+        server.released.set()
+        assert await client.until(b"\r\n0\r\n\r\n") == ENDED
+        await client.send(SHORT[9:] + SHORT[:9])
+        assert b"hello" in await client.until(b"0\r\n\r\n")
+        assert (await client.rest()).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        (b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\n\r\n", b"431"),
+        (b"GET /" + b"x" * 9000, b"431"),
+        (b"no request\r\n\r\n", b"400"),
+        (b"GET http:///// HTTP/1.1\r\n\r\n", b"400"),
+        (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n", b"400"),
+        (BAD_CHUNK, b"400"),
+    ],
+    ids=["too long", "far too long", "no HTTP", "no path", "CONNECT", "a bad chunk"],
+)
+async def test_what_is_wrong_with_the_last_request_is_said_behind_the_others(wrong: bytes, status: bytes) -> None:
+    async with serving(HASTY) as server, server.connect(HELD) as client:
+        await client.until(BEGUN)
+        await client.send(SHORT + wrong)
+        await asyncio.sleep(0.1)
+        server.released.set()
+        first, second, third = (await client.rest()).split(b"HTTP/1.1 ")
+        assert first == ENDED
+        assert second.endswith(b"\r\n\r\n5\r\nhello\r\n0\r\n\r\n")
+        assert third.startswith(status)
+        assert server.asked == ["GET /held", "GET /"]
+        assert server.metrics.value("spaceserve_rejected_total", reason="header_too_large") == (status == b"431")
+
+
+async def test_a_body_that_goes_wrong_before_its_answer_is_400_at_once() -> None:
+    async with serving(HASTY) as server:
+        answer = await server.answer(BAD_CHUNK)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+async def test_a_body_that_goes_wrong_during_its_answer_is_the_end_behind_it() -> None:
+    async with serving(HASTY) as server, server.connect(BAD_CHUNK.replace(b"/echo", b"/held")[:-9]) as client:
+        await client.until(BEGUN)
+        await client.send(BAD_CHUNK[-9:])
+        await asyncio.sleep(0.1)
+        server.released.set()
+        assert await client.rest() == ENDED
+
+
+async def test_an_empty_line_does_not_keep_a_connection_nor_end_it() -> None:
+    async with serving(replace(HASTY, keep_alive=SOON)) as server, server.connect(SHORT) as client:
+        await client.until(b"0\r\n\r\n")
+        await client.send(b"\r\n")
+        await asyncio.sleep(3 * HASTY.receive_timeout)
+        await client.send(SHORT)
+        await client.until(b"0\r\n\r\n")
+    async with serving(HASTY) as server, server.connect(SHORT) as client:
+        await client.until(b"0\r\n\r\n")
+        await client.send(b"\r\n")
+        assert await client.rest() == b"", "closed without a word when it was idle for too long"
+
+
+async def test_the_request_that_runs_learns_that_its_client_went_though_another_waits_behind_it() -> None:
+    async with serving(HASTY) as server:
+        async with server.connect(b"GET /endless HTTP/1.1\r\nhost: a\r\n\r\n") as client:
+            await client.receive()
+            await client.send(SHORT)
+            await asyncio.sleep(0.1)  # the server reads it
+            client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await asyncio.wait_for(server.gone.wait(), SOON)
+
+
+PATIENT = ServeConfig(receive_timeout=SOON)
+HTTP2 = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+WEBSOCKET = (
+    b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+BODY = b"GET /smuggled HTTP/1.1\r\nhost: a\r\n\r\n"
+WITH_LENGTH = b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
+LAST = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+
+
+def post(offer: bytes, rest: bytes) -> bytes:
+    return b"POST /echo HTTP/1.1\r\nhost: a\r\n" + offer + rest
+
+
+def pieces(request: bytes, cut: str) -> list[bytes]:
+    head, blank, body = request.partition(b"\r\n\r\n")
+    return {
+        "whole": [request],
+        "head and body": [head + blank, body],
+        "after the offer": [head[:90], head[90:] + blank + body],
+    }[cut]
+
+
+@pytest.mark.parametrize("offer", [HTTP2, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize("rest", [WITH_LENGTH, CHUNKED], ids=["length", "chunked"])
+@pytest.mark.parametrize("cut", ["whole", "head and body", "after the offer"])
+async def test_an_offered_protocol_is_passed_over_and_the_body_is_the_body(offer: bytes, rest: bytes, cut: str) -> None:
+    async with serving(PATIENT) as server:
+        answer = await server.answer(*pieces(post(offer, rest), cut), LAST)
+        assert BODY in answer
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        assert server.asked == ["POST /echo", "GET /"]
+
+
+@pytest.mark.parametrize("rest", [WITH_LENGTH, CHUNKED], ids=["length", "chunked"])
+async def test_an_offer_that_comes_byte_by_byte_is_passed_over(rest: bytes) -> None:
+    async with serving(ServeConfig()) as server, server.connect(b"") as client:
+        for byte in post(HTTP2, rest) + post(HTTP2, rest) + LAST:
+            await client.send(bytes([byte]))
+            await asyncio.sleep(0)  # the server reads
+        assert (await client.rest()).count(b"HTTP/1.1 200 ") == 3
+        assert server.asked == ["POST /echo", "POST /echo", "GET /"]
+
+
+async def test_offers_in_a_row_are_answered_in_a_row() -> None:
+    async with serving(PATIENT) as server:
+        answer = await server.answer(post(HTTP2, CHUNKED) + post(HTTP2, WITH_LENGTH) + post(WEBSOCKET, CHUNKED) + LAST)
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+        assert answer.count(BODY) == 3
+        assert server.asked == ["POST /echo"] * 3 + ["GET /"]
+
+
+@pytest.mark.parametrize("last", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nconnection: close\r\n"], ids=["1.0", "close"])
+async def test_an_offer_with_the_last_request_of_a_connection_is_passed_over(last: bytes) -> None:
+    async with serving(PATIENT) as server:
+        answer = await server.answer(b"POST /echo " + last + HTTP2 + WITH_LENGTH)
+        assert BODY in answer
+        assert server.asked == ["POST /echo"]
+
+
+async def test_a_head_with_an_offer_is_bounded_as_any_other() -> None:
+    async with serving(PATIENT) as server:
+        answer = await server.answer(b"GET / HTTP/1.1\r\n" + HTTP2 + b"x: " + b"y" * 40_000 + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert server.asked == []
+
+
+@pytest.mark.parametrize("offer", [b"", HTTP2], ids=["plain", "h2c"])
+async def test_connect_is_refused_and_nothing_behind_it_is_read(offer: bytes) -> None:
+    async with serving(PATIENT) as server:
+        answer = await server.answer(b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n" + BODY, BODY)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in answer
+        assert answer.count(b"HTTP/1.1") == 1
+        assert server.asked == []

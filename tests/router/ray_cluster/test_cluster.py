@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from space_router.engine.workers.worker_command import worker_command
+from space_router.engine.workers.supervisor import worker_command
 from space_router.errors import ConfigError
-from space_router.ray_cluster.__main__ import config_file, main
-from space_router.ray_cluster.cluster import ELSEWHERE, Cluster
+from space_router.ray_cluster.cluster import ELSEWHERE, Cluster, config_file, main
 from space_router.ray_cluster.scaling import Scaling
 
 

@@ -14,8 +14,7 @@ import pytest
 from doubles.router import Script, ScriptedWorker
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import WorkerDidNotStart
-from space_router.ray_cluster.router_replica import Present, RouterReplica
-from space_router.ray_cluster.worker_replica import WorkerReplica
+from space_router.ray_cluster.replicas import Present, RouterReplica, WorkerReplica
 
 LIMIT = 60.0
 CONFIG = ServeConfig(model="demo", drain_timeout=0.5, worker_start_timeout=LIMIT)

@@ -20,8 +20,7 @@ from space_router.api.request_builder import RequestBuilder
 from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest
-from space_router.http_server.paths import key_of
-from space_router.http_server.responses import in_thread_if_long
+from space_router.http_server.responses import in_thread_if_long, key_of
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls.parser import CallPiece, ToolCallReader

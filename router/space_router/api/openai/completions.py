@@ -17,8 +17,7 @@ from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_respo
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
-from space_router.http_server.paths import key_of
-from space_router.http_server.responses import in_thread_if_long
+from space_router.http_server.responses import in_thread_if_long, key_of
 from space_router.text.text_stream import TextDelta
 from space_router.text.tokenizer import Tokenizer
 

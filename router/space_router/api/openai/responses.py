@@ -23,8 +23,7 @@ from space_router.api.service import Service
 from space_router.api.usage import statistics, usage
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import read_object, short_repr, validate
-from space_router.http_server.paths import key_of
-from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long
+from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long, key_of
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls.parser import CallPiece

@@ -11,13 +11,12 @@ from space_router.api.request_builder import choice_id
 from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
-from space_router.engine.model_facts import WorkerModelFacts
-from space_router.engine.workers.rolling_restart import FINISH_SECONDS
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.workers.worker_connection import WorkerConnection
+from space_router.engine.workers.worker_pool import FINISH_SECONDS
 from space_router.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unavailable
 from space_router.http_server.body import Body, short_repr
-from space_router.http_server.paths import key_of
-from space_router.http_server.responses import json_response
+from space_router.http_server.responses import json_response, key_of
 
 VERSION = version()
 

@@ -22,8 +22,7 @@ from space_router.api.service import Service
 from space_router.api.tgi.generate import GENERATE_NEUTRAL, GenerateParameters, Settings
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, validate
-from space_router.http_server.paths import key_of
-from space_router.http_server.responses import in_thread_if_long, json_response
+from space_router.http_server.responses import in_thread_if_long, json_response, key_of
 
 STATUSES = (413, 415, 422, 503)
 

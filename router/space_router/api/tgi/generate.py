@@ -30,11 +30,11 @@ from space_router.api.service import Service
 from space_router.engine.request.request import Grammar, TokenLogprobs
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, read_object, validate
-from space_router.http_server.paths import key_of
 from space_router.http_server.responses import (
     as_api_error,
     event_json,
     in_thread_if_long,
+    key_of,
     tgi_error,
 )
 from space_router.text.text_stream import FinishReason, TextToken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
+from typing import Any
 
 from space_router.engine.errors import QueueFull
 from space_router.engine.request.request_state import Phase, RequestState
@@ -48,15 +49,11 @@ class TenantQueue:
         self._waiting.pop(live, None)
         most = 2 * len(self._waiting) + MAX_STALE
         # Stale entries would keep their requests' prompts in memory until they reach the top of the heap.
-        if len(self._by_due) > most:
-            self._by_due = [entry for entry in self._by_due if entry[-1] in self._waiting]
-            heapq.heapify(self._by_due)
-        if len(self._coming) > most:
-            self._coming = [entry for entry in self._coming if entry[-1] in self._waiting]
-            heapq.heapify(self._coming)
-        if len(self._near) > most:
-            self._near = [entry for entry in self._near if entry[-1] in self._waiting]
-            heapq.heapify(self._near)
+        heaps: tuple[list[Any], ...] = (self._by_due, self._coming, self._near)
+        for heap in heaps:
+            if len(heap) > most:
+                heap[:] = [entry for entry in heap if entry[-1] in self._waiting]
+                heapq.heapify(heap)
 
     @property
     def due(self) -> float:
@@ -106,7 +103,7 @@ class RequestQueue:
         """`max_waiting`: requests; `ageing`: seconds of waiting per level; `max_tokens`: waiting prompt tokens."""
         self.max_waiting = max_waiting
         self.max_tokens = max_tokens
-        self._num_tokens = 0  # prompt tokens of the waiting requests
+        self.num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
         self._waiting: set[RequestState] = set()
         self._now = -math.inf  # latest known time
@@ -131,7 +128,7 @@ class RequestQueue:
     def push(self, live: RequestState, *, parked: bool = False) -> None:
         """Add a request. The bounds are not checked here; see `overfull`."""
         self._waiting.add(live)
-        self._num_tokens += live.num_prompt
+        self.num_tokens += live.num_prompt
         live.phase = Phase.PARKED
         if not parked:
             self.unpark(live)
@@ -165,10 +162,11 @@ class RequestQueue:
         """
         if now is not None:
             self._now = max(self._now, now)
-        top = self._top_priority()
-        if top is None:
+        while self._by_priority and self._by_priority[0] not in self._priorities:
+            heapq.heappop(self._by_priority)
+        if not self._by_priority:
             return None
-        latest_due = self._now + top * self._ageing
+        latest_due = self._now + self._by_priority[0] * self._ageing  # of the most urgent priority in the order
         while self._later and self._later[0][0] <= latest_due:
             _, turn, tenant = heapq.heappop(self._later)
             if turn == tenant.turn:
@@ -187,7 +185,7 @@ class RequestQueue:
         if live in self._waiting:
             self._leave_order(live)
             self._waiting.remove(live)
-            self._num_tokens -= live.num_prompt
+            self.num_tokens -= live.num_prompt
 
     def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
         """Remove a request that goes to a worker, and charge its key.
@@ -218,25 +216,20 @@ class RequestQueue:
         return min(max(self._answer, live.least_left), live.max_tokens)
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of the waiting requests."""
-        return self._num_tokens
-
-    @property
     def overfull(self) -> bool:
         """Whether more requests or tokens wait than allowed. A single request may be of any length."""
-        return len(self) > self.max_waiting or (self._num_tokens > self.max_tokens and len(self) > 1)
+        return len(self) > self.max_waiting or (self.num_tokens > self.max_tokens and len(self) > 1)
 
     def refusal(self) -> QueueFull | None:
         """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
-        full = len(self) >= self.max_waiting or self._num_tokens >= self.max_tokens
+        full = len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens
         return self.full() if full and self._waiting else None
 
     def full(self) -> QueueFull:
         """Return the error for a request that finds no room, with an estimated delay to retry after."""
         seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
         if len(self._waiting) < self.max_waiting:
-            return QueueFull(f"{self._num_tokens} prompt tokens", retry_after=seconds)
+            return QueueFull(f"{self.num_tokens} prompt tokens", retry_after=seconds)
         return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
@@ -272,9 +265,3 @@ class RequestQueue:
             self._priorities[priority] -= 1
             if not self._priorities[priority]:
                 del self._priorities[priority]
-
-    def _top_priority(self) -> int | None:
-        """Return the most urgent priority in the order."""
-        while self._by_priority and self._by_priority[0] not in self._priorities:
-            heapq.heappop(self._by_priority)
-        return self._by_priority[0] if self._by_priority else None

@@ -1,14 +1,18 @@
-"""A validated request, the deltas that its steps produce, and its tracing spans."""
+"""A validated request, the deltas that its steps produce, its stream and its tracing spans."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from space_common.tracing import traceparent_of
+
+from space_router.engine.errors import EngineError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -196,3 +200,100 @@ class Statistics:
     def tokens_per_step(self) -> float | None:
         """Mean tokens emitted per decode step; None before the first."""
         return self.num_decoded / self.num_steps if self.num_steps else None
+
+
+class Stream:
+    """Yields the deltas of one request. Leaving the block early cancels the request and frees its pages.
+
+        async with engine.submit(request) as stream:
+            async for delta in stream:
+                ...
+
+    The iterator raises `errors.Broken` after all earlier deltas. `statistics` may be read at any time. If the reader is
+    more than `max_lag` tokens behind, its request gets no more pages until it has caught up; others are not affected.
+    """
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        statistics: Statistics,
+        *,
+        max_lag: int,
+        on_leave: Callable[[], None],
+        on_caught_up: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.statistics = statistics
+        self._max_lag = max_lag
+        self._on_leave = on_leave
+        self._on_caught_up = on_caught_up
+        self._deltas: deque[Delta] = deque()
+        self.num_unread = 0  # tokens in _deltas
+        self.lagging = False  # the reader is so far behind that the request gets no more pages
+        self._ended = False
+        self.error: EngineError | None = None  # raised after the last delta
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Cancel the request if it has not ended, as leaving the block does."""
+        self._on_leave()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self.error is not None:
+                raise self.error
+            if self._ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.read()
+
+    def read(self) -> Delta:
+        """Return the next delta without waiting. Raises IndexError if none is ready (see `num_ready`)."""
+        delta = self._deltas.popleft()
+        self.num_unread -= len(delta.tokens)
+        if self.lagging and self.num_unread <= self._max_lag // 2:
+            self.lagging = False
+            self._on_caught_up()
+        return delta
+
+    @property
+    def num_ready(self) -> int:
+        """Deltas that can be read without waiting."""
+        return len(self._deltas)
+
+    # For the engine.
+
+    def push(self, delta: Delta) -> None:
+        """Append a delta; one with `finish` is the last."""
+        if self._ended:
+            return
+        self._deltas.append(delta)
+        self.num_unread += len(delta.tokens)
+        self.lagging = self.lagging or self.num_unread > self._max_lag
+        self._ended = delta.finish is not None
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """End the stream with an error, raised after the deltas pushed before."""
+        if self._ended:
+            return
+        self._ended = True
+        self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -11,15 +11,15 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
 from space_common.certificate import CertificateFiles
-from space_common.process import safe_environment
+from space_common.process import module_command, safe_environment
+from space_common.worker_settings import worker_argv
 
 from space_router.config import ServeConfig
 
@@ -95,8 +95,8 @@ class RemoteWorker:
         """`certificate`: this router's certificate and the authority it trusts; None: no TLS."""
         self._certificate = certificate
         self.name = f"the worker at {address}"
+        self.backoff = Backoff()
         self._address = address
-        self._backoff = Backoff()
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
@@ -107,11 +107,8 @@ class RemoteWorker:
         return grpc.ssl_channel_credentials(shown.authority, shown.key, shown.cert)
 
     async def start(self) -> str:
-        await asyncio.sleep(self._backoff.next())
+        await asyncio.sleep(self.backoff.next())
         return self._address
-
-    def reset_backoff(self) -> None:
-        self._backoff.worked()
 
     async def find_exit_cause(self) -> ExitCause:
         """Return UNKNOWN: a remote process cannot be inspected."""
@@ -150,15 +147,15 @@ class Supervisor:
         """
         self.name = name
         self.credentials: grpc.ChannelCredentials | None = None  # no TLS: only this user can reach the socket
-        self._grace = grace
+        self.backoff = Backoff()
         self.num_starts = 0
+        self._grace = grace
         self._command = command
         self._start_timeout = start_timeout
         self._last_busy = 0.0  # time of the process's start or of its last `busy` line
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
-        self._backoff = Backoff()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_oom_kills: int | None = None  # of the machine when the process was started
 
@@ -171,9 +168,7 @@ class Supervisor:
         self._folder = tempfile.TemporaryDirectory(prefix="spaceserve-")  # mode 0700
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             await self.stop()
         finally:
@@ -188,7 +183,7 @@ class Supervisor:
         await self._end(0.0)  # it is lost, so it needs no time to finish
         if self._folder is None:
             raise RuntimeError("Supervisor.start is called outside its `async with` block")
-        await asyncio.sleep(self._backoff.next())
+        await asyncio.sleep(self.backoff.next())
         self.num_starts += 1
         socket = Path(self._folder.name) / f"{self.num_starts}.sock"
         self._last_words.clear()
@@ -224,10 +219,6 @@ class Supervisor:
             ended.cancel()
             ready.cancel()
 
-    def reset_backoff(self) -> None:
-        """Restart the worker without delay if it is lost now, because it has worked."""
-        self._backoff.worked()
-
     async def ended(self) -> None:
         """Wait until the current process has ended."""
         if self._process is not None:
@@ -239,9 +230,8 @@ class Supervisor:
         if process is None:
             return ExitCause.CRASHED
         if process.returncode is None:
-            cause = cause_of_silence(process.pid)
-            if cause is ExitCause.EXTERNAL:
-                return cause
+            if cause_of_silence(process.pid) is ExitCause.EXTERNAL:
+                return ExitCause.EXTERNAL
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), INQUEST_SECONDS)
         if process.returncode is None:
@@ -285,11 +275,9 @@ class Supervisor:
                 sys.stderr.write(f"{self.name}: {line}\n")
 
     def _start_failure(self, code: int | None) -> str:
-        how = (
-            f"was not ready within {self._start_timeout:g} s"
-            if code is None
-            else f"ended with code {code} before it was ready"
-        )
+        how = f"was not ready within {self._start_timeout:g} s"
+        if code is not None:
+            how = f"ended with code {code} before it was ready"
         words = "\n".join(f"    {line}" for line in self._last_words) or "    (nothing)"
         return f"{self.name} {how}. Its last words:\n{words}"
 
@@ -326,3 +314,35 @@ def worker_sources(
         )
         for number in range(config.workers)
     ]
+
+
+def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
+    """Return the argument list of `python -m MODULE` with this router's settings, listening on `address`."""
+    settings = {
+        **vars(config),
+        "tls_cert": None,  # the router's own, for its clients
+        "tls_key": None,
+        "listen": address,
+        "parent_pid": os.getpid(),  # the worker ends when its router is gone
+        "num_workers": config.workers,
+        "cores": for_workers(config.placement, processors()),
+    }
+    return module_command(module, *worker_argv(settings))
+
+
+def processors() -> set[int]:
+    """Return the processors this process may run on; empty if unknown."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+
+
+def for_workers(placement: str, allowed: Set[int]) -> str | None:
+    """Return a worker's `--cores` value, or None to leave placement to the system.
+
+    `apart` keeps workers off the last processor, so that the router does not displace a thread that a step waits for;
+    `auto` lets the worker decide whether it needs that one. With fewer than two processors the result is None.
+    """
+    if placement == "shared" or len(allowed) < 2:
+        return None
+    if placement == "auto":
+        return "auto"
+    return ",".join(map(str, sorted(allowed)[:-1]))

@@ -9,7 +9,7 @@ import pytest
 from doubles.router.whole_router import Start
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
-from space_router.http_server.paths import is_open
+from space_router.http_server.responses import is_open
 
 GENERATING = {
     "/v1/completions",

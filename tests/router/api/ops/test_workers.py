@@ -9,7 +9,7 @@ from doubles.router import ScriptedWorker
 from doubles.router.whole_router import Start
 from space_router.api_keys import ApiKey, read_keys
 from space_router.config import ServeConfig
-from space_router.engine.workers.rolling_restart import RestartState
+from space_router.engine.workers.worker_pool import RestartState
 from space_router.errors import ConfigError
 
 KEYS = (ApiKey.of("ops-key", "ops", is_operator=True), ApiKey.of("plain-key", "plain"))

@@ -1,10 +1,19 @@
-"""Who waits is served in order, and not too many wait."""
+"""Waiting requests: their order, levels that age, keys that share, deadlines that come near, and how many may wait."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
+
 import pytest
+from doubles.router import Script
 from doubles.router.house import request_of
+from doubles.router.scenario import ScriptedTableWorker
+from doubles.router.tabletop import Tabletop
+from space_router.config import ServeConfig
 from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
 
 
@@ -109,3 +118,224 @@ def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places() -> None:
     assert queue.refusal() is None
     queue.push(RequestState(request_of(), 1, 0, 0.0))
     assert "1 requests are waiting" in str(queue.refusal())
+
+
+def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> RequestState:
+    live = RequestState(request, request.max_tokens or 1, age, submitted)
+    queue.push(live)
+    return live
+
+
+def served(queue: RequestQueue, now: float = 0.0, num_tokens: int = 12) -> RequestState:
+    """The next one, admitted and done in a moment."""
+    live = queue.head(now)
+    assert live is not None
+    queue.admitted(live, now, live.num_prompt)
+    live.ids += [5] * num_tokens
+    queue.ended(live)
+    return live
+
+
+def test_a_single_request_waits_for_one_of_a_key_with_a_thousand() -> None:
+    queue = RequestQueue(2000)
+    for age in range(1000):
+        waiting(queue, request_of(key="many"), age, submitted=0.001 * age)
+    for _ in range(10):
+        served(queue, now=100.0)
+    single = waiting(queue, request_of(key="one"), 1000, submitted=100.0)
+    assert single in [served(queue, now=100.0) for _ in range(2)]
+
+
+def test_a_key_does_not_save_up_what_it_did_not_use() -> None:
+    queue = RequestQueue(2000)
+    for age in range(200):
+        waiting(queue, request_of(key="busy"), age)
+    for _ in range(100):
+        served(queue)
+    for age in range(200, 300):
+        waiting(queue, request_of(key="late"), age)
+    assert Counter(served(queue).request.key for _ in range(40)) == {"busy": 20, "late": 20}
+
+
+@pytest.mark.parametrize(("factor", "share"), [(1, 0.5), (3, 0.25)])
+def test_keys_share_tokens_and_not_requests(factor: int, share: float) -> None:
+    queue = RequestQueue(4000)
+    for age in range(2000):
+        waiting(queue, request_of(4, 100, key="long" if age % 2 else "short"), age)
+    taken: Counter[str] = Counter()
+    for _ in range(400):
+        key = (queue.head() or pytest.fail("nobody waits")).request.key
+        served(queue, num_tokens=96 if key == "long" else 100 // factor - 4)
+        taken[key] += 1
+    assert taken["long"] / 400 == pytest.approx(share, abs=0.03)
+
+
+def test_requests_without_a_key_share_one() -> None:
+    queue = RequestQueue(99)
+    for age in range(10):
+        waiting(queue, request_of(), age)
+    waiting(queue, request_of(key="a"), 10)
+    assert [served(queue).request.key for _ in range(3)] in (["", "a", ""], ["a", "", ""])
+
+
+def test_a_level_is_gained_per_time_of_waiting() -> None:
+    queue = RequestQueue(99, ageing=30.0)
+    old = waiting(queue, request_of(priority=2, key="old"), 0, submitted=0.0)
+    young = waiting(queue, request_of(priority=0, key="young"), 1, submitted=59.0)
+    assert queue.head(59.9) is young
+    waiting(queue, request_of(priority=0, key="young"), 2, submitted=59.9)
+    served(queue, now=59.9)
+    assert queue.head(60.0) is old  # on the first level now, and its key has had nothing
+
+
+def test_ageing_goes_up_to_the_most_urgent_level_and_so_leaves_keys_equal() -> None:
+    queue = RequestQueue(99, ageing=1.0)
+    for age in range(50):
+        waiting(queue, request_of(key="flood"), age, submitted=0.0)
+    served(queue, now=1000.0)
+    late = waiting(queue, request_of(key="late"), 50, submitted=1000.0)
+    assert late in [served(queue, now=1000.0) for _ in range(2)]
+
+
+def test_nobody_starves_under_a_stream_of_urgent_requests() -> None:
+    queue = RequestQueue(99999, ageing=30.0)
+    patient = waiting(queue, request_of(priority=3), 0, submitted=0.0)
+    for second in range(1, 200):
+        waiting(queue, request_of(priority=0), second, submitted=float(second))
+        waiting(queue, request_of(priority=0), 1000 + second, submitted=float(second))
+        if served(queue, now=float(second)) is patient:
+            break
+    assert (
+        90 <= second <= 181
+    )  # three levels, then those that came before it was there: every other second one is served
+
+
+def test_within_a_level_a_near_deadline_goes_first_and_a_far_one_does_not() -> None:
+    queue = RequestQueue(99)
+    first = waiting(queue, request_of(), 0)
+    far, near = (RequestState(request_of(deadline=50.0 - age), 12, age, 0.0) for age in (1, 2))
+    far.near_at, near.near_at = 40.0, 5.0
+    urgent = RequestState(request_of(priority=-1), 12, 3, 0.0)
+    for live in (far, near, urgent):
+        queue.push(live)
+    assert queue.head(6.0) is urgent  # a deadline buys no level
+    queue.remove(urgent)
+    assert [served(queue, now=6.0) for _ in range(3)] == [near, first, far]
+
+
+def test_nobody_starves_under_a_stream_of_near_deadlines() -> None:
+    queue = RequestQueue(99999, ageing=30.0)
+    patient = waiting(queue, request_of(), 0)
+    for second in range(1, 200):
+        for age in (second, 1000 + second):
+            hasty = RequestState(request_of(deadline=60.0), 12, age, float(second))
+            hasty.near_at = float(second)
+            queue.push(hasty)
+        if served(queue, now=float(second)) is patient:
+            break
+    assert 30 <= second <= 61  # once those that come are one level younger, and are at the head
+
+
+def test_of_two_near_deadlines_the_earlier_goes_first() -> None:
+    queue = RequestQueue(99)
+    lives = [RequestState(request_of(deadline=deadline), 12, age, 0.0) for age, deadline in enumerate((9.0, 7.0, 8.0))]
+    for live in lives:
+        live.near_at = 1.0
+        queue.push(live)
+    assert [served(queue, now=2.0).age for _ in range(3)] == [1, 2, 0]
+
+
+def test_a_near_deadline_takes_nothing_from_other_keys() -> None:
+    queue = RequestQueue(99)
+    for age in range(10):
+        hasty = RequestState(request_of(deadline=9.0, key="hasty"), 12, age, 0.0)
+        hasty.near_at = 0.0
+        queue.push(hasty)
+        waiting(queue, request_of(key="calm"), 10 + age)
+    assert Counter(served(queue, now=1.0).request.key for _ in range(10)) == {"hasty": 5, "calm": 5}
+
+
+def test_who_was_admitted_before_is_not_charged_again_and_goes_first() -> None:
+    queue = RequestQueue(99)
+    preempted = waiting(queue, request_of(key="a"), 0)
+    for age in range(1, 4):
+        waiting(queue, request_of(key="b"), age)
+    queue.admitted(preempted, 0.0, 6)
+    charged = queue._tenants["a"].finish
+    served(queue)
+    queue.push(preempted)
+    assert queue.head() is preempted
+    queue.admitted(preempted, 0.0, 6)
+    assert queue._tenants["a"].finish == charged
+
+
+def test_any_order_of_moves_serves_everybody_once() -> None:
+    for seed in range(30):
+        dice = random.Random(seed)
+        queue, now, left, out = RequestQueue(9999, ageing=dice.choice([0.5, 30.0])), 0.0, set(), []
+        for age in range(200):
+            now += dice.random()
+            live = RequestState(
+                request_of(priority=dice.randrange(-2, 3), key=dice.choice("abc"), deadline=50.0), 12, age, now
+            )
+            live.near_at = dice.choice([math.inf, now + 5.0])
+            queue.push(live, parked=dice.random() < 0.2)
+            left.add(live)
+            if dice.random() < 0.3 and (gone := dice.choice(sorted(left, key=lambda one: one.age))):
+                dice.choice([queue.remove, queue.park, queue.unpark])(gone)
+                left = {one for one in left if one in queue}
+            if dice.random() < 0.4 and queue.head(now) is not None:
+                out.append(served(queue, now))
+                left.discard(out[-1])
+        for live in left:
+            queue.unpark(live)
+        while queue.head(now) is not None:
+            out.append(served(queue, now))
+            left.remove(out[-1])
+        assert not left, f"seed {seed}"
+        assert len(set(out)) == len(out), f"seed {seed}"
+        assert not queue._priorities, f"seed {seed}"
+
+
+def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch() -> None:
+    script = Script(num_blocks=400, max_sequences=4)
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    flood = [table.engine.submit(request_of((10 + i % 200, 11 + i // 200), 20, key="many")) for i in range(600)]
+    for _ in range(50):
+        table.tick()
+    begun = sum(stream.statistics.queue_seconds is not None for stream in flood)
+    single = table.engine.submit(request_of((9, 9), 20, key="one"))
+    while single.statistics.queue_seconds is None:
+        table.tick()
+    assert sum(stream.statistics.queue_seconds is not None for stream in flood) - begun <= 2
+
+
+def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged() -> None:
+    script = Script(num_blocks=400, max_sequences=1)
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000, priority_ageing=1.0))
+    patient = table.engine.submit(request_of((8, 8), 5, priority=2))  # runs at once
+    patient = table.engine.submit(request_of((8, 9), 5, priority=2))
+    served_at = None
+    for tick in range(400):
+        if tick % 4 == 0:
+            table.engine.submit(request_of((10 + tick // 4, 11), 5))
+        table.tick(0.01)
+        if served_at is None and patient.statistics.queue_seconds is not None:
+            served_at = table.now
+    assert served_at is not None
+    assert 2.0 <= served_at < 3.0  # two levels up, and then behind those that were there before
+
+
+def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window() -> None:
+    script = Script(num_blocks=4000, window=30_000, max_sequences=1, eos_ids=(2,))
+    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    table.engine.submit(request_of((9, 9), 20))
+    for _ in range(40):
+        table.tick()
+    running = table.engine.submit(request_of((8, 8), 20))
+    patient = table.engine.submit(request_of((8, 9), 20))
+    others = [table.engine.submit(request_of((10 + i, 11), None, deadline=10.0, eos_ids=(2,))) for i in range(5)]
+    while patient.statistics.queue_seconds is None:
+        table.tick()
+    assert running.statistics.num_generated == 20
+    assert not any(stream.statistics.num_generated for stream in others)

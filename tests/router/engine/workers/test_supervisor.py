@@ -17,8 +17,18 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import WorkerStartFailed
 from space_router.engine.request.request import SamplingOptions, ValidRequest
-from space_router.engine.workers.supervisor import ExitCause, Supervisor, WorkerDidNotStart, count_oom_kills
-from space_router.engine.workers.worker_command import worker_command
+from space_router.engine.workers.supervisor import (
+    Backoff,
+    ExitCause,
+    Supervisor,
+    WorkerDidNotStart,
+    cause_of_end,
+    cause_of_silence,
+    count_oom_kills,
+    for_workers,
+    processors,
+    worker_command,
+)
 from space_router.metrics import Metrics
 
 READY = "import sys, time; print('ready', sys.argv[1], flush=True); time.sleep(60)"
@@ -103,7 +113,7 @@ async def test_a_process_deaf_to_sigterm_is_killed_with_all_its_children() -> No
 async def test_starting_again_gives_a_new_process_at_a_new_address() -> None:
     async with supervised(READY) as supervisor:
         first, pid = await supervisor.start(), supervisor.pid
-        supervisor.reset_backoff()
+        supervisor.backoff.worked()
         assert await supervisor.start() != first
         assert pid is not None
         assert not alive(pid)
@@ -228,7 +238,7 @@ async def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> No
         from space_router.config import ServeConfig
         from space_router.engine.engine import Engine
         from space_router.metrics import Metrics
-        from space_router.engine.workers.worker_command import worker_command
+        from space_router.engine.workers.supervisor import worker_command
 
         async def main():
             argv = lambda config, address: worker_command(config, address, module="doubles.router")
@@ -252,3 +262,120 @@ async def test_a_worker_whose_router_is_killed_ends_itself(tmp_path: Path) -> No
     process.kill()
     await process.wait()
     await until(lambda: not alive(pid))
+
+
+def test_waits_double_from_a_tenth_of_a_second_to_five_and_start_again_after_success() -> None:
+    backoff = Backoff()
+    assert [backoff.next() for _ in range(9)] == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    backoff.worked()
+    assert [backoff.next() for _ in range(2)] == pytest.approx([0, 0.1])
+
+
+SOMEBODY, ITSELF = ExitCause.EXTERNAL, ExitCause.CRASHED
+
+
+@pytest.mark.parametrize(
+    ("code", "num_oom_kills", "cause"),
+    [
+        (-signal.SIGKILL, (3, 3), SOMEBODY),
+        (-signal.SIGKILL, (3, 4), ITSELF),
+        (-signal.SIGKILL, (None, None), ITSELF),
+        (-signal.SIGTERM, (None, None), SOMEBODY),
+        (-signal.SIGSEGV, (3, 3), ITSELF),
+        (1, (3, 3), ITSELF),
+    ],
+)
+def test_a_kill_comes_from_somebody_unless_the_kernel_counts_one_for_want_of_memory(
+    code: int, num_oom_kills: tuple[int | None, int | None], cause: ExitCause
+) -> None:
+    assert cause_of_end(code, num_oom_kills=num_oom_kills) is cause
+
+
+@pytest.mark.parametrize(("state", "cause"), [("T", SOMEBODY), ("t", SOMEBODY), ("R", ITSELF), ("D", ITSELF)])
+def test_a_process_that_is_stopped_did_not_stop_itself(tmp_path: Path, state: str, cause: ExitCause) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text(f"7 (a (strange) name) {state} 1 7 7 0\n")
+    assert cause_of_silence(7, tmp_path) is cause
+    assert cause_of_silence(8, tmp_path) is ITSELF
+
+
+def test_the_kernels_count_is_read_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 12\nswap_ra 0\n")
+    assert count_oom_kills(tmp_path / "vmstat") == 12
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\n")
+    assert count_oom_kills(tmp_path / "vmstat") is None
+    assert count_oom_kills(tmp_path / "none") is None
+
+
+def flags_of(command: list[str]) -> dict[str, str]:
+    return dict(zip(command[4::2], command[5::2], strict=True))
+
+
+def test_what_was_not_said_is_left_to_the_worker() -> None:
+    command = worker_command(ServeConfig(), "unix:/w.sock")
+    assert command[:4] == [sys.executable, "-P", "-m", "space_server"]
+    flags = flags_of(command)
+    assert flags["--listen"] == "unix:/w.sock"
+    assert flags["--parent-pid"] == str(os.getpid())
+    assert not {"--kv-memory", "--num-blocks", "--max-model-len", "--space-mask-ids", "--num-threads"} & flags.keys()
+    assert "--tensor-parallel" not in flags
+
+
+def test_what_was_said_is_passed_on() -> None:
+    config = ServeConfig(
+        model="/m",
+        kv_memory="1GiB",
+        num_blocks=9,
+        max_model_len=77,
+        space_mask_ids=(5, 6),
+        space_num_masks=2,
+        num_threads=1,
+        powercap="/host/powercap",
+        tensor_parallel=2,
+        synthetic_acceptance=".78",
+        adapter=(("code", "/a"), ("prose", "b")),
+    )
+    assert worker_command(config, "h:1")[-4:] == ["--adapter", "code=/a", "--adapter", "prose=b"]
+    flags = flags_of(worker_command(config, "h:1"))
+    assert flags["--model"] == "/m"
+    assert flags["--kv-memory"] == "1GiB"
+    assert flags["--num-blocks"] == "9"
+    assert flags["--max-model-len"] == "77"
+    assert flags["--space-mask-ids"] == "5,6"
+    assert flags["--space-num-masks"] == "2"
+    assert flags["--num-threads"] == "1"
+    assert flags["--powercap"] == "/host/powercap"
+    assert flags["--tensor-parallel"] == "2"
+    assert flags["--synthetic-acceptance"] == ".78"
+
+
+def test_the_certificate_for_clients_is_not_a_workers() -> None:
+    assert "--tls-cert" not in worker_command(ServeConfig(tls_cert="/c", tls_key="/k"), "h:1")
+
+
+@pytest.mark.parametrize(
+    ("placement", "allowed", "cores"),
+    [
+        ("apart", {0, 1}, "0"),
+        ("apart", {3, 0, 7, 5}, "0,3,5"),
+        ("apart", {2}, None),
+        ("auto", {0, 1}, "auto"),
+        ("auto", {1}, None),
+        ("shared", {0, 1, 2}, None),
+    ],
+)
+def test_the_last_processor_is_left_to_the_router(placement: str, allowed: set[int], cores: str | None) -> None:
+    assert for_workers(placement, allowed) == cores
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to processors")
+def test_the_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert processors() == {0, 1, 2, 3}
+    command = worker_command(ServeConfig(placement="apart", workers=2), "h:1")
+    assert command[command.index("--cores") + 1] == "0,1,2"
+    assert command[command.index("--num-workers") + 1] == "2"
+    command = worker_command(ServeConfig(), "h:1")
+    assert command[command.index("--cores") + 1] == "auto"
+    assert "--cores" not in worker_command(ServeConfig(placement="shared"), "h:1")
+    assert "--num-workers" not in worker_command(ServeConfig(), "h:1")

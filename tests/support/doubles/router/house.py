@@ -12,12 +12,11 @@ from typing import Any
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.model_facts import WorkerModelFacts
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request import worker_messages
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import SamplingOptions, Stream, ValidRequest
 from space_router.engine.request.request_state import Phase, RequestState
-from space_router.engine.request.stream import Stream
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.metrics import Metrics
 

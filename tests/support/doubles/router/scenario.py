@@ -11,9 +11,8 @@ from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Broken, DeadlineExceeded, QueueFull, RequestCancelled, WorkerFailed
 from space_router.engine.request import worker_messages
-from space_router.engine.request.request import Finish, SamplingOptions, ValidRequest
-from space_router.engine.request.sequence import MAX_BLOCKS_AHEAD
-from space_router.engine.request.stream import Stream
+from space_router.engine.request.request import Finish, SamplingOptions, Stream, ValidRequest
+from space_router.engine.request.request_state import MAX_BLOCKS_AHEAD
 from space_router.engine.scheduler import PREFILL_STEPS_AHEAD, Scheduler
 from space_router.engine.workers.supervisor import ExitCause
 from space_router.metrics import Metrics

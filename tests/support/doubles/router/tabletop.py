@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG, Engine
-from space_router.engine.model_facts import WorkerModelFacts
-from space_router.engine.request.sequence import WorkerSequence
+from space_router.engine.request.request_state import WorkerSequence
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.supervisor import ExitCause
 from space_router.engine.workers.worker_connection import WorkerConnection
@@ -93,14 +93,12 @@ class OfflineConnection(WorkerConnection):
         """The scheduler for a new worker, and the first command to it; `up` follows."""
         facts = WorkerModelFacts.from_hello(hello)
         self._engine.check_compatible(facts)
-        self.scheduler = self._engine.new_scheduler(facts)
+        rows, most = self._engine.config.max_prefill_rows, self._engine.config.max_draft_length
+        self.scheduler = Scheduler(facts, max_prefill_rows=rows, max_draft_length=most)
         self.num_incarnations += 1
         self._num_reports = 0
-        start = worker_pb2.Start(
-            protocol_major=1,
-            max_prefill_rows=self._engine.config.max_prefill_rows,
-            max_draft_length=self.scheduler.max_draft_length,
-        )
+        drafts = self.scheduler.max_draft_length
+        start = worker_pb2.Start(protocol_major=1, max_prefill_rows=rows, max_draft_length=drafts)
         return self.scheduler, worker_pb2.Command(start=start)
 
     def numbered(self, report: worker_pb2.StepReport) -> worker_pb2.StepReport:

@@ -1,4 +1,4 @@
-"""What an operator sees of it."""
+"""What an operator sees of the engine, and histograms as prometheus_client has them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from doubles.router import Script, always, never
 from doubles.router.house import in_house, request_of
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from space_proto import worker_pb2
 from space_router.engine.engine_metrics import EngineMetrics
-from space_router.engine.request.sequence import ReportResult
-from space_router.metrics import Metrics
+from space_router.engine.request.request_state import ReportResult
+from space_router.metrics import FastHistogram, Metrics
 
 
 async def test_tokens_per_step_leaves_out_the_prefill_token() -> None:
@@ -87,3 +90,28 @@ def test_a_worker_that_is_lost_leaves_its_sensors_to_another() -> None:
     observer.worker_lost("first", 1)
     observer.step(energy("here", "gpu-0", 3.0), ReportResult(), "second")
     assert metrics.value("spaceserve_energy_joules_total", device="gpu-0") == 4.0
+
+
+BOUNDS = (0.001, 0.5, 1, 2.5, 17)
+values = st.one_of(st.sampled_from(BOUNDS), st.floats(0, 40, allow_subnormal=False))
+
+
+def text(registry: CollectorRegistry) -> list[str]:
+    return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+
+
+@given(st.lists(st.tuples(values, st.integers(1, 3))))
+def test_every_line_is_that_of_a_histogram(observed: list[tuple[float, int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = FastHistogram("seconds", "What it takes", BOUNDS, ours)
+    histogram = Histogram("seconds", "What it takes", buckets=BOUNDS, registry=theirs)
+    for value, times in observed:
+        tally.observe(value, times)
+        for _ in range(times):
+            histogram.observe(value)
+    lines, expected = text(ours), text(theirs)
+    assert [line.rsplit(" ", 1)[0] for line in lines] == [line.rsplit(" ", 1)[0] for line in expected]
+    for line, other in zip(lines, expected, strict=True):
+        if not line.startswith("#"):
+            ours_is, theirs_is = float(line.rsplit(" ", 1)[1]), float(other.rsplit(" ", 1)[1])
+            assert abs(ours_is - theirs_is) <= 1e-9 * max(1.0, theirs_is)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from space_router.api_keys import ApiKey, KeyLimits
+from space_router.api_keys import ApiKey, KeyLimits, RateLimit
+from space_router.api_keys import rate_limits as limits_of
 from space_router.errors import RateLimited
 from space_router.metrics import Metrics
-from space_router.rate_limit import RateLimits
 
 
 class Clock:
@@ -19,14 +19,14 @@ class Clock:
         return self.now
 
 
-def rate_limits(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> RateLimits:
-    return RateLimits(keys, KeyLimits(**limits), metrics or Metrics(), clock)
+def rate_limits(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> dict[str, RateLimit]:
+    return limits_of(keys, KeyLimits(**limits), metrics or Metrics(), clock)
 
 
-def asks(of: RateLimits, name: str) -> float | None:
+def asks(of: dict[str, RateLimit], name: str) -> float | None:
     """One short request: None, or the seconds after which to come again."""
     try:
-        with of.of(name).request():
+        with of[name].request():
             return None
     except RateLimited as error:
         return float(error.headers["Retry-After"])
@@ -53,7 +53,7 @@ def test_tokens_are_charged_as_they_come_and_a_debt_is_paid_off_first() -> None:
     clock = Clock()
     key = rate_limits(clock, tokens_per_minute=60)
     assert asks(key, "") is None
-    key.of("").charge(50, 100)
+    key[""].charge(50, 100)
     assert asks(key, "") == 91, "90 tokens of debt and one to begin with, at one a second"
     clock.now = 91.0
     assert asks(key, "") is None
@@ -63,7 +63,7 @@ def test_only_so_many_requests_at_once_and_a_place_is_free_again_when_one_ends()
     key = rate_limits(Clock(), concurrency=2)
     with ExitStack() as open_requests:
         for _ in range(2):
-            open_requests.enter_context(key.of("").request())
+            open_requests.enter_context(key[""].request())
         assert asks(key, "") == 1
     assert asks(key, "") is None
 
@@ -84,7 +84,7 @@ def test_every_series_of_a_key_is_there_before_its_first_request_and_counts_by_i
     assert metrics.value("spaceserve_key_rejected_total", key="team", limit="requests") == 0
     assert asks(keys, "team") is None
     assert asks(keys, "team") is not None
-    keys.of("team").charge(3, 4)
+    keys["team"].charge(3, 4)
     assert metrics.value("spaceserve_key_requests_total", key="team") == 1
     assert metrics.value("spaceserve_key_rejected_total", key="team", limit="requests") == 1
     assert metrics.value("spaceserve_key_tokens_total", key="team", kind="prompt") == 3
@@ -96,9 +96,9 @@ def test_every_series_of_a_key_is_there_before_its_first_request_and_counts_by_i
 def test_a_refusal_names_the_bound_and_takes_nothing(bound: dict[str, int]) -> None:
     clock = Clock()
     key = rate_limits(clock, **bound)
-    with key.of("").request():
-        key.of("").charge(1, 0)
-        with pytest.raises(RateLimited, match=r"are allowed 1 .*Try again in"), key.of("").request():
+    with key[""].request():
+        key[""].charge(1, 0)
+        with pytest.raises(RateLimited, match=r"are allowed 1 .*Try again in"), key[""].request():
             pytest.fail("it was let in")
     clock.now = 61.0
     assert asks(key, "") is None

@@ -1,22 +1,310 @@
-"""A worker that dies, hangs or talks nonsense costs its readers a pause and nothing else."""
+"""A worker that dies, hangs, ends or talks nonsense costs its readers a pause and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from doubles.router import Script, ScriptedWorker, never
-from doubles.router.house import answer, in_house, request_of, text_of, until
-from space_router.config import ServeConfig
+from doubles.router.house import House, Lockstep, answer, in_house, request_of, text_of, until
+from doubles.router.whole_router import Certificate, authority, signed
+from space_proto import worker_pb2, worker_pb2_grpc
+from space_router.config import ServeConfig, build
 from space_router.engine.engine import Engine
 from space_router.engine.errors import NotReady, RequestFailed, WorkerFailed, WorkerStartFailed
-from space_router.engine.request.request import SamplingOptions
+from space_router.engine.request.request import Grammar, SamplingOptions
 from space_router.engine.workers import worker_connection as connection
-from space_router.engine.workers import worker_link
-from space_router.engine.workers.supervisor import ExitCause
+from space_router.engine.workers.supervisor import ExitCause, RemoteWorker
+from space_router.engine.workers.worker_connection import FLOOR, MIN_STEPS, Link, LinkLost, Watchdog, WorkerMismatch
 from space_router.metrics import Metrics
+
+START = worker_pb2.Command(start=worker_pb2.Start(protocol_major=1, max_prefill_rows=64, max_draft_length=3))
+
+
+def admit(seq_id: int) -> worker_pb2.Command:
+    limits = worker_pb2.Limits(max_tokens=3)
+    pages = [3 * seq_id, 3 * seq_id + 1, 3 * seq_id + 2]
+    return worker_pb2.Command(
+        admit=worker_pb2.Admit(seq_id=seq_id, ids=[10, 11, 12], num_prompt=3, pages=pages, limits=limits)
+    )
+
+
+@pytest.mark.parametrize("listen", [None, "127.0.0.1:0"])
+async def test_hello_comes_first_and_commands_are_heeded_in_order(listen: str | None) -> None:
+    async with ScriptedWorker(listen=listen) as worker:
+        async with Link(worker.address, watchdog=Watchdog(5.0)) as link:
+            assert link.hello.model_name == "scripted"
+            link.send([START, admit(1)])
+            link.send([admit(2)])
+            report = await link.report()
+            assert report.report_no == 1
+            assert [part.seq_id for part in report.sequences] == [1, 2]
+        worker.check()
+
+
+async def test_a_worker_that_cannot_be_reached_is_lost() -> None:
+    with pytest.raises(LinkLost, match="nobody"):
+        async with Link("unix:/nobody.sock", watchdog=Watchdog(5.0)):
+            pass
+
+
+async def test_a_worker_that_dies_is_lost() -> None:
+    async with ScriptedWorker() as worker, Link(worker.address, watchdog=Watchdog(5.0)) as link:
+        link.send([START])
+        worker.kill()
+        with pytest.raises(LinkLost, match="died"):
+            await link.report()
+
+
+async def test_a_worker_that_is_silent_for_too_long_is_lost() -> None:
+    silent = Script(hang_after_steps=0)
+    async with ScriptedWorker(silent) as worker, Link(worker.address, watchdog=Watchdog(0.5)) as link:
+        link.send([START])
+        with pytest.raises(LinkLost, match=r"said nothing for 0\.[5-7]\d* s"):
+            await link.report()
+
+
+async def test_a_refusal_is_passed_on_in_the_workers_words() -> None:
+    refusing = Script(refuse="not you")
+    async with ScriptedWorker(refusing) as worker, Link(worker.address, watchdog=Watchdog(5.0)) as link:
+        link.send([START])
+        with pytest.raises(LinkLost, match="refuses: not you"):
+            await link.report()
+
+
+async def test_another_tokenizer_is_a_mismatch_unless_nobody_says_which() -> None:
+    async with ScriptedWorker(Script(tokenizer_hash="theirs")) as worker:
+        with pytest.raises(WorkerMismatch, match="tokenizer theirs, this router ours"):
+            async with Link(worker.address, watchdog=Watchdog(5.0), tokenizer_hash="ours"):
+                pass
+        for fine in ("theirs", "", None):
+            async with Link(worker.address, watchdog=Watchdog(5.0), tokenizer_hash=fine):
+                pass
+
+
+async def test_one_link_after_another_finds_an_empty_worker() -> None:
+    async with ScriptedWorker() as worker:
+        for _ in range(2):
+            async with Link(worker.address, watchdog=Watchdog(5.0)) as link:
+                link.send([START, admit(1)])
+                assert (await link.report()).sequences[0].seq_id == 1
+        worker.check()
+
+
+async def test_nothing_is_left_waiting_behind_a_link() -> None:
+    async with ScriptedWorker() as worker:
+        before = asyncio.all_tasks()
+        async with Link(worker.address, watchdog=Watchdog(5.0)) as link:
+            link.send([START])
+            worker.kill()
+            with pytest.raises(LinkLost, match="died"):
+                await link.report()
+        async with asyncio.timeout(30):
+            while any("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_scripted_heart_beats_before_its_router_has_said_anything() -> None:
+    async with ScriptedWorker(Script(heartbeat_seconds=0.02)) as worker:
+        async with Link(worker.address, watchdog=Watchdog(5.0)) as link:
+            assert [(await link.report()).report_no for _ in range(2)] == [1, 2]
+            link.send([START, admit(1)])
+            while not (report := await link.report()).sequences:
+                assert not report.stepped
+        worker.check()
+
+
+async def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Path) -> None:
+    ours, other = authority(tmp_path), authority(tmp_path, "other")
+    of_worker, of_router = signed(tmp_path, "worker", ours), signed(tmp_path, "router", ours)
+
+    def config(trusted: Certificate) -> ServeConfig:
+        flags = {"worker_tls_ca": trusted.cert, "worker_tls_cert": of_router.cert, "worker_tls_key": of_router.key}
+        return build({name: str(path) for name, path in flags.items()} | {"worker_address": "localhost:1"}, {})
+
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(ScriptedWorker(), server)  # type: ignore[no-untyped-call]
+    pair = (of_worker.key.read_bytes(), of_worker.cert.read_bytes())
+    needed = grpc.ssl_server_credentials([pair], ours.cert.read_bytes(), require_client_auth=True)
+    address = f"localhost:{server.add_secure_port('localhost:0', needed)}"
+    await server.start()
+    credentials = RemoteWorker(address, config(ours).worker_certificate()).credentials
+    async with Link(address, watchdog=Watchdog(5.0), credentials=credentials) as link:
+        assert link.hello.model_name == "scripted"
+    for stranger in (RemoteWorker(address, config(other).worker_certificate()).credentials, None):
+        with pytest.raises(LinkLost):
+            async with Link(address, watchdog=Watchdog(5.0), credentials=stranger):
+                pytest.fail("it was heard")
+    await server.stop(grace=0)
+
+
+def test_five_seconds_are_forgiven_where_steps_and_start_are_short() -> None:
+    watchdog = Watchdog(30.0, start_seconds=2.0)
+    watchdog.stepped(0.01)
+    assert watchdog.silence == FLOOR == 5.0
+
+
+def test_patience_grows_with_the_slowest_recent_step_and_with_what_a_start_costs() -> None:
+    watchdog = Watchdog(30.0, start_seconds=8.0)
+    assert watchdog.silence == 8.0
+    watchdog.stepped(0.6)
+    assert watchdog.silence == pytest.approx(12.0)
+    for _ in range(1000):
+        watchdog.stepped(0.01)
+    assert watchdog.silence == 8.0
+
+
+def test_nobody_is_waited_for_longer_than_was_set() -> None:
+    watchdog = Watchdog(3.0, start_seconds=600.0)
+    watchdog.stepped(60.0)
+    assert watchdog.silence == 3.0
+
+
+def test_a_worker_may_compile_for_long_before_its_steps_are_known() -> None:
+    watchdog = Watchdog(30.0)
+    for _ in range(MIN_STEPS - 1):
+        watchdog.stepped(0.01)
+    assert watchdog.stall == 300.0
+    watchdog.stepped(0.01)
+    assert watchdog.stall == 30.0
+
+
+def test_slow_steps_are_waited_for_though_no_longer_than_ten_times_what_was_set() -> None:
+    watchdog = Watchdog(30.0)
+    for seconds in (*[0.01] * MIN_STEPS, 5.0):
+        watchdog.stepped(seconds)
+    assert watchdog.stall == pytest.approx(100.0)
+    watchdog.stepped(500.0)
+    assert watchdog.stall == 300.0
+
+
+BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
+
+
+def compiles() -> Script:
+    """Only its heart beats."""
+    return Script(stall_after_steps=0, heartbeat_seconds=0.01, eos_ids=())
+
+
+def test_a_step_is_due_of_those_alone_whose_grammar_is_known() -> None:
+    house = Lockstep(Script(num_blocks=200), delay=1)
+    house.submit(request_of(9, 4, sampling=BOUND))
+    house.step()
+    assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (False, True)
+    house.step()  # reported: it is compiled
+    assert (house.scheduler.is_step_due, house.scheduler.awaits_grammar) == (True, False)
+
+
+def test_beside_a_grammar_that_is_compiled_steps_and_pages_of_others_are_due() -> None:
+    house = Lockstep(Script(num_blocks=200), delay=9)
+    house.submit(request_of(9, 4, sampling=BOUND))
+    other = house.submit(request_of(8, 4))
+    house.step()
+    assert house.scheduler.is_step_due
+    house.cancel(other)
+    assert house.scheduler.is_step_due
+
+
+async def test_a_worker_that_compiles_for_longer_than_its_timeout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
+    async with in_house(compiles(), worker_timeout=0.2) as house:
+        text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))
+        await asyncio.sleep(0.5)
+        assert house.metrics.value("spaceserve_worker_up") == 1
+        house.worker.script.stall_after_steps = None
+        assert len(await text) == 20
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 0
+
+
+async def test_a_worker_that_neither_compiles_nor_gives_up_in_its_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "GRAMMAR_SECONDS", 0.1)
+    async with in_house(compiles(), worker_timeout=0.2) as house:
+        text = asyncio.create_task(house.text(request_of(6, 20, sampling=BOUND)))
+        await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
+        house.worker.script.stall_after_steps = None
+        assert len(await text) == 20
+
+
+async def crash(house: House) -> None:
+    num_lives = house.engine.connections[0].num_incarnations
+    house.worker.kill()
+    await house.until(lambda: house.engine.connections[0].num_incarnations > num_lives)
+
+
+async def test_readiness_is_off_after_three_crashes_until_a_worker_has_been_up_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with in_house(Script(heartbeat_seconds=0.02)) as house:
+        for _ in range(2):
+            await crash(house)
+            assert house.engine.ready
+        await crash(house)
+        assert house.engine.load().num_workers_up == 1
+        assert not house.engine.ready
+        monkeypatch.setattr(connection, "STEADY_SECONDS", 0.05)
+        await house.until(lambda: house.engine.ready)
+        await crash(house)
+        assert house.engine.ready, "a worker that was up for a while begins a new row"
+
+
+async def test_each_crash_of_a_row_makes_the_next_start_wait_longer() -> None:
+    async with in_house() as house:
+        clock, waits = asyncio.get_running_loop().time, []
+        for _ in range(4):
+            begun = clock()
+            await crash(house)
+            waits.append(clock() - begun)
+        assert waits[1] >= 0.1
+        assert waits[2] >= 0.2
+        assert waits[3] >= 0.4
+
+
+async def test_a_request_is_served_by_a_worker_that_is_not_called_ready() -> None:
+    async with in_house() as house:
+        for _ in range(3):
+            await crash(house)
+        assert not house.engine.ready
+        assert len(await house.text(request_of(6, 10))) == 10
+
+
+async def test_a_worker_that_ends_when_all_is_done_is_no_loss_and_nobody_s_fault() -> None:
+    """As each does in its turn when a new version is rolled out."""
+
+    async with in_house() as house:
+        (place,) = house.engine.connections
+        for number in range(5):
+            request = request_of(6, 40, name=str(number))
+            async with house.engine.submit(request) as stream:
+                first = await anext(stream)
+                house.worker.leave()
+                rest = [token async for delta in stream for token in delta.tokens]
+            assert (*first.tokens, *rest) == answer(request, house.worker.script)
+            assert stream.statistics.num_worker_losses == 0
+            assert await house.text(request_of(6, 20)) == answer(request_of(6, 20), house.worker.script)
+            assert place.num_incarnations == number + 2
+        assert place.num_crashes == 0
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 0
+        house.worker.kill()
+        await house.until(lambda: place.num_incarnations == 7)
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 1
+
+
+async def test_a_worker_that_says_it_leaves_and_does_not_counts_as_lost() -> None:
+    async with in_house() as house:
+        (place,) = house.engine.connections
+        await house.text(request_of(6, 4))
+        house.worker.leave()
+        house.worker.num_lives -= 1  # the same process
+        await house.until(lambda: place.num_incarnations == 2)
+        assert house.metrics.value("spaceserve_worker_restarts_total") == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -70,7 +358,7 @@ async def test_a_worker_that_falls_silent_is_given_up() -> None:
 
 
 async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
@@ -81,7 +369,7 @@ async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monk
 async def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody runs there any more, and nothing comes back: whoever comes next would wait for ever."""
 
-    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: house.worker.figures.num_steps >= 4)
@@ -92,7 +380,7 @@ async def test_a_worker_that_keeps_the_pages_of_all_who_left_is_given_up(monkeyp
 
 
 async def test_an_idle_worker_that_only_beats_its_heart_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
     async with in_house(Script(heartbeat_seconds=0.02), worker_timeout=0.3) as house:
         await asyncio.sleep(0.5)  # longer than a silent worker has, or one that owes a step
         assert house.engine.ready
@@ -216,7 +504,7 @@ async def test_of_a_worker_elsewhere_only_what_it_says_itself_is_held_against_it
         causes.append(why)
         worker_lost(engine, connection, lost, why)
 
-    monkeypatch.setattr(worker_link, "MAX_STALL_FACTOR", 1)
+    monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
     monkeypatch.setattr(Engine, "worker_lost", noted)
     async with in_house(script, worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))

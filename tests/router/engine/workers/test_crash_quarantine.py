@@ -14,9 +14,8 @@ from doubles.router.house import answer, request_of
 from doubles.router.scenario import ScriptedTableWorker
 from doubles.router.tabletop import Tabletop
 from space_router.engine.errors import EngineError, WorkerFailed
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import SamplingOptions, Stream, ValidRequest
 from space_router.engine.request.request_state import RequestState
-from space_router.engine.request.stream import Stream
 from space_router.engine.workers.crash_quarantine import MAX_HOLD, SUSPECT_WAIT, TRIAL_GROWTH
 from space_router.engine.workers.supervisor import ExitCause, RemoteWorker
 
@@ -87,7 +86,7 @@ class Table:
         return {live.request.request_id for live in self.lives_at(number)}
 
     def readers_of(self, names: set[str]) -> list[Reader]:
-        return [reader for reader in self.readers if reader.stream.request_id in names]
+        return [reader for reader in self.readers if reader.stream.request.request_id in names]
 
 
 def some(number: int, max_tokens: int = 200) -> list[ValidRequest]:

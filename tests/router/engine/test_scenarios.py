@@ -8,8 +8,7 @@ import pytest
 from doubles.router.scenario import RuleBroken, scripted_performance
 from space_router.engine.pages import PagePool
 from space_router.engine.queueing.admission import QueueAdmission
-from space_router.engine.request.request_state import RequestState
-from space_router.engine.request.sequence import WorkerSequence
+from space_router.engine.request.request_state import RequestState, WorkerSequence
 from space_router.engine.scheduler import Scheduler
 from space_router.metrics import Metrics
 

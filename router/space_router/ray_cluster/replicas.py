@@ -1,0 +1,178 @@
+"""The replicas on a Ray cluster: a worker process, and the router with a list of workers refreshed every second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from space_common.tracing import exporting
+
+from space_router.api.schema import DocumentedApp
+from space_router.api.service import Service
+from space_router.app import create_app
+from space_router.config import ServeConfig
+from space_router.engine.engine import Engine
+from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart, worker_command
+from space_router.metrics import Metrics
+from space_router.ray_cluster.scaling import FIGURE
+from space_router.text.model_text import ModelText
+
+logger = logging.getLogger(__name__)
+
+STEADY_SECONDS = 10.0  # seconds up after which the next process starts without backoff
+HANDOVER_SECONDS = 5.0  # seconds beyond the drain time for the router to take back running requests
+
+
+class WorkerReplica:
+    """Starts the process, restarts it when it ends, and ends it with the replica. Its address never changes."""
+
+    def __init__(
+        self, config: ServeConfig, host: str, argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command
+    ) -> None:
+        """`host`: this machine, as the router reaches it; `argv`: returns a worker's argument list for an address."""
+        self.address = f"{host}:{_free_port(host)}"
+        self.num_requests = 0  # all requests of the router
+        self._supervisor = Supervisor(
+            lambda _: argv(config, self.address),
+            name=f"worker at {self.address}",
+            start_timeout=config.worker_start_timeout,
+            grace=config.drain_timeout + HANDOVER_SECONDS,
+        )
+        self._keeping: asyncio.Task[None] | None = None
+        self._trouble = ""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker while it runs."""
+        return self._supervisor.pid
+
+    async def start(self) -> None:
+        """Start the worker and wait until it listens. Raises WorkerDidNotStart with the end of its stderr."""
+        await self._supervisor.__aenter__()
+        try:
+            await self._supervisor.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """End the worker after the drain time and `HANDOVER_SECONDS` at most."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        await self._supervisor.__aexit__(None, None, None)
+
+    def meet(self, num_requests: int) -> str:
+        """Store the router's number of requests and return this worker's address."""
+        self.num_requests = num_requests
+        return self.address
+
+    def check_health(self) -> None:
+        """Raise WorkerDidNotStart if the worker could not be restarted; Ray then replaces the replica."""
+        if self._trouble:
+            raise WorkerDidNotStart(self._trouble)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the metric that `scaling.Scaling` uses."""
+        return {FIGURE: float(self.num_requests)}
+
+    async def _keep(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            begun = clock()
+            await self._supervisor.ended()
+            if clock() - begun > STEADY_SECONDS:
+                self._supervisor.backoff.worked()
+            logger.warning("the worker at %s has ended: it is started again", self.address)
+            try:
+                await self._supervisor.start()
+            except WorkerDidNotStart as error:
+                self._trouble = str(error)
+                return
+
+
+def _free_port(host: str) -> int:
+    """Return a free port. If another process takes it before the worker listens, the replica fails to start."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+MEET_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Present:
+    """The workers that answered."""
+
+    addresses: frozenset[str]
+    is_complete: bool  # all workers answered, so a missing one is gone or shutting down
+
+
+Meet = Callable[[int], Awaitable[Present]]
+"""Sends the number of requests to every worker and returns those that answered."""
+
+
+class RouterReplica:
+    """Owns queue, pages and streams. The workers are other replicas, which come and go."""
+
+    def __init__(self, config: ServeConfig, meet: Meet, *, meet_seconds: float = MEET_SECONDS) -> None:
+        self.config = config
+        self._meet = meet
+        self._meet_seconds = meet_seconds
+        self._exit = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._service: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """The running service. Raises RuntimeError before `start`."""
+        if self._service is None:
+            raise RuntimeError("RouterReplica.start has not been awaited yet")
+        return self._service
+
+    async def start(self) -> DocumentedApp:
+        """Start and return the application; /health is 503 until the first worker is up. Raises ConfigError."""
+        text = await asyncio.to_thread(ModelText.load, self.config)
+        metrics = Metrics()
+        engine = Engine(self.config, metrics, tokenizer_hash=text.tokenizer.content_hash, sources=())
+        tracer = None
+        if self.config.tracing == "on":
+            tracer = self._exit.enter_context(exporting("spaceserve", os.environ))
+        self._service = Service(self.config, text, engine, metrics, tracer=tracer)
+        await self._exit.enter_async_context(engine)
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._note_start())]
+        return create_app(self._service)
+
+    async def stop(self) -> None:
+        """Stop at once; Ray has waited for the requests already."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._service is not None:
+            self._service.draining = True
+            self._service.restart.cancel()
+        await self._exit.aclose()
+
+    async def _follow(self) -> None:
+        worker_pool, known = self.service.engine.worker_pool, frozenset[str]()
+        while True:
+            load = self.service.engine.load()
+            try:
+                present = await self._meet(load.num_queued + load.num_running)
+            except Exception as error:  # whatever Ray raises, the known workers continue
+                logger.warning("the workers cannot be asked where they are: %s", error)
+            else:
+                known = present.addresses if present.is_complete else known | present.addresses
+                worker_pool.follow(known, finish_seconds=self.config.drain_timeout)
+            await asyncio.sleep(self._meet_seconds)
+
+    async def _note_start(self) -> None:
+        await self.service.engine.wait_ready()
+        self.service.started = True
