@@ -60,6 +60,7 @@ class SequenceRequest:
     sampling: pb.Sampling
     limits: pb.Limits
     max_draft_length: int = 8
+    num_forced_drafts: int = 0  # mask drafts of each decode step; 0: as many as pay
     want_logprobs: bool = False
     num_logprobs: int = 0
     num_prompt_logprobs: int | None = None
@@ -206,6 +207,7 @@ class WorkerClient:
             sampling=request.sampling,
             limits=request.limits,
             max_draft_length=request.max_draft_length,
+            num_forced_drafts=request.num_forced_drafts,
             want_logprobs=request.want_logprobs,
             num_logprobs=request.num_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs,

@@ -211,7 +211,7 @@ class GenerateRequest(_message.Message):
     prediction: _builtins.str
     """what the output is expected to be: drafted from where it agrees; the text is the same without"""
     speculation: _builtins.int
-    """bound on drafts per step; 0: plain decoding; not set: as many as pay. The text is the same with each"""
+    """mask drafts that each decode step verifies, whatever they cost; 0: plain decoding; not set: as many as pay. The text is the same with each"""
     priority: _builtins.int
     """the lower goes first; not set: 0"""
     timeout: _builtins.float

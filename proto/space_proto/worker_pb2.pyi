@@ -254,6 +254,7 @@ class Admit(_message.Message):
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    NUM_FORCED_DRAFTS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
@@ -271,6 +272,8 @@ class Admit(_message.Message):
     """if set: report log-probabilities of prompt ids, with so many alternatives; needs num_cached = 0"""
     adapter: _builtins.str
     """name of the gated adapter that drafts, one of Hello.adapters; "": the checkpoint's own masks. The text is the same with each"""
+    num_forced_drafts: _builtins.int
+    """mask drafts that every decode step of this sequence verifies, whatever they cost; no other source drafts. 0: the worker chooses, up to max_draft_length"""
     traceparent: _builtins.str
     """W3C trace context of the span that the worker's own is to be under; "": nobody follows this sequence"""
     @_builtins.property
@@ -309,11 +312,12 @@ class Admit(_message.Message):
         num_prompt_logprobs: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
+        num_forced_drafts: _builtins.int = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015

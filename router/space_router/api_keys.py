@@ -213,12 +213,12 @@ class RateLimit:
             self._num_running -= 1
             self._running.dec()
 
-    def charge(self, num_prompt: int, num_generated: int) -> None:
-        """Charge prompt and generated tokens."""
+    def charge(self, num_prompt: int, num_generated: int, num_more: float = 0) -> None:
+        """Charge prompt and generated tokens, and what forced drafts cost beyond them."""
         self._prompt.inc(num_prompt)
         self._generated.inc(num_generated)
         if self._tokens is not None:
-            self._tokens.take(num_prompt + num_generated, self._clock())
+            self._tokens.take(num_prompt + num_generated + num_more, self._clock())
 
     def _refuse(self, kind: str, bound: str, wait: float) -> None:
         self._refused[kind].inc()

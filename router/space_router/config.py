@@ -21,6 +21,7 @@ from space_router.setting import (
     ADAPTERS,
     CHANCES,
     IDS,
+    MAX_DRAFT_LENGTH,
     MEMORY,
     ON_OFF,
     SECONDS_OR_OFF,
@@ -156,7 +157,7 @@ class ServeConfig:
     429 with Retry-After. A minute's worth may come at once. --api-key-file may say otherwise for a key"""
     key_tokens_per_minute: int | None = _limit(None, whole(1, 1_000_000_000_000, "TOKENS"))
     """tokens of prompts and outputs, per minute and API key. Outputs are charged as they end, so a key may overdraw and
-    then waits until that is paid off"""
+    then waits until that is paid off. A request whose `speculation` is a number is charged its steps' rows"""
     key_concurrency: int | None = _limit(None, whole(1, 1_000_000, "REQUESTS"))
     """requests that one API key may have waiting or running at once"""
     tls_cert: str | None = _http(None, text("PATH"))
@@ -192,8 +193,11 @@ class ServeConfig:
     speculation: str = _speculation("auto", SPECULATION)
     """drafts per step: auto lays out what brings most tokens per second by the measured cost of steps, down to plain
     decoding where drafts do not pay; off decodes plainly; a number lays out that many drafts with all their masks,
-    whatever it costs (with --worker-address it is a bound on what the workers do). Requests may ask for fewer. The text
-    is the same with each"""
+    whatever it costs (with --worker-address it is a bound on what the workers do). Requests may ask for a number of
+    their own. The text is the same with each"""
+    max_request_speculation: int | None = _speculation(None, whole(0, MAX_DRAFT_LENGTH, "K"))
+    """largest `speculation` of a request: a number there is a command, so many mask drafts in each decode step whatever
+    they cost, (K+1)^2 rows, which its API key is charged for. 0 refuses it. By default as many as there are masks"""
     calibration_seconds: float = _own_speculation(3.0, seconds(0))
     """seconds of measuring what steps cost, at the first start of a model on a machine (then kept in
     ~/.cache/spaceserve if nothing else disturbed it, and held against a plain step at each start); 0 learns it while

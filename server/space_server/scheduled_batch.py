@@ -9,7 +9,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
 
 from space_server.batch.sequence import RunningSequence
-from space_server.speculation.controller import Controller, DraftLimits, StepLoad
+from space_server.speculation.controller import Controller, DraftLimits, StepLoad, choose_layouts
 from space_server.step_cost import StepCost, StepShape
 
 LEAST_ROWS = 8  # every step with pending prompt tokens computes at least so many: prefill progresses under any budget
@@ -115,11 +115,14 @@ def plan_step(
         rows_of = _prompt_rows(reading, budget.rows(decoding, able), block_size)
     chunks = [(one, rows, rows == one.num_pending) for one in able if (rows := rows_of.get(one.seq_id, 1))]
     limits = [draft_limits_of(sequence, block_size) for sequence, _, closes in chunks if closes]
-    layouts = controller.layouts(limits, _load(chunks))
-    plans = _plans(chunks, [limit.fit(layout) for limit, layout in zip(limits, layouts, strict=True)])
+    wanted = choose_layouts(controller, limits, _load(chunks))
+    layouts = [limit.fit(layout) for limit, layout in zip(limits, wanted, strict=True)]
+    plans = _plans(chunks, layouts)
     shape = shape_of(plans)
-    if not budget.allows(shape):  # prompt rows are at their minimum already: leave out drafts
-        plans = _plans(chunks, [DraftLayout.plain()] * len(limits))
+    if not budget.allows(shape):  # prompt rows are at their minimum already: leave out drafts that are not forced
+        plain = DraftLayout.plain()
+        kept = [layout if limit.num_forced else plain for limit, layout in zip(limits, layouts, strict=True)]
+        plans = _plans(chunks, kept)
         shape = shape_of(plans)
     return ScheduledBatch(plans, out_of_slots, shape)
 
@@ -205,5 +208,6 @@ def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         not sequence.sampling_params.greedy,
         sequence.acceptance,
         sequence.draft_chances,
-        sequence.drafter is not None,
+        sequence.drafter is not None and not sequence.num_forced_drafts,
+        sequence.num_forced_drafts,
     )

@@ -46,6 +46,16 @@ def test_space_is_plain_bit_by_bit(model: str, cell: Cell, subject_of: Subjects)
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+FORCED = {"model": ("llama", "gemma2"), "layout": ("forced",), "company": ("batch",)}
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FORCED, **FEW_LAWS), ids=name_of)
+def test_space_is_plain_bit_by_bit_with_drafts_that_requests_command(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=name_of)
 def test_space_is_plain_bit_by_bit_with_the_embedded_model(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)

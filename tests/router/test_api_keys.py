@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 from space_router.api_keys import ApiKey, KeyLimits, RateLimit
 from space_router.api_keys import rate_limits as limits_of
+from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.errors import RateLimited
 from space_router.metrics import Metrics
 
@@ -57,6 +58,17 @@ def test_tokens_are_charged_as_they_come_and_a_debt_is_paid_off_first() -> None:
     assert asks(key, "") == 91, "90 tokens of debt and one to begin with, at one a second"
     clock.now = 91.0
     assert asks(key, "") is None
+
+
+def test_forced_drafts_take_of_the_tokens_and_are_counted_as_none() -> None:
+    metrics, clock = Metrics(), Clock()
+    key = rate_limits(clock, metrics=metrics, tokens_per_minute=60)
+    request = ValidRequest("r", (1,), SamplingOptions(seed=1), num_forced_drafts=2)
+    key[""].charge(0, 20, request.charge(20, 10) - 20)
+    assert request.charge(20, 10) == 90
+    assert ValidRequest("r", (1,), SamplingOptions(seed=1)).charge(20, 10) == 20
+    assert asks(key, "") == 31, "90 - 60 tokens of debt and one to begin with"
+    assert metrics.value("spaceserve_key_tokens_total", key="none", kind="generated") == 20
 
 
 def test_only_so_many_requests_at_once_and_a_place_is_free_again_when_one_ends() -> None:

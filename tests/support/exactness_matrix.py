@@ -106,6 +106,8 @@ FEW_IDS = "few_ids"
 """Beside PROCESSORS: three ids are allowed, so that the text repeats itself, exactly and nearly."""
 TEMPERATURES = (0.0, 0.8, 1.0)
 LAYOUTS = ("k0", "k1", "k2", "k3", "k4", "k5", "pruned", "stale", "mixed")
+FORCED = (3, 0, 5, 1)
+"""Forced drafts of the requests of seats 0, 1, 2, 3 with the layout "forced", where the controller would draft none."""
 SOURCES = ("lookup", "predicted", "half predicted", "wrongly predicted", "half predicted and lookup")
 """Drafts from beside the masks, as a worker has them that serves."""
 
@@ -159,7 +161,7 @@ def layout_for(name: str, connection: int) -> DraftLayout:
             DraftLayout.full(1, 1),
         )
         return mixed[connection % len(mixed)]
-    k = int(name.removeprefix("k"))
+    k = FORCED[connection] if name == "forced" else int(name.removeprefix("k"))
     return DraftLayout.full(k, k) if k else DraftLayout.plain()
 
 
@@ -392,7 +394,11 @@ class Run:
             asked, long = sampling_of_seat(cell, connection), cell.context == "long" and connection == 0
             plain = subject.plain(connection, *asked, long=long)
             prediction = _prediction(drafts, plain.tokens, subject.live_ids)
-            request = replace(subject.request(connection, *asked, long=long), prediction=prediction)
+            request = replace(
+                subject.request(connection, *asked, long=long),
+                prediction=prediction,
+                num_forced_drafts=FORCED[connection] if cell.layout == "forced" else 0,
+            )
             self._records.append(ClientSequence(request))
             self._plain.append(plain)
         self._waiting = list(self._connections)
@@ -428,7 +434,8 @@ class Run:
         self._source = ScriptedDrafts(right, live_ids) if right is not None else None
         sources = DraftSources(lookup="lookup" in self._drafts) if self._drafts in SOURCES else None
         self._connection_of: dict[int, int] = {}
-        controller = FixedLayout(lambda room: layout_for(self._cell.layout, self._connection_of.get(room.seq_id, 0)))
+        chosen = "k0" if self._cell.layout == "forced" else self._cell.layout
+        controller = FixedLayout(lambda room: layout_for(chosen, self._connection_of.get(room.seq_id, 0)))
         worker = make_worker(self._model, controller, self._source, sources=sources)
         rows = CHUNK_ROWS[self._cell.context] if self._cell.prefill == "chunked" else 4096
         self._client = WorkerClient(worker, max_prefill_rows=rows, automatic=True)

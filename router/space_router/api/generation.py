@@ -98,11 +98,12 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: Metrics,
         plan: GenerationPlan,
-        charge: Callable[[int, int], None] = lambda num_prompt, num_generated: None,
+        charge: Callable[[int, int, float], None] = lambda num_prompt, num_generated, num_more: None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """`charge(num_prompt, num_generated)` is called with the prompt tokens once, and with the generated tokens at
-        the end of each choice. `tracer`: creates a span for each choice; None turns tracing off.
+        """`charge(num_prompt, num_generated, num_more)` is called with the prompt tokens once, and at the end of each
+        choice with the generated tokens and what forced drafts cost beyond them. `tracer`: creates a span for each
+        choice; None turns tracing off.
         """
         self.plan = plan
         self._charge = charge
@@ -143,7 +144,7 @@ class Generation:
                 text = TextStream(self._tokenizer, choice.prompt.ids, choice.rules)
                 self.choices.append(ChoiceState(choice, stream, text, scope))
             undo.pop_all()
-        self._charge(sum(len(prompt.ids) for prompt in self.plan.prompts), 0)
+        self._charge(sum(len(prompt.ids) for prompt in self.plan.prompts), 0, 0)
         return self
 
     async def __aexit__(
@@ -157,9 +158,11 @@ class Generation:
             outcome = self._outcome if progress.finish is None else progress.finish.value
             self._metrics.requests_total.labels(outcome=outcome).inc()
             self._metrics.request_seconds.observe(seconds)
-            self._charge(0, progress.stream.statistics.num_generated)
-            if (trace := progress.stream.request.trace) is not None:
-                trace.ended(outcome, progress.stream.statistics)
+            request, statistics = progress.stream.request, progress.stream.statistics
+            num_generated = statistics.num_generated
+            self._charge(0, num_generated, request.charge(num_generated, statistics.num_steps) - num_generated)
+            if request.trace is not None:
+                request.trace.ended(outcome, statistics)
             await progress.scope.aclose()
 
     def _followed(self, request: ValidRequest) -> ValidRequest:

@@ -56,6 +56,14 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
     )
 
 
+def max_forced_drafts(config: ServeConfig, facts: WorkerModelFacts, adapter: str = "") -> int:
+    """Return the largest number that a request's `speculation` may be; 0: none."""
+    if config.lookup == "only":
+        return 0
+    bounds = (config.max_draft_length, config.max_request_speculation, facts.max_draft_length)
+    return min(facts.num_masks_of(adapter), *(bound for bound in bounds if bound is not None))
+
+
 @dataclass(frozen=True)
 class RequestBuilder:
     """Builds plans from parameters and prompts, for one model and config."""
@@ -214,7 +222,7 @@ class RequestBuilder:
                 f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `{wanted.limit_param}`.",
                 param="min_tokens",
             )
-        drafts = self._speculation(wanted.speculation)
+        max_drafts, num_forced = self._speculation(wanted.speculation, wanted.adapter)
         prediction = self._prediction(wanted.prediction)
         stop_ids = tuple(dict.fromkeys(self.check_ids(wanted.stop_token_ids or (), "stop_token_ids")))
         choices = []
@@ -227,7 +235,8 @@ class RequestBuilder:
                 max_tokens=self._limit(wanted, len(prompt.ids)),
                 eos_ids=() if wanted.ignore_eos else self.end_ids(wanted.end_ids),
                 stop_ids=stop_ids,
-                max_draft_length=drafts,
+                max_draft_length=max_drafts,
+                num_forced_drafts=num_forced,
                 prediction=prediction,
                 want_logprobs=wanted.num_logprobs is not None,
                 num_logprobs=wanted.num_logprobs or 0,
@@ -400,17 +409,31 @@ class RequestBuilder:
             )
         return tuple(ids)
 
-    def _speculation(self, wanted: str | int | None) -> int | None:
-        """Return the maximum drafts per step: the request's, at most the server's."""
-        if wanted is None:
-            return self.config.max_draft_length
-        if wanted == "auto" or isinstance(wanted, str):
-            return self.config.max_draft_length if wanted == "auto" else 0
-        if wanted > self.facts.max_draft_length:
+    def _speculation(self, wanted: str | int | None, adapter: str) -> tuple[int | None, int]:
+        """Return the most drafts per step (None: the worker chooses) and how many from masks are forced (0: none)."""
+        if wanted is None or wanted == "auto":
+            return self.config.max_draft_length, 0
+        if isinstance(wanted, str) or wanted == 0:
+            return 0, 0
+        most = max_forced_drafts(self.config, self.facts, adapter)
+        if wanted > most:
             raise InvalidRequest(
-                f'`speculation` must be "auto", "off" or 0 to {self.facts.max_draft_length} for this model; got '
-                f"{short_repr(wanted)}.",
+                f"`speculation` is {short_repr(wanted)}: {self._why_not_forced(most, adapter)}. The text is the same "
+                "with each.",
                 param="speculation",
             )
-        bound = self.config.max_draft_length
-        return wanted if bound is None else min(wanted, bound)
+        return wanted, wanted
+
+    def _why_not_forced(self, most: int, adapter: str) -> str:
+        """Return why a request cannot have more than `most` forced drafts, and what it can have."""
+        if most:
+            return f'at most {most} drafts per step can be asked for here; send that, or "auto" or "off"'
+        if self.config.speculation == "off":
+            reason = "this server decodes plainly (`--speculation off`)"
+        elif self.config.max_request_speculation == 0:
+            reason = "this server lets no request choose its drafts (`--max-request-speculation 0`)"
+        elif self.config.lookup == "only":
+            reason = "this server lays out no masks (`--lookup only`)"
+        else:
+            reason = f"`{adapter or self.text.name}` has no masks to draft from"
+        return f'{reason}; leave it out, or send "auto" or "off"'

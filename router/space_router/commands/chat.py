@@ -44,7 +44,7 @@ examples:
 Into a pipe or a file goes the answer alone, without colours; NO_COLOR=1 leaves them out of a terminal too.
 """
 _HELP = """\
-  /auto /off /k N          drafts per step: as many as pay, none, at most N; the text stays the same
+  /auto /off /k N          drafts per step: as many as pay, none, always N; the text stays the same
   /temperature X           0 is greedy; without X: as the server has it
   /seed N                  the same seed gives the same text; without N: a new one each time
   /max N                   most tokens of an answer; without N: as the server has it

@@ -220,7 +220,8 @@ class Scheduler:
             pages,
             num_cached,
             block_size=self.facts.block_size,
-            num_drafted=min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
+            num_drafted=live.request.num_forced_drafts
+            or min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
             most_slots=self._most_slots(live),
         )
         grammar = live.request.sampling.grammar
@@ -281,6 +282,7 @@ class Scheduler:
             self._publish(sequence, num_whole)
         if delta.decoded:
             sequence.drafted(delta.drafted)
+        if delta.decoded and not live.request.num_forced_drafts:
             self._num_drafted += (delta.drafted - self._num_drafted) * FORGETTING
         if part.finish:
             sequence.finished = True

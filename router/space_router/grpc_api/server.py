@@ -19,7 +19,7 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.fields import ChatBody
 from space_router.api.ops.operating import VERSION
-from space_router.api.request_builder import RequestBuilder
+from space_router.api.request_builder import RequestBuilder, max_forced_drafts
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
 from space_router.errors import ConfigError, InvalidRequest, SlowReader
@@ -189,7 +189,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         if facts is not None:
             reply.max_model_len, reply.vocab_size = facts.window, facts.vocab_size
             reply.dtype, reply.device = facts.dtype, facts.device
-            reply.max_draft_length, reply.num_masks = facts.max_draft_length, facts.num_masks
+            reply.max_draft_length, reply.num_masks = max_forced_drafts(service.config, facts), facts.num_masks
             reply.synthetic_acceptance.extend(facts.synthetic_acceptance)
         return reply
 

@@ -35,7 +35,7 @@ export function offer(select, options) {
 }
 
 export function draftOptions(info) {
-  const most = info.speculation.max_draft_length ?? 0;
-  const bounds = Array.from({ length: most }, (_, place) => [String(place + 1), `at most ${place + 1}`]);
-  return [["auto", "auto"], ...bounds, ["off", "off"]];
+  const most = info.speculation.max_request ?? 0;
+  const numbers = Array.from({ length: most }, (_, place) => [String(place + 1), `always ${place + 1}`]);
+  return [["auto", "auto"], ...numbers, ["off", "off"]];
 }

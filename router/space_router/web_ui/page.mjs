@@ -132,7 +132,7 @@ async function run() {
 }
 
 const titleOf = (speculation) =>
-  speculation === "off" ? "Plain decoding" : speculation === "auto" ? "With drafts" : `With at most ${speculation} drafts`;
+  speculation === "off" ? "Plain decoding" : speculation === "auto" ? "With drafts" : `With ${speculation} drafts a step`;
 
 /** New panes for the sides; of two, none may find the prompt computed by the other. */
 function arrange(wanted, seed, prompt) {

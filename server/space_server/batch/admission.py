@@ -63,11 +63,16 @@ def admit(
     _check_prediction(message.prediction, facts)
     adapter, num_masks = _masks(message.adapter, facts)
     sampling_params = _sampling_params(message.sampling, message.limits, facts.vocab_size)
-    bound = min(max_drafts, message.max_draft_length)
+    num_masks = num_masks if sources.masks else 0
+    forced, bound = message.num_forced_drafts, min(max_drafts, message.max_draft_length)
+    if forced > min(bound, num_masks):
+        raise AdmissionError(
+            f"{forced} drafts per step are asked for; this worker drafts at most {min(bound, num_masks)} from masks."
+        )
     # Without drafts no drafter is needed, except to count which ids of a prediction appeared.
     in_grammar = message.sampling.HasField("grammar")
     drafter = None
-    if bound or message.prediction:
+    if message.prediction or (bound and not forced):
         drafter = sources.drafter(message.num_prompt, message.prediction, in_grammar=in_grammar)
     return RunningSequence(
         seq_id=message.seq_id,
@@ -77,14 +82,15 @@ def admit(
         pages=list(message.pages),
         sampling_params=sampling_params,
         limits=limits,
-        max_drafts=bound,
+        max_drafts=forced or bound,
+        num_forced_drafts=forced,
         num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device)
         if sampling_params.penalises
         else None,
         adapter=adapter,
-        num_masks=num_masks if sources.masks else 0,
+        num_masks=num_masks,
         drafter=drafter,
         waits=in_grammar,
     )

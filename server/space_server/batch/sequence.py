@@ -96,6 +96,7 @@ class RunningSequence:
     sampling_params: SamplingParams
     limits: SequenceLimits
     max_drafts: int  # bound on drafts per step
+    num_forced_drafts: int = 0  # mask drafts of each step, whatever they cost; 0: as many as pay
     num_logprobs: int | None = None  # alternatives to report per emitted id; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for prompt ids
     counts: TokenCounts | None = None  # of `ids`, where a penalty is set

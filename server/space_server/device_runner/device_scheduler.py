@@ -27,8 +27,12 @@ _PLENTY = 1 << 30
 
 def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller) -> DraftLayout:
     """Return the layout for a step launched before the last is read: the controller's choice for the average sequence,
-    with all drafts it could have.
+    with all drafts it could have, widened to the drafts that some sequence must have.
     """
+    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
+    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
+    if not sequences:
+        return DraftLayout.full(most_forced, most_forced)
     bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
     limit = DraftLimits(
         seq_id=sequences[0].seq_id,
@@ -41,7 +45,7 @@ def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller) -
     if any(not sequence.sampling_params.greedy for sequence in sequences):
         noisy = DraftLimits(limit.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=limit.acceptance)
         limits = [limit if sequence.sampling_params.greedy else noisy for sequence in sequences]
-    return limit.fit(controller.layouts(limits, _load(sequences))[0])
+    return _widened(limit.fit(controller.layouts(limits, _load(sequences))[0]), most_forced)
 
 
 def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controller, block_size: int) -> DraftLayout:
@@ -51,6 +55,10 @@ def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controlle
     Drafts from other sources are added as long as their expected gain exceeds the cost of their rows in the whole
     batch.
     """
+    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
+    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
+    if not sequences:
+        return DraftLayout.full(most_forced, most_forced)
     average, limits = _average(sequences), []
     for sequence in sequences:
         limit = draft_limits_of(sequence, block_size)
@@ -74,7 +82,14 @@ def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controlle
         if gain > best:
             num_drafts, best = depth, gain
     masks = tuple(max(_mask(layout, group) for layout in layouts) for group in range(num_drafts + 1))
-    return DraftLayout.of(num_drafts, masks)
+    return _widened(DraftLayout.of(num_drafts, masks), most_forced)
+
+
+def _widened(layout: DraftLayout, num_drafts: int) -> DraftLayout:
+    """Return the smallest layout that contains this one and the full layout of `num_drafts`."""
+    most = max(layout.num_drafts, num_drafts)
+    forced = DraftLayout.full(num_drafts, num_drafts)
+    return DraftLayout.of(most, tuple(max(_mask(layout, group), _mask(forced, group)) for group in range(most + 1)))
 
 
 def _reach(limit: DraftLimits, depth: int) -> float:
@@ -120,7 +135,11 @@ class DeviceScheduler:
     @property
     def reads_first(self) -> bool:
         """Whether each step waits until the last is read, because a drafter reads some sequence's text."""
-        return any(one.drafter.reads for one in self._batch if one.drafter is not None and one.max_drafts > 0)
+        return any(
+            one.drafter.reads
+            for one in self._batch
+            if one.drafter is not None and one.max_drafts > 0 and not one.num_forced_drafts
+        )
 
     def admit(self, running: Iterable[RunningSequence], *, works: bool = True) -> None:
         """Move running sequences that fit to the device, if it `works`, and remove those that no longer run.

@@ -29,6 +29,7 @@ class DraftLimits:
     acceptance: Acceptance | None = None  # of drafts from its masks
     chances: Sequence[float] = ()  # acceptance of each draft, given those before; only of drafts from no mask
     is_read: bool = False  # has a drafter that reads its text
+    num_forced: int = 0  # mask drafts that the request commands; 0: the controller chooses
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
         """Return the layout reduced to the drafts and masks that this sequence has and can use.
@@ -47,8 +48,8 @@ class DraftLimits:
 class StepLoad(NamedTuple):
     """The rest of the step's work."""
 
-    num_prefill_rows: int = 0
-    num_prefill_pairs: int = 0  # (prefill row, previously computed id) pairs
+    num_prefill_rows: int = 0  # and the rows of sequences with forced drafts
+    num_prefill_pairs: int = 0  # (such a row, previously computed id) pairs
     num_context: int = 0  # computed ids, summed over the sequences that reach their root
 
 
@@ -97,6 +98,19 @@ class FixedLayout:
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """Do nothing: the rule is fixed."""
+
+
+def choose_layouts(controller: Controller, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+    """Return one layout per sequence that reaches its root: where drafts are forced those, else the controller's."""
+    free = [one for one in limits if not one.num_forced]
+    if len(free) == len(limits):
+        return controller.layouts(limits, load)
+    forced = [DraftLayout.full(min(one.num_drafts, one.num_forced), one.num_forced) for one in limits if one.num_forced]
+    num_rows = sum(1 + layout.num_drafts + layout.num_masks for layout in forced)
+    num_pairs = num_rows * load.num_context // len(limits)
+    rest = StepLoad(load.num_prefill_rows + num_rows, load.num_prefill_pairs + num_pairs, load.num_context)
+    of_forced, of_free = iter(forced), iter(controller.layouts(free, rest))
+    return [next(of_forced if one.num_forced else of_free) for one in limits]
 
 
 _STATIONARY_ROUNDS = 64
@@ -509,6 +523,7 @@ class SpeculationController:
     def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         """Return the layout of each sequence, before `DraftLimits.fit`."""
         if not limits:
+            self._watched = False
             return []
         num_read = sum(one.is_read for one in limits)
         self._proposals.stepped(len(limits), num_read, by_masks=self._rule is not None)

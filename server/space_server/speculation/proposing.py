@@ -24,6 +24,8 @@ class Proposing:
         are none.
         """
         assert sequence.drafter is not None
+        if sequence.num_forced_drafts:  # all of them from masks
+            return None
         grammar = sequence.grammar if self._in_grammars else None
         if grammar is None and not sequence.drafter.reads:
             return None

@@ -9,7 +9,7 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import CostOrigin
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 7
+PROTOCOL_MINOR = 8
 
 
 def hello_of(

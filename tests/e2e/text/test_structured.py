@@ -42,7 +42,7 @@ def described(text: str) -> dict[str, Any]:
 def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
     live: Any, drafting: Any, sampling_params: str
 ) -> None:
-    most = live.get("/info")["speculation"]["max_draft_length"]
+    most = live.get("/info")["speculation"]["max_request"]
     fields = {"max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, "return_token_ids": True}
     answers = {
         bound: (drafting if isinstance(bound, int) else live).complete(

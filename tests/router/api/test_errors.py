@@ -62,7 +62,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "logprobs": 21}, "logprobs", "20"),
     ({"prompt": "x", "logprobs": True}, "logprobs", "integer"),
     ({"prompt": "x", "speculation": "on"}, "speculation", "auto"),
-    ({"prompt": "x", "speculation": 99}, "speculation", "0 to 3"),
+    ({"prompt": "x", "speculation": 99}, "speculation", "at most 3 drafts per step"),
     ({"prompt": "x", "speculation": True}, "speculation", "auto"),
     ({"prompt": "x", "timeout": 0}, "timeout", "greater than 0"),
     ({"prompt": "x", "request_id": "a b"}, "request_id", "pattern"),

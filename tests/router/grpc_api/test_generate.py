@@ -301,7 +301,7 @@ async def test_info_says_what_is_served_and_within_which_limits(router: Any) -> 
     assert (info.model, info.version) == (body["model_id"], body["version"])
     assert (info.max_model_len, info.vocab_size) == (body["max_total_tokens"], body["vocab_size"])
     assert (info.max_choices, info.max_stop_strings) == (body["max_best_of"], body["max_stop_sequences"])
-    assert info.max_draft_length == body["speculation"]["max_draft_length"]
+    assert info.max_draft_length == body["speculation"]["max_request"]
 
 
 ROOM = {"window": 4096, "num_blocks": 2048}

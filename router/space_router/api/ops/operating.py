@@ -7,7 +7,7 @@ from pydantic import Field
 from space_common.version import version
 from starlette.responses import Response
 
-from space_router.api.request_builder import choice_id
+from space_router.api.request_builder import choice_id, max_forced_drafts
 from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
@@ -100,11 +100,12 @@ class Cancelled(ResponseModel):
 
 
 class SpeculationInfo(ResponseModel):
-    """What drafts, and how much."""
+    """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be."""
 
     default: str
     max_draft_length: Count | None
     num_masks: Count | None
+    max_request: Count | None
     draft_head: bool | None
 
 
@@ -249,6 +250,7 @@ def describe(service: Service) -> dict[str, Any]:
             "default": config.speculation,
             "max_draft_length": None if facts is None else facts.max_draft_length,
             "num_masks": None if facts is None else facts.num_masks,
+            "max_request": None if facts is None else max_forced_drafts(config, facts),
             "draft_head": None if facts is None else facts.has_draft_head,
         },
         "step_costs": None if facts is None else _step_costs(facts),

@@ -90,7 +90,8 @@ class RequestQueue:
     Within a level, between keys: start-time fair queueing. The key that was served the fewest tokens goes next, on a
     virtual clock that stands at the start tag of the last request served, so an idle key earns no credit. At its first
     admission a request is charged for the prompt ids to compute and an output of average length; when it ends, the
-    charge is corrected to the actual counts. Requests without a key share one.
+    charge is corrected to the actual counts. With forced drafts the rows of the decode steps are charged. Requests
+    without a key share one.
 
     Within a key: the earliest arrival plus `ageing` seconds per level. Requests whose deadline is near go before, the
     earliest deadline first, if they arrived less than `ageing` seconds after the head.
@@ -195,7 +196,8 @@ class RequestQueue:
         self.remove(live)
         if live.num_charged is None:
             tenant = self._tenant_of(live)
-            live.num_charged = num_prefill + self.expected_answer(live)
+            answer = self.expected_answer(live)
+            live.num_charged = num_prefill + live.request.charge(answer, answer / (live.request.num_forced_drafts + 1))
             self._clock = tenant.finish = max(self._clock, tenant.finish)
             self._charge(tenant, live.num_charged)
         if self._last_admission is not None:
@@ -207,7 +209,8 @@ class RequestQueue:
         if live.num_charged is not None:
             self._answer += 0.05 * (live.num_generated - self._answer)
             tenant = self._tenant_of_key(live.request.key)
-            self._charge(tenant, live.num_prompt - live.statistics.num_cached + live.num_generated - live.num_charged)
+            used = live.request.charge(live.num_generated, live.statistics.num_steps)
+            self._charge(tenant, live.num_prompt - live.statistics.num_cached + used - live.num_charged)
             if not len(tenant) and tenant.finish <= self._clock:
                 del self._tenants[tenant.key]  # a new queue would get the same start tag
 

@@ -116,6 +116,7 @@ class ValidRequest:
     eos_ids: tuple[int, ...] = ()  # empty: EOS is ignored
     stop_ids: tuple[int, ...] = ()
     max_draft_length: int | None = None  # maximum drafts per step; None: the worker chooses; 0: plain decoding
+    num_forced_drafts: int = 0  # mask drafts of each decode step, whatever they cost; 0: the worker chooses
     want_logprobs: bool = False
     num_logprobs: int = 0  # alternatives per emitted id, 0..20
     num_prompt_logprobs: int | None = None  # alternatives per prompt id; None: no logprobs of the prompt
@@ -128,6 +129,13 @@ class ValidRequest:
     key: str = ""  # name of the API key, never the key itself; "": none. Keys share the server fairly
     stops_on_text: bool = False  # a stop string may end it before max_tokens
     trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: not traced
+
+    def charge(self, num_tokens: float, num_steps: float) -> float:
+        """Return the tokens that its key is charged for generating `num_tokens` in `num_steps` decode steps: these, or
+        with forced drafts the rows of the steps if they are more.
+        """
+        rows_per_step = (self.num_forced_drafts + 1) ** 2 if self.num_forced_drafts else 0
+        return max(num_tokens, num_steps * rows_per_step)
 
     @property
     def can_end_early(self) -> bool:

@@ -35,6 +35,7 @@ class WorkerModelFacts:
     device: str
     attention: str
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
+    adapter_masks: tuple[int, ...] = ()  # masks of each
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
@@ -44,6 +45,10 @@ class WorkerModelFacts:
     def num_slots(self) -> int:
         """Slots of all pages together."""
         return self.block_size * self.num_blocks
+
+    def num_masks_of(self, adapter: str) -> int:
+        """Return the masks of an adapter; "": the checkpoint's own."""
+        return self.adapter_masks[self.adapters.index(adapter)] if adapter else self.num_masks
 
     @property
     def text_depends_on(self) -> tuple[str, ...]:
@@ -67,7 +72,8 @@ class WorkerModelFacts:
 
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:
-        values = {name: getattr(hello, name) for name in cls.__dataclass_fields__}
+        values = {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name != "adapter_masks"}
+        values["adapter_masks"] = tuple(adapter.num_masks for adapter in hello.adapters)
         lists = {name: tuple(values[name]) for name in ("mask_ids", "eos_ids", "synthetic_acceptance")}
         return cls(**{**values, **lists, "adapters": tuple(adapter.name for adapter in hello.adapters)})
 
@@ -90,6 +96,7 @@ def admit(
             sampling=sampling(request.sampling),
             limits=worker_pb2.Limits(max_tokens=live.max_tokens, eos_ids=request.eos_ids, stop_ids=request.stop_ids),
             max_draft_length=max_draft_length,
+            num_forced_drafts=request.num_forced_drafts,
             num_logprobs=request.num_logprobs,
             want_logprobs=request.want_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,

@@ -99,7 +99,13 @@ async def test_info_says_what_runs(router: Any) -> None:
     assert (info["model_id"], info["max_total_tokens"], info["ready"]) == ("tiny", 512, True)
     assert info.keys() >= TGI_INFO
     assert (info["max_input_tokens"], info["validation_workers"], info["router"]) == (511, 1, "spaceserve")
-    assert info["speculation"] == {"default": "auto", "max_draft_length": 3, "num_masks": 3, "draft_head": False}
+    assert info["speculation"] == {
+        "default": "auto",
+        "max_draft_length": 3,
+        "num_masks": 3,
+        "max_request": 3,
+        "draft_head": False,
+    }
     assert (await router.client.get("/version")).json()["version"] == info["version"]
     assert (await router.client.get("/load")).json()["num_running"] == 0
     assert (await router.client.get("/openapi.json")).status_code == 200

@@ -90,6 +90,7 @@ class Script:
     language: Language = field(default_factory=lambda: HashLanguage(range(4, 250)))
     accepts: Accepts = sometimes
     draft_length: int = 3  # drafts it lays out where slots and limits allow
+    num_masks: int | None = None  # None: as many as `draft_length`
 
     vocab_size: int = 256
     block_size: int = 4

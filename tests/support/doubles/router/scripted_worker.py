@@ -266,6 +266,7 @@ class Figures:
     num_cached_ids: int = 0  # over all admits
     num_computed_prompt_ids: int = 0  # rows of prefill
     num_admits_by_adapter: Counter[str] = field(default_factory=Counter)
+    num_admits_by_forced: Counter[int] = field(default_factory=Counter)  # drafts that the request commands
 
 
 class ScriptedBatch:
@@ -329,6 +330,7 @@ class ScriptedBatch:
         if admit.adapter and admit.adapter not in self.script.adapters:
             raise Violation(f"seq_id {admit.seq_id} asks for the adapter {admit.adapter}")
         self.figures.num_admits_by_adapter[admit.adapter] += 1
+        self.figures.num_admits_by_forced[admit.num_forced_drafts] += 1
         bound = self._start.max_draft_length
         self.sequences[admit.seq_id] = ScriptedSequence(admit, self.script, self._ledger, bound)
         self.figures.num_admits += 1
@@ -487,7 +489,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             num_blocks=script.num_blocks,
             window=script.window,
             max_draft_length=script.draft_length,
-            num_masks=script.draft_length,
+            num_masks=script.draft_length if script.num_masks is None else script.num_masks,
             mask_ids=script.mask_ids,
             dtype="float32",
             device="cpu",
