@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Compiled:
 
 
 def triton_modules() -> list[str]:
-    """Return the package's modules with kernels: `space_kernels.layers.norm_triton`, …"""
+    """Return the package's modules with kernels: `space_kernels.layers.layers_triton`, …"""
     package = Path(__file__).parent
     found = (path.relative_to(package.parent).with_suffix("") for path in package.rglob("*_triton.py"))
     return sorted(".".join(path.parts) for path in found)
@@ -72,19 +72,10 @@ def triton_modules() -> list[str]:
 
 def tuned_in(module: str) -> list[Tuned]:
     """Return a module's configurations. Raises ValueError if it lists none."""
-    found = importlib.import_module(module)
-    entries = [_tuned(entry) for entry in getattr(found, "TUNED", ())]
+    entries = list(getattr(importlib.import_module(module), "TUNED", ()))
     if not entries:
         raise ValueError(f"{module} lists no configurations; give it a TUNED of space_kernels.build.launch.Tuned.")
     return entries
-
-
-def _tuned(entry: Any) -> Tuned:
-    if isinstance(entry, Tuned):
-        return entry
-    if isinstance(entry, Mapping):
-        return Tuned(**entry)
-    return Tuned(**{name: getattr(entry, name) for name in Tuned.__dataclass_fields__})
 
 
 def compile_one(job: Job) -> Compiled:

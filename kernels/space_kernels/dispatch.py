@@ -3,7 +3,7 @@
     operation         CPU                              CUDA                        CUDA without triton
     space_attention   torch_backend                    attention_triton            torch_backend
                       bfloat16: cpu_backend
-    rms_norm, …       norm, rotary, activation         norm_triton, …              norm, rotary, activation
+    rms_norm, …       norm, rotary, activation         layers_triton               norm, rotary, activation
     linear            packed_linear.PackedLinear       cuda_linear.CudaLinear      cuda_linear.CudaLinear
                       bfloat16: cpu_linear.CompiledLinear
       exact           (always exact)                   cuda_linear.ExactLinear     ValueError
@@ -19,39 +19,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from space_kernels.attention import torch_backend as torch_attention
-from space_kernels.attention.attention import QKV, Attention, KVPages
+from space_kernels.attention.attention import QKV, Attention
 from space_kernels.attention.cpu_backend import CompiledAttention
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.layers import activation, norm, rotary
-from space_kernels.layers.rotary import HeadCounts, HeadNorm
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
+from space_kernels.sampling import device_sampling
+from space_kernels.sampling.device_sampling import Prefixes, SamplingTensors, Stages
+from space_kernels.sampling.sampler import SampledTokens
+from space_kernels.step import draft_head
+from space_kernels.step import state as step_state
+from space_kernels.step import synthetic_acceptance as synthetic_acceptance_ops
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepIndex, StepState
+from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
+from space_kernels.step.verification import StepVerification
 
 _log = logging.getLogger(__name__)
 
 _CURE = "Install it with `pip install triton` (Linux; it comes with torch's CUDA builds)."
-
-
-class RotaryStore(Protocol):
-    """`space_kernels.layers.rotary.rotary_store`."""
-
-    def __call__(
-        self,
-        fused: Tensor,
-        angles: tuple[Tensor, Tensor],
-        pages: KVPages,
-        slots: Tensor,
-        heads: HeadCounts,
-        norm: HeadNorm | None = None,
-    ) -> QKV:
-        """Return views of `fused`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Ops:
     attend: Attention | None  # attends pages that already hold them; None: this backend has no separate attend
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    rotary_store: RotaryStore
+    rotary_store: Callable[..., QKV]
     swiglu: Callable[[Tensor], Tensor]
     linear: Callable[[Tensor, Tensor | None], nn.Module]  # weight [out, in], bias [out]
 
@@ -74,13 +65,9 @@ class Ops:
 
 
 def ops_for(
-    device: torch.device | str,
-    *,
-    attention: str = "auto",
-    exact: bool = False,
-    dtype: torch.dtype = torch.float32,
+    device: torch.device | str, *, attention: str = "auto", exact: bool = False, dtype: torch.dtype = torch.float32,
     fp8_kv: bool = False,
-) -> Ops:
+) -> Ops:  # fmt: skip
     """Return the operations for a device and dtype.
 
     `attention`: "torch", "triton" (GPU only) or "auto", the fastest built-in one; library backends are chosen in
@@ -124,30 +111,61 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, fp8_kv: boo
 def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     """Return torch's own operations, for any device."""
     return Ops(
-        attention="torch",
-        space_attention=torch_attention.space_attention,
-        attend=None,
-        rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm,
-        rotary_store=rotary.rotary_store,
-        swiglu=activation.swiglu,
-        linear=linear,
-    )
+        attention="torch", space_attention=torch_attention.space_attention, attend=None, rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm, rotary_store=rotary.rotary_store, swiglu=activation.swiglu, linear=linear,
+    )  # fmt: skip
 
 
 def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     """Return Triton's kernels, for a CUDA device or for Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default value; setting it silences triton 3.9
     from space_kernels.attention import attention_triton
-    from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
+    from space_kernels.layers import layers_triton
 
     return Ops(
-        attention="triton",
-        space_attention=attention_triton.space_attention,
-        attend=attention_triton.attend_stored,
-        rms_norm=norm_triton.rms_norm,
-        add_rms_norm=norm_triton.add_rms_norm,
-        rotary_store=rotary_triton.rotary_store,
-        swiglu=swiglu_triton.swiglu,
-        linear=linear,
-    )
+        attention="triton", space_attention=attention_triton.space_attention, attend=attention_triton.attend_stored,
+        rms_norm=layers_triton.rms_norm, add_rms_norm=layers_triton.add_rms_norm,
+        rotary_store=layers_triton.rotary_store, swiglu=layers_triton.swiglu, linear=linear,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """One implementation of each part of a step; the references are in `state`, `device_sampling`, `draft_head`, …"""
+
+    rows: Callable[[StepState, StepIndex, Tensor | None], DeviceRows]
+    verify_step: Callable[[StepState, StepIndex, DeviceRows, SampledTokens], StepVerification]
+    masks: Callable[[StepState, StepIndex, StepVerification], DeviceMaskRows]
+    advance: Callable[[StepState, DeviceRows, StepVerification, Tensor, Tensor, Tensor], Tensor]
+    sample: Callable[[Tensor, SamplingTensors, Stages, Prefixes, Tensor, Tensor | None], SampledTokens]
+    edit: Callable[[Tensor, SamplingTensors, Stages, Prefixes, Tensor, Tensor | None], Tensor]
+    sample_candidates: draft_head.SampleCandidates
+    synthetic_accept: Callable[[SyntheticAcceptanceTensors, Tensor, Tensor, StepVerification, Tensor, Tensor], Tensor]
+
+
+def step_ops_for(device: torch.device | str) -> StepOps:
+    """Return Triton's kernels for a CUDA device if triton is installed, else torch's operations."""
+    if torch.device(device).type != "cuda" or find_spec("triton") is None:
+        return reference_step_ops()
+    return triton_step_ops()
+
+
+def reference_step_ops() -> StepOps:
+    """Return torch's own operations, for any device."""
+    return StepOps(
+        rows=step_state.rows, verify_step=step_state.verify_step, masks=step_state.masks, advance=step_state.advance,
+        sample=device_sampling.sample, edit=device_sampling.edit, sample_candidates=draft_head.sample_candidates,
+        synthetic_accept=synthetic_acceptance_ops.synthetic_accept,
+    )  # fmt: skip
+
+
+def triton_step_ops() -> StepOps:
+    """Return Triton's kernels, for a CUDA device or for Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
+    from space_kernels.sampling import sampling_triton
+    from space_kernels.step import draft_head_triton, state_triton
+
+    return StepOps(
+        rows=state_triton.rows, verify_step=state_triton.verify_step, masks=state_triton.masks,
+        advance=state_triton.advance, sample=sampling_triton.sample, edit=sampling_triton.edit,
+        sample_candidates=draft_head_triton.sample_candidates, synthetic_accept=state_triton.synthetic_accept,
+    )  # fmt: skip

@@ -1,7 +1,5 @@
-"""fp8 (e4m3) conversions for Triton kernels by integer operations, so that they work on every GPU.
-
-GPUs below compute capability 8.9 have no e4m3 instructions, and Triton's interpreter rounds differently from hardware.
-"""
+"""fp8 (e4m3) conversions for Triton kernels by integer operations, so that they work on every GPU. GPUs below compute
+capability 8.9 have no e4m3 instructions, and Triton's interpreter rounds differently from hardware."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     for _number in (signal.SIGTERM, signal.SIGINT):  # until torch and transformers are imported: no traceback
         signal.signal(_number, lambda number, frame: os._exit(0))
 
-from space_server.machine.cores import sleep_soon
+from space_server.machine.threads import sleep_soon
 
 if __name__ == "__main__":
     sleep_soon(os.environ)  # before torch loads OpenMP
@@ -55,12 +55,11 @@ from space_model.networks.network import PagedKV
 from space_model.networks.tensor_parallel import check_ranks
 from space_model.space_model import SpaceModel
 
-from space_server.config import parse
-from space_server.device_runner.device_scheduler import why_on_host
+from space_server.config import ModelSource, on_first_gpu, parse, say
+from space_server.device_runner.device_batch import why_on_host
 from space_server.drafts.drafts import DraftSources
-from space_server.grammar.grammars import Grammars
-from space_server.grpc_server.service import WorkerService, start_server
-from space_server.machine.cores import keep_off_last, num_cores, num_threads
+from space_server.grammar import Grammars
+from space_server.grpc_server import WorkerService, start_server
 from space_server.machine.energy import Meter, find_sensors
 from space_server.machine.machine_load import GpuLoad, LoadWatch
 from space_server.machine.memory import (
@@ -74,21 +73,17 @@ from space_server.machine.memory import (
     use_one_heap,
 )
 from space_server.machine.nvml import Nvml
-from space_server.machine.threads import run_in_thread
+from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread
+from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.attention_choice import choose_ops
-from space_server.startup.calibration import calibrate, time_plain_step
+from space_server.startup.calibration import CostFile, calibrate, starting_costs, time_plain_step
+from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
-from space_server.startup.machine_check import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
 from space_server.startup.model_need import ModelNeed, num_blocks_of
-from space_server.startup.model_source import ModelSource, say
-from space_server.startup.one_gpu import on_first_gpu
-from space_server.startup.starting_costs import CostFile, starting_costs
 from space_server.step_cost import StepCost, StepShape
-from space_server.step_model import StepModel
-from space_server.tensor_parallel.leader import TensorParallelLeader
-from space_server.tensor_parallel.rank_place import RankPlace, following, leading
+from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker
 
 if TYPE_CHECKING:
@@ -267,39 +262,18 @@ def build_worker(
         _log.warning("--lookup %s: while lookup reads texts, device steps are not launched ahead", config.lookup)
     sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
     worker = Worker(
-        model,
-        synthetic=synthetic,
-        sources=sources,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        max_draft_length=config.max_draft_length,
-        prefill_seconds=config.prefill_budget,
-        kv=kv,
-        cost=cost,
-        controller=FixedLayout.full(fixed) if fixed else None,
-        device_steps=steps != "host",
-        eager=steps == "eager",
-        grammars=_grammars(source.checkpoint(), facts),
-    )
+        model, synthetic=synthetic, sources=sources, num_blocks=num_blocks, block_size=config.block_size,
+        max_sequences=config.max_sequences, max_draft_length=config.max_draft_length,
+        prefill_seconds=config.prefill_budget, kv=kv, cost=cost, controller=FixedLayout.full(fixed) if fixed else None,
+        device_steps=steps != "host", eager=steps == "eager", grammars=_grammars(source.checkpoint(), facts),
+    )  # fmt: skip
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
-        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
-        facts.name,
-        facts.number_format,
-        facts.dtype_reason,
-        facts.device,
-        facts.num_ranks,
-        facts.attention,
-        facts.window,
-        facts.num_masks,
-        facts.has_draft_head,
-        ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
-        num_blocks,
-        config.block_size,
-        num_blocks * config.block_size * facts.kv_bytes_per_token,
-        time.perf_counter() - started,
-    )
+        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f", facts.name, facts.number_format, facts.dtype_reason,
+        facts.device, facts.num_ranks, facts.attention, facts.window, facts.num_masks, facts.has_draft_head,
+        ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none", num_blocks, config.block_size,
+        num_blocks * config.block_size * facts.kv_bytes_per_token, time.perf_counter() - started,
+    )  # fmt: skip
     return worker
 
 
@@ -334,13 +308,10 @@ def measured_cost(
         return None
     cost = found.cost()
     _log.info(
-        "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
-        steps,
-        len(found.points),
-        found.origin.source,
-        time.perf_counter() - begun,
+        "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms", steps,
+        len(found.points), found.origin.source, time.perf_counter() - begun,
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
-    )
+    )  # fmt: skip
     return cost
 
 

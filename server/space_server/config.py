@@ -1,22 +1,113 @@
-"""The worker's command line."""
+"""The worker's command line, its models' folders, and its GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
+import torch
+from space_common import default_model
+from space_common.default_model import DEFAULT_BASE
+from space_common.hub import Hub, HubError, is_hub_id
 from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import KV_DTYPES, WEIGHTS
 
-CHOICES = {
-    "weights": WEIGHTS,
-    "kv_dtype": KV_DTYPES,
-    "attention": ATTENTION_NAMES,
-    "cpu_kernels": cpu_library.CHOICES,
-}
+from space_server.tensor_parallel import RankPlace
+
+CHOICES = {"weights": WEIGHTS, "kv_dtype": KV_DTYPES, "attention": ATTENTION_NAMES, "cpu_kernels": cpu_library.CHOICES}
 
 
 def parse(arguments: Sequence[str]) -> WorkerSettings:
     """Parse the command line. Exits with status 2 and one line if it is invalid."""
     return WorkerSettings.parse(arguments, CHOICES)
+
+
+class ModelSource:
+    """The configured model, its base and its adapters."""
+
+    def __init__(self, config: WorkerSettings) -> None:
+        self._model = config.model
+        self._adapters = config.adapter
+        self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
+        self._folders: dict[str, Path] = {}
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the model, fetching it if needed. Raises ModelError."""
+        return Checkpoint.open(self._model, self.fetch)
+
+    def adapters(self) -> dict[str, str]:
+        """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""
+        return {
+            name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).exists() else place
+            for name, place in self._adapters
+        }
+
+    def fetch(self, model: str) -> Path:
+        """Return the folder of a hub id, or the file of the default model's weights.
+        The configured revision applies to the model only, not to its base or adapters."""
+        if model not in self._folders:
+            hub = self._hub if model == self._model else replace(self._hub, revision=None)
+            try:
+                self._folders[model] = default_model.fetch(hub) if model == DEFAULT_BASE else hub.fetch(model)
+            except HubError as error:
+                raise CheckpointNotFound(str(error)) from error
+        return self._folders[model]
+
+
+def say(line: str) -> None:
+    """Tell the waiting parent process that the worker is busy, not failed."""
+    sys.stdout.write(f"busy {line}\n")
+    sys.stdout.flush()
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_log = logging.getLogger(__name__)
+
+
+def on_first_gpu(
+    config: WorkerSettings,
+    place: RankPlace | None,
+    environment: MutableMapping[str, str],
+    count: Callable[[], int] | None = None,
+) -> tuple[WorkerSettings, RankPlace | None]:
+    """Make the GPU of `--device`, or of this rank, the only visible one, and return both arguments adapted to it.
+
+    Kernels, events and graphs use a thread's current device, which is GPU 0 in every new thread. Must run before torch
+    initializes CUDA, which reads the variable once. `count`: returns the number of GPUs visible afterwards. Raises
+    InvalidSetting if the variable leaves no such GPU, or was read already.
+    """
+    if place is None:
+        number = config.device.removeprefix("cuda:") if config.device.startswith("cuda:") else ""
+        if number.isdecimal() and int(number):
+            _see(int(number), environment, count or torch.cuda.device_count)
+            return replace(config, device="cuda:0"), None
+    elif place.local_rank and config.device in ("auto", "cuda"):
+        _see(place.local_rank, environment, count or torch.cuda.device_count)
+        return config, replace(place, local_rank=0)
+    return config, place
+
+
+def _see(number: int, environment: MutableMapping[str, str], count: Callable[[], int]) -> None:
+    """Make only this one of the visible GPUs visible."""
+    seen = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    if VISIBLE in environment and number >= len(seen):
+        raise InvalidSetting(
+            f"GPU {number} is asked for; {VISIBLE}={environment[VISIBLE]} leaves {len(seen)}, counted from 0."
+        )
+    environment[VISIBLE] = seen[number] if seen else str(number)
+    found = count()
+    if found > 1:
+        raise InvalidSetting(
+            f"GPU {number} cannot be made the only one of this process: torch sees {found}. Start it with "
+            f"{VISIBLE}={environment[VISIBLE]}."
+        )
+    if found:
+        _log.info("this process sees GPU %d alone, as cuda:0", number)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from space_kernels.sampling.sampler import IdLogprobs
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.heads import DraftHeadWeights
+from space_model.model_facts import ModelFacts
+from space_model.networks.network import PagedKV
+from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence, SequenceEnd
-from space_server.drafts.drafts import BY_MASKS, Origin, Proposal
+from space_server.drafts.drafts import BY_MASKS, NOT_FORCED, Origin, Proposal
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
 from space_server.speculation.controller import Controller
 from space_server.step_cost import StepShape
@@ -58,11 +63,8 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of one step.
-
-    The first three are model computation: the network, its heads, and tensor work over the vocabulary. The rest of a
-    step is host time, part of which is measured below.
-    """
+    """Seconds of one step. The first three are model computation: the network, its heads, and tensor work over the
+    vocabulary. The rest of a step is host time, part of which is measured below."""
 
     forward: float = 0.0  # network, and the head over the chain rows; on a device the whole step
     sample: float = 0.0  # logits processors, sampling, log-probabilities
@@ -120,17 +122,11 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def schedule(
-        self,
-        batch: Iterable[RunningSequence],
-        budget: PrefillBudget,
-        *,
-        reported: Set[int] = frozenset(),
+        self, batch: Iterable[RunningSequence], budget: PrefillBudget, *, reported: Set[int] = frozenset(),
         elsewhere: Sequence[RunningSequence] = (),
-    ) -> Any | None:
+    ) -> Any | None:  # fmt: skip
         """Select the sequences and layouts of the next step; None: nothing is to be executed.
-
-        `reported`: numbers of sequences stepped already for this report. `elsewhere`: sequences of other runners.
-        """
+        `reported`: numbers of sequences stepped already for this report. `elsewhere`: sequences of other runners."""
 
     @abstractmethod
     def execute_model(self, scheduled: Any) -> None:
@@ -154,3 +150,69 @@ class ModelRunner(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Wait for the steps in flight, and drop every sequence."""
+
+
+class StepModel(Protocol):
+    """A decoder on a paged KV cache. `space_model.SpaceModel` implements it."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Sizes, token ids and device of the model."""
+
+    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
+        """Return the draft head of an adapter's masks (None: the checkpoint's own), or None if there is none."""
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+        """Allocate a KV cache of num_blocks · block_size slots."""
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """Return [R, hidden] after the final norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, V] float32."""
+
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """[N, hidden], ids [N, M] -> [N, M] float32."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[N] -> [N, hidden]."""
+
+
+class Proposing:
+    """Asks drafters, and cuts what they propose at the first id that could never be sampled."""
+
+    def __init__(self, facts: ModelFacts, *, in_grammars: bool = True) -> None:
+        """`in_grammars`: also propose what a grammar forces."""
+        self._not_drafted, self._vocab_size = frozenset(facts.mask_ids), facts.vocab_size
+        self._in_grammars = in_grammars
+
+    def proposal(self, sequence: RunningSequence, tokens: Sequence[int], wanted: int) -> Proposal | None:
+        """Return at most `wanted` ids to follow the sequence's and `tokens`, which its drafter has read; None if there
+        are none."""
+        assert sequence.drafter is not None
+        if sequence.num_forced_drafts:  # all of them from masks
+            return None
+        grammar = sequence.grammar if self._in_grammars else None
+        if grammar is None and not sequence.drafter.reads:
+            return None
+        forced = NOT_FORCED if grammar is None else grammar.forced(tokens, wanted)
+        proposal = sequence.drafter.propose(wanted, forced)
+        if proposal is None:
+            return None
+        ids = self.valid(sequence, tokens, proposal.ids)
+        if not ids:
+            return None
+        return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
+
+    def valid(self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int]) -> list[int]:
+        """Return the drafts after `tokens` up to the first that could never be sampled."""
+        grammar = sequence.grammar
+        if not self.are_ids(drafts):
+            drafts = drafts[: [self.are_ids([id_]) for id_ in drafts].index(False)]
+        return drafts if grammar is None else drafts[: grammar.num_possible(tokens, drafts)]
+
+    def are_ids(self, drafts: list[int]) -> bool:
+        """Whether all are ids of the vocabulary and none is a mask."""
+        if not drafts:
+            return True
+        return min(drafts) >= 0 and max(drafts) < self._vocab_size and self._not_drafted.isdisjoint(drafts)

@@ -25,11 +25,8 @@ class PrefillBudget:
     cost: StepCost | None = None  # estimates the duration; needed with `seconds`
 
     def rows(self, decoding: Sequence[RunningSequence], able: Sequence[RunningSequence]) -> int:
-        """Return the number of prompt tokens for the next step.
-
-        `able`: all sequences that can run; `decoding`: those with one pending id. Every prompt row is costed at the
-        longest computed prefix among the prompts.
-        """
+        """Return the number of prompt tokens for the next step. `able`: all sequences that can run; `decoding`: those
+        with one pending id. Every prompt row is costed at the longest computed prefix among the prompts."""
         if self.seconds is None or self.cost is None or not decoding:
             return self.max_rows
         computed = max(sequence.num_computed for sequence in able if sequence.num_pending > 1)
@@ -86,13 +83,9 @@ class ScheduledBatch:
 
 
 def plan_step(
-    sequences: Iterable[RunningSequence],
-    controller: Controller,
-    *,
-    block_size: int,
-    budget: PrefillBudget,
+    sequences: Iterable[RunningSequence], controller: Controller, *, block_size: int, budget: PrefillBudget,
     beside: Iterable[RunningSequence] = (),
-) -> ScheduledBatch:
+) -> ScheduledBatch:  # fmt: skip
     """Schedule every sequence, oldest first, within its slots and the prefill budget.
 
     A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: sequences
@@ -142,8 +135,7 @@ def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[Sche
 
 def _prompt_rows(reading: list[RunningSequence], budget: int, block_size: int) -> dict[int, int]:
     """Split the budget: half for prompts that it completes, the shortest first; the rest for the oldest. Returns rows
-    by seq_id. A short prompt does not wait for a long one, and a long one makes progress.
-    """
+    by seq_id. A short prompt does not wait for a long one, and a long one makes progress."""
     wanted = {s.seq_id: min(s.num_pending, s.num_free_slots(block_size)) for s in reading}
     rows = dict.fromkeys(wanted, 0)
     half = budget // 2
@@ -201,13 +193,7 @@ def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         slots = sequence.num_free_slots(block_size) - sequence.num_pending
         num_drafts = max(0, min(num_drafts, sequence.max_drafts, slots, num_left - 1))
     return DraftLimits(
-        sequence.seq_id,
-        num_drafts,
-        sequence.most_masks,
-        num_left,
-        not sequence.sampling_params.greedy,
-        sequence.acceptance,
-        sequence.draft_chances,
-        sequence.drafter is not None and not sequence.num_forced_drafts,
+        sequence.seq_id, num_drafts, sequence.most_masks, num_left, not sequence.sampling_params.greedy,
+        sequence.acceptance, sequence.draft_chances, sequence.drafter is not None and not sequence.num_forced_drafts,
         sequence.num_forced_drafts,
-    )
+    )  # fmt: skip

@@ -29,20 +29,17 @@ DRIFT_RATE, PLACE_RATE = 0.02, 0.06
 KNOWN = 8  # steps after which a place is no longer new; places measured at start are not new
 SURPRISE = 1.1
 """Ratio of change of a place's cost that counts as a surprise, after which choices are re-evaluated. A single step of a
-known place never does: on a noisy machine every tenth step is off by a quarter.
-"""
+known place never does: on a noisy machine every tenth step is off by a quarter."""
 
 SMOOTHNESS = 0.1  # penalty on bends in the fit, relative to the points: without measurements the cost stays linear
 LEAK = 0.002  # share of a place's correction forgotten at each of its steps, so that common errors move to the drift
 NEAR, CAUTION = 3, 0.02
 """Distance, in eighths of a doubling, up to which a larger place is trusted like a known one; each further eighth adds
-CAUTION to its expected cost. So unseen shapes are tried only for a large expected gain.
-"""
+CAUTION to its expected cost. So unseen shapes are tried only for a large expected gain."""
 
 TURN, TURN_RATE, TURN_STEPS = math.log(1.5), 0.1, 32
 """The machine's speed has changed if known places are off by TURN (log), averaged at TURN_RATE; then TURN_STEPS steps
-correct the drift alone. A known place does not change so much by itself.
-"""
+correct the drift alone. A known place does not change so much by itself."""
 
 FOLLOW_RATE = 0.25  # how fast the drift follows in these steps
 STILL_KNOWN = 2
@@ -50,8 +47,7 @@ STILL_KNOWN = 2
 
 OUTLIER, NEW_OUTLIER = 2.0, 4.0
 """A step that took more than so many times the expected time teaches no more than this. The second bound is for the
-first step of a place, whose expectation is a guess; such a step does not count as one, so that the next is trusted.
-"""
+first step of a place, whose expectation is a guess; such a step does not count as one, so that the next is trusted."""
 
 _KEYS = 1024.0
 
@@ -61,8 +57,7 @@ UNTRIED = math.log(1.25)  # initial deviation: the first chunk is some two third
 MOST_ERROR = math.log(4.0)  # of one step, either way: larger ones are interruptions of the machine
 PREFIX_NEAR, PER_DOUBLING = 256, 0.35
 """Ids added to both lengths, and the extra log cost per doubling of the prefix beyond the longest measured one: its
-keys may not fit a cache. Only a prompt whose prefix is cached can start so far out.
-"""
+keys may not fit a cache. Only a prompt whose prefix is cached can start so far out."""
 
 
 class StepShape(NamedTuple):
@@ -372,8 +367,7 @@ def _eighths(number: int) -> int:
 
 def _least_squares(parts: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> list[float]:
     """Return non-negative weights that minimize |parts·weights - wanted|, by coordinate descent, which cannot
-    diverge.
-    """
+    diverge."""
     scale = np.maximum(np.linalg.norm(parts, axis=0), 1e-12)
     scaled = parts / scale
     gram, target = scaled.T @ scaled, scaled.T @ wanted

@@ -11,24 +11,26 @@ from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
 from space_server.batch.admission import AdmissionError, admit, check_pages
-from space_server.batch.running_batch import RunningBatch, Waiting
+from space_server.batch.sequence import RunningBatch, Waiting
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.drafts.acceptance import Acceptance, shapes_by_adapter
-from space_server.drafts.drafts import DraftSource, DraftSources
+from space_server.drafts.drafts import Acceptance, DraftSource, DraftSources, shapes_by_adapter
 from space_server.engine import EngineCore
-from space_server.grammar.grammars import Grammars
-from space_server.host_runner.host_runner import HostRunner
-from space_server.machine.device_health import is_lost
-from space_server.machine.memory import give_back_unused, is_out_of_memory
-from space_server.model_runner import SequenceOutput, StepOutput
+from space_server.grammar import Grammars
+from space_server.host_runner import HostRunner
+from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
+from space_server.model_runner import SequenceOutput, StepModel, StepOutput
 from space_server.scheduled_batch import PrefillBudget
 from space_server.speculation.controller import Controller
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost
-from space_server.step_model import StepModel
-from space_server.worker_messages.failure import failure_message
-from space_server.worker_messages.hello import PROTOCOL_MAJOR, PROTOCOL_MINOR, hello_of
-from space_server.worker_messages.step_report import commit, count_steps, report_paused
+from space_server.worker_messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    commit,
+    count_steps,
+    failure_message,
+    report_paused,
+)
 
 MAX_PREFILL_ROWS = 512  # prompt tokens per step (the prefill chunk) until a router's Start sets it
 SOURCE_DRAFTS = 8  # default draft bound per step where other sources than masks propose drafts
@@ -42,31 +44,16 @@ class ProtocolError(Exception):
 
 class Worker:
     """Runs the sequences that the router admits, on the KV-cache blocks that it grants.
-
-    worker.apply(pb.Command(admit=...)); report = worker.step()
-    """
+    worker.apply(pb.Command(admit=...)); report = worker.step()"""
 
     def __init__(
-        self,
-        model: StepModel,
-        *,
-        num_blocks: int,
-        block_size: int = 16,
-        max_sequences: int = 64,
-        max_draft_length: int | None = None,
-        max_prefill_rows: int = MAX_PREFILL_ROWS,
-        prefill_seconds: float | None = None,
-        cost: StepCost | None = None,
-        controller: Controller | None = None,
-        draft_source: DraftSource | None = None,
-        sources: DraftSources | None = None,
-        synthetic: SyntheticAcceptance | None = None,
-        kv: PagedKV | None = None,
-        device_steps: bool = False,
-        eager: bool = False,
-        grammars: Grammars | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+        self, model: StepModel, *, num_blocks: int, block_size: int = 16, max_sequences: int = 64,
+        max_draft_length: int | None = None, max_prefill_rows: int = MAX_PREFILL_ROWS,
+        prefill_seconds: float | None = None, cost: StepCost | None = None, controller: Controller | None = None,
+        draft_source: DraftSource | None = None, sources: DraftSources | None = None,
+        synthetic: SyntheticAcceptance | None = None, kv: PagedKV | None = None, device_steps: bool = False,
+        eager: bool = False, grammars: Grammars | None = None, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
 
         `max_prefill_rows`: prompt tokens per step until a Start sets it. `prefill_seconds`: longest duration of a step
@@ -99,26 +86,13 @@ class Worker:
         device = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
             device = DeviceRunner(
-                model,
-                self.kv,
-                max_sequences=max_sequences,
-                controller=controller,
-                cost=self.cost,
-                max_drafts=self.max_draft_length,
-                eager=eager,
-                synthetic=synthetic,
-                clock=clock,
-            )
+                model, self.kv, max_sequences=max_sequences, controller=controller, cost=self.cost,
+                max_drafts=self.max_draft_length, eager=eager, synthetic=synthetic, clock=clock,
+            )  # fmt: skip
         host = HostRunner(
-            model,
-            self.kv,
-            controller=controller,
-            cost=self.cost,
-            draft_source=draft_source,
-            synthetic=synthetic,
-            seconds_beside=lambda: None if device is None else device.did_other_work(),
-            clock=clock,
-        )
+            model, self.kv, controller=controller, cost=self.cost, draft_source=draft_source, synthetic=synthetic,
+            seconds_beside=lambda: None if device is None else device.did_other_work(), clock=clock,
+        )  # fmt: skip
         self.engine = EngineCore(host, device, self._sources)
         self.reset()
 
@@ -135,25 +109,43 @@ class Worker:
 
     def hello(self, incarnation: str) -> pb.Hello:
         """Return the Hello message that describes this worker to the router."""
-        return hello_of(
-            self.facts,
-            incarnation,
-            num_blocks=self.num_blocks,
+        facts = self.facts
+        return pb.Hello(
+            protocol_major=PROTOCOL_MAJOR,
+            protocol_minor=PROTOCOL_MINOR,
+            incarnation=incarnation,
+            model_hash=facts.model_hash,
+            tokenizer_hash=facts.tokenizer_hash,
+            vocab_size=facts.vocab_size,
             block_size=self.block_size,
-            max_sequences=self.max_sequences,
+            num_blocks=self.num_blocks,
+            window=facts.window,
             max_draft_length=self.max_draft_length,
+            num_masks=facts.num_masks,
+            mask_ids=sorted(set(facts.mask_ids)),
+            dtype=facts.number_format,
+            device=str(facts.device),
+            has_draft_head=facts.has_draft_head,
+            model_name=facts.name,
+            max_sequences=self.max_sequences,
+            attention=facts.attention,
+            eos_ids=facts.eos_ids,
             takes_grammars=self.waiting.why_none is None,
-            synthetic=self.synthetic,
-            cost_origin=self.cost.origin,
+            synthetic_acceptance=self.synthetic.chances if self.synthetic is not None else (),
+            step_cost_source=self.cost.origin.source,
+            step_cost_reason=self.cost.origin.reason,
+            adapters=[
+                pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
+                for adapter in facts.adapters
+                if adapter.name
+            ],
         )
 
     # ------------------------------------------------------------------------------------------ commands
 
     def apply(self, command: pb.Command) -> None:
         """Apply one command. A failure ends only the sequence concerned, unless the device is lost.
-
-        Raises ProtocolError if the router violates the protocol.
-        """
+        Raises ProtocolError if the router violates the protocol."""
         match command.WhichOneof("command"):
             case "start":
                 self._start(command.start)
@@ -210,13 +202,9 @@ class Worker:
             self.batch.fail(message.seq_id, f"The worker runs {self.max_sequences} sequences already, its most.")
         else:
             sequence = admit(
-                message,
-                self.facts,
-                num_blocks=self.num_blocks,
-                block_size=self.block_size,
-                max_drafts=self._draft_bound,
-                sources=self._sources,
-            )
+                message, self.facts, num_blocks=self.num_blocks, block_size=self.block_size,
+                max_drafts=self._draft_bound, sources=self._sources,
+            )  # fmt: skip
             refused = self.waiting.why_refused(sequence) if sequence.waits else None
             if refused is not None:
                 self.batch.fail(sequence.seq_id, refused)
@@ -274,9 +262,7 @@ class Worker:
 
     def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
         """Run one step of every sequence that can run. Returns the report, or None if there is nothing to report.
-
-        `report`: an empty message to fill. The caller numbers it.
-        """
+        `report`: an empty message to fill. The caller numbers it."""
         started, runners = self._clock(), self.engine.runners
         waited = sum(runner.waited for runner in runners)
         pause = None if self._ended is None else started - self._ended

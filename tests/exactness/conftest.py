@@ -41,11 +41,8 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture(scope="session")
 def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Subject]:
-    """(family or `embedded`, dtype) -> the model and its plain texts, once per session.
-
-    `attention` "torch": with torch's operations where else compiled ones would be taken; `weights` and `kv_dtype` as
-    of load_model.
-    """
+    """(family or `embedded`, dtype) -> the model and its plain texts, once per session. `attention` "torch": with
+    torch's operations where else compiled ones would be taken; `weights` and `kv_dtype` as of load_model."""
     subjects: dict[tuple[str, str, str, str, str], Subject] = {}
 
     def find(name: str, dtype: str, attention: str = "auto", weights: str = "plain", kv_dtype: str = "auto") -> Subject:

@@ -10,8 +10,7 @@ from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_common.worker_client import WorkerClientError
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.paging.step_rows import Ints, StepRows
-from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_rows import SamplingRow, SamplingRows
+from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow, SamplingRows
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks import llama_network
 from space_server.batch.sequence import SequenceEnd, SequenceLimits
@@ -117,7 +116,7 @@ def agreement_anywhere(patch: Patch) -> None:
     def count(samples: Sequence[int], drafts: Sequence[int]) -> int:
         return sum(sample == draft for sample, draft in zip(samples, drafts, strict=False))
 
-    patch.setattr("space_server.host_runner.host_runner.num_accepted", count)
+    patch.setattr("space_server.host_runner.num_accepted", count)
 
 
 def one_seed_for_all(patch: Patch) -> None:

@@ -88,26 +88,18 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         router = WorkerClient(plain)
         assert request.max_tokens is not None
         sequence = router.generate(
-            request.prompt_ids,
-            max_tokens=request.max_tokens,
-            sampling=worker_messages.sampling(request.sampling),
-            eos_ids=request.eos_ids,
-            max_draft_length=0,
-        )
+            request.prompt_ids, max_tokens=request.max_tokens, sampling=worker_messages.sampling(request.sampling),
+            eos_ids=request.eos_ids, max_draft_length=0,
+        )  # fmt: skip
         return tuple(sequence.tokens)
 
     def run(seed: int, *, on_device: bool = False) -> Counter[str]:
         dice = random.Random(f"worker {seed}")
         num_blocks = dice.choice([13, 14, 16])
         scenario = Scenario.random(
-            seed,
-            window=WINDOW,
-            num_slots=num_blocks * BLOCK_SIZE,
-            vocabulary=WORDS,
-            eos_ids=(7, 8),
-            max_drafts=4,
+            seed, window=WINDOW, num_slots=num_blocks * BLOCK_SIZE, vocabulary=WORDS, eos_ids=(7, 8), max_drafts=4,
             num_visits=7,
-        )
+        )  # fmt: skip
         texts = {visit.request.request_id: solo_text(visit.request) for visit in scenario.visits}
         oracle = Oracle(dice.choice([0, 5, 8, 10]))
         oracle.texts = [[*v.request.prompt_ids, *texts[v.request.request_id]] for v in scenario.visits]
@@ -116,15 +108,11 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
 
         def new_worker() -> TableWorker:
             worker = Worker(
-                model,
-                num_blocks=num_blocks,
-                block_size=BLOCK_SIZE,
-                max_sequences=dice.choice([3, 6]),
+                model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_sequences=dice.choice([3, 6]),
                 controller=None if measured else FixedLayout.full(dice.choice([1, 3, 4])),
-                draft_source=None if measured or on_device else oracle,
-                device_steps=on_device,
+                draft_source=None if measured or on_device else oracle, device_steps=on_device,
                 kv=workers[0]._worker.kv if workers and scenario.num_workers == 1 else None,
-            )
+            )  # fmt: skip
             workers.append(TableWorker(worker, len(workers)))
             return workers[-1]
 

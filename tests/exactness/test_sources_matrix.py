@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from exactness_matrix import AXES, FEW_IDS, Cell, Mismatch, Subject, check_sources, require_every_length
 from pairwise import covering_cases
-from space_server.host_runner.host_runner import HostRunner
+from space_server.host_runner import HostRunner
 
 Subjects = Callable[[str, str], Subject]
 
@@ -53,18 +53,9 @@ def test_every_three_conditions_together(model: str, cell: Cell, subject_of: Sub
 
 
 CELL = Cell(
-    dtype="float32",
-    layout="k3",
-    temperature=0.8,
-    processor=FEW_IDS,
-    company="batch",
-    prefill="whole",
-    prefix="miss",
-    life="restarted",
-    head=True,
-    context="short",
-    stale="left",
-)
+    dtype="float32", layout="k3", temperature=0.8, processor=FEW_IDS, company="batch", prefill="whole", prefix="miss",
+    life="restarted", head=True, context="short", stale="left",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("life", AXES["life"])

@@ -81,11 +81,7 @@ def block_with_coins(p: Floats, q: Floats, drafts: list[int], rng: np.random.Gen
 
 @pytest.mark.parametrize(
     ("rule", "verify_sequences"),
-    [
-        (Rule.TOKEN_WISE, token_wise_with_coins),
-        (Rule.PUBLISHED, published_with_coins),
-        (Rule.BLOCK, block_with_coins),
-    ],
+    [(Rule.TOKEN_WISE, token_wise_with_coins), (Rule.PUBLISHED, published_with_coins), (Rule.BLOCK, block_with_coins)],
 )
 def test_the_distribution_is_that_of_the_algorithm_run_with_coins(rule: Rule, verify_sequences: Judge) -> None:
     p, q, drafts = drawn(3)

@@ -15,9 +15,9 @@ from space_common.worker_settings import StepsHere
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server.device_runner.device_scheduler import why_on_host
+from space_server.device_runner.device_batch import why_on_host
+from space_server.model_runner import StepModel
 from space_server.step_cost import StepCost
-from space_server.step_model import StepModel
 from space_server.worker import Worker
 
 from gpu.llama import FIRST_MASK, NUM_MASKS, Foretold

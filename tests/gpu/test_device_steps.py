@@ -9,7 +9,7 @@ import pytest
 from exactness_matrix import Subject
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
-from space_server.device_runner.device_scheduler import why_on_host
+from space_server.device_runner.device_batch import why_on_host
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 

@@ -17,7 +17,7 @@ from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
-from space_server.device_runner.device_scheduler import why_on_host
+from space_server.device_runner.device_batch import why_on_host
 from space_server.machine.memory import free_bytes
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate

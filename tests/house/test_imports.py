@@ -115,9 +115,9 @@ import sys
 sys.modules.update(dict.fromkeys({BARE!r}))
 sys.path[:0] = ["tests/support", "tests"]
 import importlib.resources, pytest
-import gpu.__main__, space_server.__main__, space_server.grpc_server.service
+import gpu.__main__, space_server.__main__, space_server.grpc_server
 from gpu.stages import kernel_tests
-from space_server.grammar.grammars import Grammars
+from space_server.grammar import Grammars
 with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:
     print(Grammars.of(folder, 4096, ()).why_none)
 words = ["--collect-only", "-qq", "-p", "no:cacheprovider"]

@@ -127,7 +127,7 @@ DATES = {
     "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
     "router/space_router/api/service.py",  # `created` of a model
     "router/space_router/text/chat_template.py",  # `strftime_now`
-    "server/space_server/startup/starting_costs.py",  # the day on which a file was written
+    "server/space_server/startup/calibration.py",  # the day on which a file was written
 }
 """Where a date is told to clients, or to readers of a file; nothing is computed with it."""
 

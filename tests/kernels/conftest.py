@@ -19,8 +19,7 @@ def library(request: pytest.FixtureRequest) -> CpuLibrary:
 @pytest.fixture
 def dots_round_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of float32 tiles in Triton's interpreter, as if summed exactly: numpy's library sums a row otherwise by
-    its place in the tile, on processors with registers of 256 bits. A device does not.
-    """
+    its place in the tile, on processors with registers of 256 bits. A device does not."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")

@@ -44,14 +44,14 @@ def test_a_cpu_gets_the_references(name: str, exact: bool) -> None:
 def test_a_gpu_gets_tritons_kernels_and_the_librarys_products_or_exact_ones() -> None:
     pytest.importorskip("triton")
     from space_kernels.attention import attention_triton
-    from space_kernels.layers import norm_triton, rotary_triton, swiglu_triton
+    from space_kernels.layers import layers_triton
 
     ops, exact = ops_for("cuda"), ops_for(torch.device("cuda", 1), exact=True)
     for one in (ops, exact):
         assert one.attention == "triton"
         assert one.space_attention is attention_triton.space_attention
-        assert (one.rms_norm, one.add_rms_norm) == (norm_triton.rms_norm, norm_triton.add_rms_norm)
-        assert (one.rotary_store, one.swiglu) == (rotary_triton.rotary_store, swiglu_triton.swiglu)
+        assert (one.rms_norm, one.add_rms_norm) == (layers_triton.rms_norm, layers_triton.add_rms_norm)
+        assert (one.rotary_store, one.swiglu) == (layers_triton.rotary_store, layers_triton.swiglu)
     assert (ops.linear, exact.linear) == (CudaLinear, ExactLinear)
     assert ops_for("cuda") is ops
 

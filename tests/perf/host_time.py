@@ -23,14 +23,14 @@ from space_eval.report import Spread
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.grpc_server.router_session import RouterSession
-from space_server.host_runner.host_runner import HostRunner
+from space_server.grpc_server import RouterSession
+from space_server.host_runner import HostRunner
 from space_server.machine.memory import keep_freed_memory
 from space_server.model_runner import SequenceOutput, StepTimes
 from space_server.scheduled_batch import ScheduledSequence
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
-from space_server.worker_messages.hello import PROTOCOL_MAJOR
+from space_server.worker_messages import PROTOCOL_MAJOR
 
 from perf.harness import TAILS, PerfError, Report, at_least, log, numbers, table, take_turns
 

@@ -27,10 +27,10 @@ from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import choose_threads
+from space_server.model_runner import StepModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.calibration import SECONDS, calibrate
 from space_server.step_cost import StepCost
-from space_server.step_model import StepModel
 from space_server.worker import Worker
 from tokenizers import Tokenizer
 from torch import Tensor

@@ -7,8 +7,8 @@ import pytest
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
-from space_server.grammar.grammars import Grammars
+from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_server.grammar import Grammars
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,18 @@ def grammars(byte_path: Path, byte_model: SpaceModel) -> Grammars:
     """For that model."""
     facts = byte_model.facts
     return Grammars.of(byte_path, facts.vocab_size, {*facts.mask_ids, *facts.eos_ids})
+
+
+@pytest.fixture(scope="session")
+def gated_of(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SpaceModel]:
+    """Dtype -> a model with three adapters: with a draft head of its own, with fewer masks, without a head."""
+    folder = tmp_path_factory.mktemp("adapters")
+    adapters = {
+        "wide": tiny_adapter(folder / "wide", tiny_path, num_masks=5, rank=8),
+        "narrow": tiny_adapter(folder / "narrow", tiny_path, num_masks=2, rank=3, seed=2),
+        "bare": tiny_adapter(folder / "bare", tiny_path, num_masks=5, seed=3, draft_head=False),
+    }
+    return lambda dtype: load_model(tiny_path, dtype=dtype, num_threads=1, adapters=adapters)
 
 
 @pytest.fixture

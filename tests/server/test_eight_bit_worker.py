@@ -16,9 +16,9 @@ from space_model.model_error import InvalidSetting
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
 from space_server.machine.memory import FreeMemory, NotEnoughMemory, choose_num_blocks
+from space_server.startup.calibration import CostFile
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed, check_fits
-from space_server.startup.starting_costs import CostFile
 from space_server.worker import Worker
 
 WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]
@@ -27,15 +27,9 @@ WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tiny_checkpoint(
-        tmp_path,
-        num_layers=6,
-        vocab_size=512,
-        dtype="bfloat16",
-        hidden_size=128,
-        num_heads=8,
-        kv_heads=8,
+        tmp_path, num_layers=6, vocab_size=512, dtype="bfloat16", hidden_size=128, num_heads=8, kv_heads=8,
         tie_word_embeddings=False,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])

@@ -1,51 +1,42 @@
 """SPACE is plain decoding, bit for bit: whatever k, layout, drafts, batch, chunks, pauses, and stale memory."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from doubles.worker import ScriptedDrafts
+from doubles.worker import PROMPTS, ScriptedDrafts
+from quantized_testing import write_quantized
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
 from space_server.worker import Worker
 
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 MAX_TOKENS = 24
 SAMPLINGS = {
     "greedy": pb.Sampling(),
     "sampled": pb.Sampling(seed=3, temperature=0.9),
     "truncated": pb.Sampling(seed=2**64 - 1, temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, typical_p=0.95),
     "edited": pb.Sampling(
-        seed=8,
-        choice=2,
-        temperature=0.8,
-        repetition_penalty=1.2,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        logit_bias={40: 2.0, 41: -3.0},
-        bad_words=[pb.IdRun(ids=[60]), pb.IdRun(ids=[40, 61])],
-        min_tokens=10,
+        seed=8, choice=2, temperature=0.8, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3,
+        logit_bias={40: 2.0, 41: -3.0}, bad_words=[pb.IdRun(ids=[60]), pb.IdRun(ids=[40, 61])], min_tokens=10,
     ),
-}
+}  # fmt: skip
 
 
 def decode(
-    model: SpaceModel,
-    sampling: pb.Sampling,
-    *,
-    controller: Controller | None = None,
-    max_draft_length: int = 99,
-    num_pages: int | None = None,
-    after_step: Callable[[Worker, WorkerClient], None] | None = None,
-    alone: bool = False,
+    model: SpaceModel, sampling: pb.Sampling, *, controller: Controller | None = None, max_draft_length: int = 99,
+    num_pages: int | None = None, after_step: Callable[[Worker, WorkerClient], None] | None = None, alone: bool = False,
     **settings: object,
-) -> list[ClientSequence]:
+) -> list[ClientSequence]:  # fmt: skip
     """Every prompt's run, with log-probabilities."""
     settings = {"num_blocks": 64, "block_size": 4} | settings
     worker = Worker(model, controller=controller or FixedLayout.full(3), **settings)  # type: ignore[arg-type]
@@ -55,14 +46,10 @@ def decode(
     for prompt in PROMPTS:
         numbers.append(
             router.admit(
-                prompt,
-                max_tokens=MAX_TOKENS,
-                sampling=sampling,
-                max_draft_length=max_draft_length,
-                num_pages=num_pages,
-                want_logprobs=True,
+                prompt, max_tokens=MAX_TOKENS, sampling=sampling, max_draft_length=max_draft_length,
+                num_pages=num_pages, want_logprobs=True,
             )
-        )
+        )  # fmt: skip
         if alone:
             router.run(after_step=hook)
     router.run(after_step=hook)
@@ -257,3 +244,35 @@ def test_a_batch_of_unequal_sequences_drafts_what_each_would_by_itself(tiny: Spa
     together = drafts(alone=False)
     assert all(together)
     assert together == drafts(alone=True)
+
+
+QUANTIZED_PROMPTS = [[70, 71, 72], [20] * 17 + [33, 90]]
+Text = tuple[list[int], list[float]]
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8 per tensor"])
+def test_any_drafts_on_quantised_weights_give_the_plain_text(kind: str, tiny_path: Path, tmp_path: Path) -> None:
+    write_quantized(tiny_path, tmp_path / "packed", tmp_path / "plain", kind)
+    model = load_model(tmp_path / "packed", dtype="float32", num_threads=1)
+
+    def texts(k: int, source: ScriptedDrafts | None = None) -> tuple[list[Text], set[int]]:
+        router = WorkerClient(
+            Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k), draft_source=source)
+        )
+        sampling = pb.Sampling(seed=3, temperature=0.9)
+        numbers = [router.admit(p, max_tokens=24, sampling=sampling, want_logprobs=True) for p in QUANTIZED_PROMPTS]
+        router.run()
+        runs = [router.sequences[number] for number in numbers]
+        found = [(run.tokens, [entry.logprob for report in run.reports for entry in report.logprobs]) for run in runs]
+        return found, {a for run in runs for a in run.accepted}
+
+    plain, _ = texts(0)
+    known = {
+        n: prompt + tokens
+        for n, (prompt, (tokens, _)) in enumerate(zip(QUANTIZED_PROMPTS, plain, strict=True), start=1)
+    }
+    drafts = ScriptedDrafts(known, wrong=lambda p: p % 8 in (0, 1), other=lambda id_: 9 + (id_ - 8) % 119)
+    assert texts(3)[0] == plain
+    found, accepted = texts(3, drafts)
+    assert found == plain
+    assert {0, 3} < accepted

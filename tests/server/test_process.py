@@ -20,12 +20,9 @@ ENVIRONMENT = os.environ | {"TQDM_DISABLE": "1"}
 
 def launch(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "space_server", *FLAGS, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-    )
+        [sys.executable, "-m", "space_server", *FLAGS, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=ENVIRONMENT,
+    )  # fmt: skip
 
 
 def first_tokens(address: str) -> list[int]:

@@ -1,22 +1,12 @@
 """The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
 
 import pytest
-from doubles.worker import ScriptedDrafts, ScriptedModel
-from space_common.worker_client import WorkerClient
+from doubles.worker import ScriptedDrafts, ScriptedModel, router_of, script
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_cost import CostOrigin
-from space_server.worker import ProtocolError, Worker
-
-
-def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> WorkerClient:
-    settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
-    return WorkerClient(Worker(model, **settings))  # type: ignore[arg-type]
-
-
-def text(model: ScriptedModel, start: int, count: int) -> list[int]:
-    return [model.text(position) for position in range(start, start + count)]
+from space_server.worker import ProtocolError
 
 
 def test_one_step_accepts_every_length_at_once_and_all_go_on_right() -> None:
@@ -33,7 +23,7 @@ def test_one_step_accepts_every_length_at_once_and_all_go_on_right() -> None:
     assert [len(sequence.tokens) for sequence in report.sequences] == [1, 2, 3, 4]
     router.run()
     for seq_id, end in zip(sequences, ends, strict=True):
-        assert router.sequences[seq_id].tokens == text(model, end, 12)
+        assert router.sequences[seq_id].tokens == script(model, end, 12)
 
 
 def test_a_step_is_one_forward_pass() -> None:
@@ -67,7 +57,7 @@ def test_max_tokens_is_exact_and_nothing_is_drafted_past_it(max_tokens: int) -> 
     router = router_of(model)
     sequence = router.generate([5] * 7, max_tokens=max_tokens)
     ran = sequence
-    assert (ran.tokens, ran.finish) == (text(model, 7, max_tokens), pb.FINISH_LENGTH)
+    assert (ran.tokens, ran.finish) == (script(model, 7, max_tokens), pb.FINISH_LENGTH)
     assert all(len(report.tokens) == report.num_accepted + 1 for report in ran.reports)
 
 
@@ -117,7 +107,7 @@ def test_prefill_is_chunked_oldest_first_and_mixed_with_decoding() -> None:
     assert report.stats.prefill_rows == 6
     router.run()
     for seq_id, end, count in ((first, 4, 8), (second, 110, 3), (third, 211, 3)):
-        assert router.sequences[seq_id].tokens == text(model, end, count)
+        assert router.sequences[seq_id].tokens == script(model, end, count)
 
 
 def test_computed_length_is_never_above_the_ids_known() -> None:
@@ -143,13 +133,13 @@ def test_a_sequence_pauses_only_without_any_slot_says_so_once_and_resumes() -> N
             tokens += sequence.tokens
             pauses += sequence.paused
     # 8 slots: prefill fills 6, the root takes the 7th with one draft in the 8th; then none is left.
-    assert tokens == text(model, 6, len(tokens))
+    assert tokens == script(model, 6, len(tokens))
     assert (len(tokens), pauses, router.worker.has_work) == (3, 1, False)
     router.run()
     assert router.sequences[seq_id].tokens == tokens  # nothing runs until it is extended
     router.extend(seq_id)
     router.run()
-    assert router.sequences[seq_id].tokens == text(model, 6, 20)
+    assert router.sequences[seq_id].tokens == script(model, 6, 20)
 
 
 def test_with_s_free_slots_at_most_s_minus_1_drafts() -> None:
@@ -163,7 +153,7 @@ def test_prefill_pauses_where_pages_end_and_goes_on() -> None:
     model = ScriptedModel()
     router = router_of(model)
     sequence = router.generate([5] * 10, max_tokens=5, num_pages=1)
-    assert sequence.tokens == text(model, 10, 5)
+    assert sequence.tokens == script(model, 10, 5)
     assert [r.num_computed for r in sequence.reports if r.paused][:2] == [4, 8]
 
 
@@ -223,7 +213,7 @@ def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> No
     worker.apply(admit)
     with pytest.raises(ProtocolError, match="sequence number 1 twice"):
         worker.apply(admit)
-    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.7"):
+    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.8"):
         worker.apply(pb.Command(start=pb.Start(protocol_major=2)))
     worker.reset()
     worker.apply(admit)
@@ -258,15 +248,15 @@ def test_layouts_may_differ_between_sequences_and_steps() -> None:
     router = router_of(model, controller=FixedLayout(rule))
     first, second = router.admit([5] * 7, max_tokens=30), router.admit([5] * 200, max_tokens=30)
     router.run()
-    assert router.sequences[first].tokens == text(model, 7, 30)
-    assert router.sequences[second].tokens == text(model, 200, 30)
+    assert router.sequences[first].tokens == script(model, 7, 30)
+    assert router.sequences[second].tokens == script(model, 200, 30)
     drafted = {report.num_drafted for report in router.sequences[second].reports}
     assert {1, 2, 3} <= drafted  # an earlier group stands in for one that was not laid out, with fewer drafts
 
 
 def test_drafts_of_any_source_are_verified_by_the_same_rule() -> None:
     model = ScriptedModel(num_masks=0)
-    whole = [5] * 6 + text(model, 6, 40)
+    whole = [5] * 6 + script(model, 6, 40)
     source = ScriptedDrafts({1: whole}, wrong=lambda position: position % 5 == 0 or position % 7 == 0)
     router = router_of(model, draft_source=source, controller=FixedLayout.full(4))
     sequence = router.generate([5] * 6, max_tokens=40)
@@ -279,7 +269,7 @@ def test_ids_that_cannot_be_chosen_are_not_drafted() -> None:
     source = ScriptedDrafts({1: [5] * 60}, wrong=lambda position: position % 2 == 0, other=lambda id_: 2)
     router = router_of(model, draft_source=source)
     sequence = router.generate([5] * 6, max_tokens=8)
-    assert sequence.tokens == text(model, 6, 8)
+    assert sequence.tokens == script(model, 6, 8)
     assert max(report.num_drafted for report in sequence.reports) <= 1
 
 
@@ -301,7 +291,7 @@ def test_prompt_logprobs_cover_the_prompt_but_its_first_id_whatever_the_chunks()
         sequence = router.generate(prompt, max_tokens=3, num_prompt_logprobs=1)
         entries = [entry for report in sequence.reports for entry in report.prompt_logprobs]
         assert [entry.id for entry in entries] == prompt[1:]
-        assert [entry.top_ids[0] for entry in entries] == text(model, 1, 8)
+        assert [entry.top_ids[0] for entry in entries] == script(model, 1, 8)
         found.append([(entry.id, entry.logprob) for entry in entries])
     assert found[0] == found[1] == found[2]
 

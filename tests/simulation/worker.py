@@ -15,7 +15,7 @@ import torch
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
-from space_server.host_runner.host_runner import HostRunner
+from space_server.host_runner import HostRunner
 from space_server.model_runner import SequenceOutput, StepTimes
 from space_server.scheduled_batch import ScheduledSequence, shape_of
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, SpeculationController, StepLoad

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_kernels.sampling.logits_processors import process
-from space_kernels.sampling.sampler import SampledTokens
-from space_kernels.sampling.sampling_rows import SamplingRow
+from space_kernels.sampling.sampler import SampledTokens, process
+from space_kernels.sampling.sampling_params import SamplingRows
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts.drafts import DraftSource
@@ -309,8 +308,9 @@ class RejectionRule:
         self._rng, self._residual = np.random.default_rng(seed), residual
         self._q = np.isin(np.arange(VOCABULARY), LIVE_IDS) / len(LIVE_IDS)
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplingRow], banned_ids: Tensor) -> SampledTokens:
-        p = softmax(process(logits, rows, banned_ids).double().numpy())
+    def __call__(self, logits: Tensor, step_rows: SamplingRows, banned_ids: Tensor) -> SampledTokens:
+        p = softmax(process(logits, step_rows, banned_ids).double().numpy())
+        rows = [row for _, row in step_rows.rows(lambda params: True)]
         # The next row's tail ends with the draft that this row judges; a sequence's last row judges none.
         judged = [n + 1 < len(rows) and len(rows[n + 1].tail) == len(row.tail) + 1 for n, row in enumerate(rows)]
         chosen = []

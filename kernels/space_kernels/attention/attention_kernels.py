@@ -3,10 +3,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from space_kernels.build.launch import Tuned
 from space_kernels.fp8_bits import widened
+
+SPLIT = 512
+"""Positions per split of the context. Fixed, so that a row's sums do not depend on the rest of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """The tile of one program."""
+
+    queries: int  # packed rows
+    keys: int  # positions per block
+    warps: int
+    stages: int  # blocks in flight
+
+
+def tile_for(head_dim: int, dtype: torch.dtype) -> AttentionTile:
+    """Choose the tile by head size and dtype alone, never by rows, sequences or context."""
+    wide = padded(head_dim)
+    warps = 4 if wide <= 128 else 8
+    if dtype is torch.float32:
+        return AttentionTile(queries=16, keys=max(16, min(64, 2048 // wide)), warps=warps, stages=2)
+    return AttentionTile(queries=64, keys=max(32, min(64, 8192 // wide)), warps=warps, stages=3)
+
+
+def padded(head_dim: int) -> int:
+    """Return the head size padded to a power of two, at least a tensor core's depth of 16."""
+    return max(1 << (head_dim - 1).bit_length(), 16)
+
+
+def padded_queries(num_heads: int, kv_heads: int) -> int:
+    """Return the query heads per kv head, padded to a power of two, for `combine`."""
+    return 1 << (num_heads // kv_heads - 1).bit_length()
+
+
+def combine_warps(block_q: int, block_d: int) -> int:
+    """Return one warp per 256 sums: two 16-byte loads per thread and split."""
+    return min(max(block_q * block_d // 256, 1), 4)
+
+
+def precision(dtype: torch.dtype) -> str | None:
+    """Return "ieee" for float32; None (the tensor cores' default) for 16 bits."""
+    return "ieee" if dtype is torch.float32 else None
+
 
 _FLOOR: tl.constexpr = tl.constexpr(-1e30)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -23,9 +70,7 @@ sums `combine` adds up."""
 @triton.jit
 def _join(queries, keys, values, seen, state, top, total, inner, outer, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
     """Online softmax: add a block of keys and values [N, D] to the sums of queries [M, D]. seen [M, N]
-
-    state [M, D], total [M]: weighted values and weights, times 2^-top; top [M]: a whole number ≥ every score so far.
-    """
+    state [M, D], total [M]: weighted values and weights, times 2^-top; top [M]: a whole number ≥ every score so far."""
     dtype: tl.constexpr = values.dtype
     if _INTERPRETED:  # the interpreter stores bfloat16 as integers and would multiply those; the products are the same
         queries, keys, values = queries.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
@@ -58,27 +103,10 @@ def _add(state, top, total, other_state, other_top, other_total):
 
 @triton.jit
 def _step_keys(
-    queries,
-    state,
-    top,
-    total,
-    key,
-    value,
-    low,
-    high,
-    oldest,
-    newest,
-    key_row,
-    value_row,
-    inner,
-    outer,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    queries, state, top, total, key, value, low, high, oldest, newest, key_row, value_row, inner, outer,
+    D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Add the step's own keys [oldest, newest) to each row's sums; `key` and `value` point to the step's key 0."""
     lanes = tl.arange(0, BLOCK_D)
     for begin in tl.range(low // N * N, high, N, num_stages=STAGES):
@@ -111,55 +139,21 @@ def _finish(
 
 @triton.jit(do_not_specialize=["table_width", "num_rows"])
 def attend(
-    query,
-    key,
-    value,
-    key_pages,
-    value_pages,
+    query, key, value, key_pages, value_pages,
     out,  # [R, H, D]; with WALK 2 the sums [splits, rows, H, D]
     lse,  # [R, H]
     tops,  # [splits, rows, H] with WALK 2
-    totals,
-    tiles,
-    chain_firsts,
-    chain_counts,
-    mask_firsts,
-    mask_counts,
-    offsets,
-    reaches,
-    group_firsts,
-    starts,
-    num_written,
-    page_table,
-    query_row,
-    query_head,
-    key_row,
-    key_head,
-    value_row,
-    value_head,
-    page_stride,
-    head_stride,
-    table_width,
-    num_rows,
-    inner,
-    outer,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    totals, tiles, chain_firsts, chain_counts, mask_firsts, mask_counts, offsets, reaches, group_firsts, starts,
+    num_written, page_table, query_row, query_head, key_row, key_head, value_row, value_head, page_stride, head_stride,
+    table_width, num_rows, inner, outer,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    CAPPED: tl.constexpr,
-    PAGES: tl.constexpr,
-    MASKS: tl.constexpr,
+    CAPPED: tl.constexpr, PAGES: tl.constexpr, MASKS: tl.constexpr,
     CHAIN: tl.constexpr,  # read the step's own chain keys from `key` instead of the pages
     WALK: tl.constexpr,  # 0: a single split; 1: all splits in turn; 2: one split per program, added up by `combine`
-    LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    LSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     QUERIES: tl.constexpr = HEADS // KV_HEADS
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tiles + 2 * tile)
@@ -202,27 +196,13 @@ def attend(
             first = tl.maximum(offset + 1 - WINDOW, 0)
         last = tl.where(real, reach, 0)
         state, top, total = _step_keys(
-            queries,
-            state,
-            top,
-            total,
-            key + chain_first.to(tl.int64) * key_row + head * key_head,
+            queries, state, top, total, key + chain_first.to(tl.int64) * key_row + head * key_head,
             value + chain_first.to(tl.int64) * value_row + head * value_head,
-            tl.min(tl.where(real, first, 2147483647), 0),
-            tl.max(last, 0),
-            first,
-            last,
-            key_row,
-            value_row,
-            inner,
-            outer,
-            D,
-            N,
-            BLOCK_D,
-            CAPPED,
-            PRECISION,
+            tl.min(tl.where(real, first, 2147483647), 0), tl.max(last, 0), first, last, key_row, value_row, inner,
+            outer, D, N,
+            BLOCK_D, CAPPED, PRECISION,
             STAGES=3,
-        )
+        )  # fmt: skip
     if MASKS:
         last = tl.where(is_mask & (split == 0), local - num_chain + 1, 0)
         first = tl.load(group_firsts + row, is_mask, other=0) - mask_first
@@ -230,27 +210,13 @@ def attend(
             first = tl.maximum(first, last - WINDOW)
         high = tl.max(last, 0)
         state, top, total = _step_keys(
-            queries,
-            state,
-            top,
-            total,
-            key + mask_first.to(tl.int64) * key_row + head * key_head,
+            queries, state, top, total, key + mask_first.to(tl.int64) * key_row + head * key_head,
             value + mask_first.to(tl.int64) * value_row + head * value_head,
-            tl.minimum(tl.min(tl.where(is_mask, first, 2147483647), 0), high),
-            high,
-            first,
-            last,
-            key_row,
-            value_row,
-            inner,
-            outer,
-            D,
-            N,
-            BLOCK_D,
-            CAPPED,
-            PRECISION,
+            tl.minimum(tl.min(tl.where(is_mask, first, 2147483647), 0), high), high, first, last, key_row, value_row,
+            inner, outer, D, N,
+            BLOCK_D, CAPPED, PRECISION,
             STAGES=1,  # usually a single block, so staging would only cost shared memory
-        )
+        )  # fmt: skip
     if PAGES:
         table = page_table + sequence.to(tl.int64) * table_width
         begin = tile_oldest // N * N
@@ -302,21 +268,10 @@ def combine(
     totals,
     out,  # [R, H, D]
     lse,  # [R, H]
-    owners,
-    offsets,
-    reaches,
-    starts,
-    num_written,
-    num_rows,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LSE: tl.constexpr,
-):
+    owners, offsets, reaches, starts, num_written, num_rows,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
     """Add up the sums of a row's splits, in ascending order."""
     QUERIES: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0)
@@ -341,3 +296,62 @@ def combine(
         other_total = tl.load(totals + there, real, other=0.0)
         state, top, total = _add(state, top, total, other, other_top, other_total)
     _finish(out, lse, of_head * D, of_head, real, state, top, total, D, BLOCK_D, LSE)
+
+
+_ATTEND_TYPES = {
+    "tiles chain_firsts chain_counts mask_firsts mask_counts offsets reaches group_firsts": "*i32",
+    "starts num_written page_table": "*i32",
+    "query_row query_head key_row key_head value_row value_head page_stride head_stride": "i32:16",
+    "table_width num_rows": "i32",
+    "inner outer": "fp32",
+    "lse tops totals": "*fp32",
+}
+_COMBINE_TYPES = {
+    "sums tops totals lse": "*fp32",
+    "owners offsets reaches starts num_written": "*i32",
+    "num_rows": "i32",
+}
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+def _tuned_attend(
+    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, walk: int, *, masks: bool = True, chain: bool = False,
+    pages: bool = True, window: int = 0, capped: bool = False, fp8: bool = False,
+) -> Tuned:  # fmt: skip
+    tile = tile_for(head_dim, dtype)
+    lse = not pages
+    types = _ATTEND_TYPES | {"query key value": _TYPES[dtype], "key_pages value_pages": "*u8" if fp8 else _TYPES[dtype]}
+    types |= {"out": "*fp32" if walk == PARALLEL or lse else _TYPES[dtype]}
+    shape = {"HEADS": heads[0], "KV_HEADS": heads[1], "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_SIZE": 16}
+    shape |= {"M": tile.queries, "N": tile.keys, "SPLIT": SPLIT, "WINDOW": window, "CAPPED": capped, "PAGES": pages}
+    constants = shape | {"MASKS": masks, "CHAIN": chain, "WALK": walk, "LSE": lse, "PRECISION": precision(dtype)}
+    return Tuned.of(attend, types, constants, tile.warps, tile.stages)
+
+
+def _tuned_combine(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> Tuned:
+    block_q, block_d = padded_queries(*heads), padded(head_dim)
+    shape = {"HEADS": heads[0], "KV_HEADS": heads[1], "D": head_dim, "BLOCK_Q": block_q, "BLOCK_D": block_d}
+    constants = shape | {"SPLIT": SPLIT, "WINDOW": 0, "LSE": False}
+    return Tuned.of(combine, _COMBINE_TYPES | {"out": _TYPES[dtype]}, constants, combine_warps(block_q, block_d))
+
+
+_8B = ((32, 8), 128)
+_SHAPES = (_8B, ((32, 8), 64), ((32, 32), 128), ((14, 2), 64), ((32, 32), 96), ((8, 4), 256), ((8, 1), 128))
+
+TUNED = (
+    *(_tuned_attend(torch.bfloat16, *_8B, walk) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
+    *(_tuned_attend(torch.bfloat16, *shape, walk) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
+    *(_tuned_attend(torch.float16, *shape, walk) for shape in _SHAPES for walk in (PARALLEL, SERIAL)),
+    *(_tuned_attend(torch.float32, (8, 4), dim, walk) for dim in (32, 64, 128, 256) for walk in (PARALLEL, SERIAL)),
+    _tuned_attend(torch.bfloat16, *_8B, PARALLEL, masks=False),
+    _tuned_attend(torch.bfloat16, *_8B, SERIAL, window=4096),
+    _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True),
+    _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False, chain=True),
+    _tuned_attend(torch.bfloat16, *_8B, ONE_SPLIT, pages=False),
+    *(_tuned_attend(torch.bfloat16, *_8B, walk, fp8=True) for walk in (PARALLEL, SERIAL, ONE_SPLIT)),
+    *(_tuned_attend(torch.float16, *_8B, walk, fp8=True) for walk in (PARALLEL, SERIAL)),
+    *(_tuned_attend(torch.bfloat16, *shape, walk, fp8=True) for shape in _SHAPES[1:] for walk in (PARALLEL, SERIAL)),
+    _tuned_attend(torch.bfloat16, (8, 4), 256, PARALLEL, window=4096, capped=True, fp8=True),
+    *(_tuned_combine(torch.bfloat16, *shape) for shape in _SHAPES),
+    *(_tuned_combine(torch.float16, *shape) for shape in _SHAPES),
+)

@@ -55,6 +55,7 @@ SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multipr
 rows store per split are an eighth of the size of the keys and values read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
@@ -68,9 +69,10 @@ from torch import Tensor
 
 from space_kernels.attention import attention_kernels as kernels
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
-from space_kernels.attention.attention_kernels import ONE_SPLIT, PARALLEL, SERIAL
-from space_kernels.attention.store_kv_triton import store_kv
-from space_kernels.attention.tile import (
+from space_kernels.attention.attention_kernels import (
+    ONE_SPLIT,
+    PARALLEL,
+    SERIAL,
     SPLIT,
     AttentionTile,
     combine_warps,
@@ -79,11 +81,11 @@ from space_kernels.attention.tile import (
     precision,
     tile_for,
 )
-from space_kernels.attention.tuned_shapes import TUNED as _ATTENTION_SHAPES
+from space_kernels.attention.attention_kernels import TUNED as _ATTENTION_SHAPES
 from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
-from space_kernels.paging.step_rows import StepRows
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.fp8_bits import narrowed
+from space_kernels.paging.step_rows import StepRows, StepTables
 
 WORKSPACE_BYTES = 1 << 28
 """Memory limit of the splits' sums, which layers reuse; beyond it one program walks all splits."""
@@ -111,13 +113,7 @@ def attend_stored(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec)
 
 
 def attend(
-    qkv: QKV,
-    pages: KVPages,
-    tables: StepTables,
-    spec: AttentionSpec,
-    *,
-    walk: Walk | None = None,
-    split: int = SPLIT,
+    qkv: QKV, pages: KVPages, tables: StepTables, spec: AttentionSpec, *, walk: Walk | None = None, split: int = SPLIT
 ) -> Tensor:
     """Let every row attend pages that already hold the step's keys and values. Returns [R, H, D].
 
@@ -131,18 +127,11 @@ def attend(
 
 
 def prefix_attention(
-    query: Tensor,
-    pages: KVPages,
-    tables: StepTables,
-    spec: AttentionSpec,
-    *,
-    walk: Walk | None = None,
+    query: Tensor, pages: KVPages, tables: StepTables, spec: AttentionSpec, *, walk: Walk | None = None,
     split: int = SPLIT,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend the pages only, without mask keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
-
-    A row that sees no key has out 0 and lse -inf. With `num_written` 0, rows see only slots of earlier steps.
-    """
+    A row that sees no key has out 0 and lse -inf. With `num_written` 0, rows see only slots of earlier steps."""
     out, lse = _float32_pair(query)
     # key and value are not read: any pointers of the right type will do
     qkv = QKV(query, pages.keys[:, :, 0], pages.values[:, :, 0])
@@ -153,7 +142,7 @@ def prefix_attention(
 def in_step_attention(
     qkv: QKV, tables: StepTables, spec: AttentionSpec, *, chain: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As `merge.in_step_attention`: (out [R, H, D], lse [R, H]), float32, natural logarithm."""
+    """As `library_parts.in_step_attention`: (out [R, H, D], lse [R, H]), float32, natural logarithm."""
     out, lse = _float32_pair(qkv.query)
     _launch(qkv, None, tables, spec, out, lse, masks=tables.pattern.has_masks, chain=chain)
     return out, lse
@@ -167,18 +156,9 @@ def _float32_pair(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    qkv: QKV,
-    pages: KVPages | None,
-    tables: StepTables,
-    spec: AttentionSpec,
-    out: Tensor,
-    lse: Tensor | None,
-    *,
-    masks: bool = False,
-    chain: bool = False,
-    walk: Walk | None = None,
-    split: int = SPLIT,
-) -> None:
+    qkv: QKV, pages: KVPages | None, tables: StepTables, spec: AttentionSpec, out: Tensor, lse: Tensor | None, *,
+    masks: bool = False, chain: bool = False, walk: Walk | None = None, split: int = SPLIT,
+) -> None:  # fmt: skip
     query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern
@@ -205,78 +185,32 @@ def _launch(
     shared: dict[str, Any] = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "BLOCK_D": block_d}
     shared |= {"SPLIT": split, "WINDOW": spec.window or 0, "LSE": lse is not None}
     kernels.attend[(len(tiles), kv_heads, num_splits if how == PARALLEL else 1)](
-        query,
-        key,
-        value,
-        as_kept(key_pages),
-        as_kept(value_pages),
+        query, key, value, as_kept(key_pages), as_kept(value_pages),
         of_splits[0] if how == PARALLEL else out,
-        out if lse is None else lse,
-        of_splits[1],
-        of_splits[2],
-        tiles,
-        pattern.chain_first,
-        pattern.num_chain,
-        pattern.mask_first,
-        pattern.num_masks,
-        pattern.offset,
-        pattern.reach,
-        pattern.group_first,
-        tables.starts,
-        tables.num_written,
-        tables.page_table,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        key_pages.stride(0),
-        key_pages.stride(1),
-        tables.page_table.stride(0),
-        pattern.num_rows,
-        inner,
-        outer,
-        BLOCK_SIZE=tables.block_size,
-        M=tile.queries,
-        N=tile.keys,
-        CAPPED=spec.softcap is not None,
-        PAGES=pages is not None,
-        MASKS=masks,
-        CHAIN=chain,
-        WALK=how,
-        PRECISION=precision(query.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        out if lse is None else lse, of_splits[1], of_splits[2], tiles, pattern.chain_first, pattern.num_chain,
+        pattern.mask_first, pattern.num_masks, pattern.offset, pattern.reach, pattern.group_first, tables.starts,
+        tables.num_written, tables.page_table, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        value.stride(0), value.stride(1), key_pages.stride(0), key_pages.stride(1), tables.page_table.stride(0),
+        pattern.num_rows, inner, outer,
+        BLOCK_SIZE=tables.block_size, M=tile.queries, N=tile.keys, CAPPED=spec.softcap is not None,
+        PAGES=pages is not None, MASKS=masks, CHAIN=chain, WALK=how, PRECISION=precision(query.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
         **shared,
-    )
+    )  # fmt: skip
     if how == PARALLEL:
         block_q = padded_queries(num_heads, kv_heads)
         kernels.combine[(pattern.num_rows, kv_heads)](
-            *of_splits,
-            out,
-            out if lse is None else lse,
-            pattern.owner,
-            pattern.offset,
-            pattern.reach,
-            tables.starts,
-            tables.num_written,
-            pattern.num_rows,
-            BLOCK_Q=block_q,
-            num_warps=combine_warps(block_q, block_d),
+            *of_splits, out, out if lse is None else lse, pattern.owner, pattern.offset, pattern.reach, tables.starts,
+            tables.num_written, pattern.num_rows,
+            BLOCK_Q=block_q, num_warps=combine_warps(block_q, block_d),
             **shared,
-        )
+        )  # fmt: skip
 
 
 def _check(
-    query: Tensor,
-    kv_heads: int,
-    pages: KVPages | None,
-    tables: StepTables,
-    scale: float,
-    split: int,
+    query: Tensor, kv_heads: int, pages: KVPages | None, tables: StepTables, scale: float, split: int,
     tile: AttentionTile,
-) -> None:
+) -> None:  # fmt: skip
     if not scale > 0:
         raise ValueError(f"The scale is {scale}; it must be positive. Negate the queries instead.")
     if query.shape[1] % kv_heads:
@@ -321,16 +255,7 @@ _FLOOR: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _merge(
-    first,
-    first_lse,
-    second,
-    second_lse,
-    out,
-    lse,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def _merge(first, first_lse, second, second_lse, out, lse, D: tl.constexpr, BLOCK_D: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_D)
     inside = lanes < D
@@ -351,37 +276,97 @@ def _merge(
 def merge(
     first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """As `merge.merge`: (out [R, H, D] of the dtype, lse [R, H]).
-
-    lse [R, H] float32, natural logarithm of the sum of exponentials of the scores; -inf where a row saw no key.
-    """
+    """As `library_parts.merge`: (out [R, H, D] of the dtype, lse [R, H]).
+    lse [R, H] float32, natural logarithm of the sum of exponentials of the scores; -inf where a row saw no key."""
     num_rows, num_heads, head_dim = first.shape
     out = torch.empty(first.shape, dtype=dtype, device=first.device)
     lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=first.device)
     if out.numel():
         _merge[(num_rows * num_heads,)](
-            first.contiguous(),
-            first_lse.contiguous(),
-            second.contiguous(),
-            second_lse.contiguous(),
-            out,
-            lse,
-            D=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            num_warps=1,
-        )
+            first.contiguous(), first_lse.contiguous(), second.contiguous(), second_lse.contiguous(), out, lse,
+            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        )  # fmt: skip
     return out, lse
 
 
-_MERGE_SHAPES = tuple(
-    Tuned(
-        _merge,
-        dict.fromkeys(("first", "first_lse", "second_lse", "lse"), "*fp32")
-        | {"second": f"*{dtype}", "out": f"*{dtype}"},
-        {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)},
-        1,
-    )
-    for dtype in ("bf16", "fp16")
-    for head_dim in (64, 96, 128, 256)
+@triton.jit
+def _kept(wide, dtype: tl.constexpr):
+    """Convert float32 to the pages' dtype; uint8 pages hold fp8."""
+    return narrowed(wide) if dtype == tl.uint8 else wide.to(dtype)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _store_kv(
+    key, value, key_pages, value_pages, owners, offsets, starts, num_written, page_table, key_row, key_head, value_row,
+    value_head, page_stride, head_stride, table_width,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    sequence = tl.load(owners + row)
+    offset = tl.load(offsets + row)
+    if offset < tl.load(num_written + sequence):
+        position = tl.load(starts + sequence) + offset
+        page = tl.load(page_table + sequence.to(tl.int64) * table_width + position // BLOCK_SIZE).to(tl.int64)
+        heads = tl.arange(0, HEADS)[:, None]
+        lanes = tl.arange(0, BLOCK_D)[None, :]
+        inside = (heads < KV_HEADS) & (lanes < D)
+        slot = page * page_stride + heads * head_stride + (position % BLOCK_SIZE) * D + lanes
+        wide = tl.load(key + row.to(tl.int64) * key_row + heads * key_head + lanes, inside, other=0.0).to(tl.float32)
+        wide = tl.where(tl.abs(wide) < float("inf"), wide, 0.0)  # NaN compares false
+        tl.store(key_pages + slot, _kept(wide, key_pages.dtype.element_ty), inside)
+        wide = tl.load(value + row.to(tl.int64) * value_row + heads * value_head + lanes, inside, other=0.0)
+        wide = wide.to(tl.float32)
+        wide = tl.where(tl.abs(wide) < float("inf"), wide, 0.0)
+        tl.store(value_pages + slot, _kept(wide, value_pages.dtype.element_ty), inside)
+
+
+def store_kv(qkv: QKV, pages: KVPages, tables: StepTables) -> None:
+    """Write the chain rows' keys and values to their slots; values that are not finite become 0.
+    Rows and heads may have any strides; the pages of keys and of values have the same."""
+    _, key, value = qkv
+    _, kv_heads, head_dim = key.shape
+    pattern = tables.pattern
+    if pattern.num_chain_rows == 0:
+        return
+    _store_kv[(pattern.num_chain_rows,)](
+        key, value, as_kept(pages.keys), as_kept(pages.values), pattern.owner, pattern.offset, tables.starts,
+        tables.num_written, tables.page_table, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        pages.keys.stride(0), pages.keys.stride(1), tables.page_table.stride(0),
+        KV_HEADS=kv_heads, D=head_dim, BLOCK_SIZE=tables.block_size, HEADS=triton.next_power_of_2(kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=_warps(kv_heads, head_dim),
+    )  # fmt: skip
+
+
+def _warps(kv_heads: int, head_dim: int) -> int:
+    """Return one warp per 256 elements of a row: 16 bytes per thread and access in 16 bits."""
+    return min(max(triton.next_power_of_2(kv_heads) * triton.next_power_of_2(head_dim) // 256, 1), 8)
+
+
+_STORE_TYPES = {
+    "owners offsets starts num_written page_table": "*i32",
+    "key_row key_head value_row value_head page_stride head_stride": "i64:16",
+    "table_width": "i32",
+}
+
+
+def _tuned_merge(dtype: str, head_dim: int) -> Tuned:
+    types = {"first first_lse second_lse lse": "*fp32", "second out": f"*{dtype}"}
+    return Tuned.of(_merge, types, {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}, 1)
+
+
+def _tuned_store(dtype: str, kept: str, kv_heads: int, head_dim: int) -> Tuned:
+    shape = {"KV_HEADS": kv_heads, "D": head_dim, "BLOCK_SIZE": 16}
+    shape |= {"HEADS": triton.next_power_of_2(kv_heads), "BLOCK_D": triton.next_power_of_2(head_dim)}
+    types = {"key value": f"*{dtype}", "key_pages value_pages": f"*{kept}"} | _STORE_TYPES
+    return Tuned.of(_store_kv, types, shape, _warps(kv_heads, head_dim))
+
+
+TUNED = (
+    *_ATTENTION_SHAPES,
+    *(_tuned_merge(dtype, head_dim) for dtype in ("bf16", "fp16") for head_dim in (64, 96, 128, 256)),
+    *(
+        _tuned_store(dtype, kept, *heads)
+        for dtype, kept in (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "u8"))
+        for heads in ((8, 64), (8, 128), (2, 64), (32, 96), (4, 256))
+    ),
 )
-TUNED = (*_ATTENTION_SHAPES, *_MERGE_SHAPES)

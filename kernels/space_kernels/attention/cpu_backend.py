@@ -85,9 +85,7 @@ def _rows(rows: StepRows) -> CpuRows:
 
 class CompiledAttention:
     """Compiled `torch_backend.space_attention`; falls back to the reference for unsupported dtypes and head sizes.
-
-    The choice depends on the model's dtype and heads alone, so all its rows are computed the same way.
-    """
+    The choice depends on the model's dtype and heads alone, so all its rows are computed the same way."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._library = library

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
-from space_kernels.attention.merge import OwnPart
-from space_kernels.attention.prefix_rows import PrefixRows, Ragged, Reach
+from space_kernels.attention.library_parts import OwnPart, PrefixRows, Ragged, Reach
 from space_kernels.paging.step_rows import StepRows
 
 Window = tuple[int, int]
@@ -62,27 +61,18 @@ class FlashLibrary(Protocol):
     def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
         """Attend by runs of equal width: query [n, width, H, D] -> out like query, lse [n, H, width] with natural
         logarithm."""
-        ...
 
     def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
         """Attend by runs of any width: query [total, H, D] -> out like query."""
-        ...
 
     def check(self, block_size: int) -> None:
         """Raise ValueError if the library does not support this block size."""
-        ...
 
 
 def space_attention(
-    qkv: QKV,
-    pages: KVPages,
-    rows: StepRows,
-    spec: AttentionSpec,
-    *,
-    library: FlashLibrary,
-    own: OwnPart | None = None,
+    qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, library: FlashLibrary, own: OwnPart | None = None,
     is_stored: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
 
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
@@ -174,16 +164,11 @@ class FlashAttn2:
     def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
         """Implement FlashLibrary. The library takes cumulative lengths although the keys are paged."""
         out: Tensor = self.varlen(
-            query,
-            *pages,
-            cu_seqlens_q=runs.bounds,
+            query, *pages, cu_seqlens_q=runs.bounds,
             cu_seqlens_k=torch.nn.functional.pad(reach.lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=runs.widest,
-            max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1],
-            block_table=reach.pages,
-            window_size=spec.window,
-            **spec.keywords,
-        )
+            max_seqlen_q=runs.widest, max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1], block_table=reach.pages,
+            window_size=spec.window, **spec.keywords,
+        )  # fmt: skip
         return out
 
 
@@ -220,14 +205,10 @@ class FlashAttn4:
         self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec, **runs: Any
     ) -> tuple[Tensor, Tensor]:
         out, lse = self.varlen(
-            query,
-            *pages,
-            **runs,
-            seqused_k=reach.lengths,
-            page_table=reach.pages,
+            query, *pages, **runs,
+            seqused_k=reach.lengths, page_table=reach.pages,
             window_size=tuple(None if bound < 0 else bound for bound in spec.window),
             **spec.keywords,
-            num_splits=self.splits,
-            return_lse=True,
-        )
+            num_splits=self.splits, return_lse=True,
+        )  # fmt: skip
         return out, lse

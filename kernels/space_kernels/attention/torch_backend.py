@@ -7,9 +7,7 @@ from torch import Tensor
 
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import as_kept, to_keep, widened
-from space_kernels.paging.attention_plan import AttentionPlan
-from space_kernels.paging.bucket_pattern import PlanKey
-from space_kernels.paging.cached_plan import KEY_BLOCK
+from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, PlanKey
 from space_kernels.paging.step_rows import StepRows
 
 _FLOOR = -1e30
@@ -71,9 +69,7 @@ class _OnlineSoftmax:
 
     def add(self, keys: Tensor, values: Tensor, bound: Tensor | None) -> None:
         """Add keys and values [n·G, N, D] of the first n sequences.
-
-        bound [m, 1, P, 1, N]: upper bounds of the scores of the last m of these: -inf where masked, else inf.
-        """
+        bound [m, 1, P, 1, N]: upper bounds of the scores of the last m of these: -inf where masked, else inf."""
         scores = torch.bmm(self._queries[: len(keys)], keys.transpose(1, 2))  # [n·G, M, N]
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)

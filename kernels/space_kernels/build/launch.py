@@ -19,6 +19,14 @@ class Tuned:
 
     # Pointers are assumed to be multiples of 16 bytes, as torch allocates them; integers only if marked ("i64:16").
 
+    @classmethod
+    def of(cls, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *launch: int) -> Tuned:
+        """Build from types by argument names, which may include other kernels'. launch: num_warps, num_stages"""
+        kinds = {name: kind for names, kind in types.items() for name in names.split()}
+        return cls(
+            kernel, {name: kinds[name] for name in kernel.arg_names if name not in constants}, constants, *launch
+        )
+
     @property
     def name(self) -> str:
         """The kernel with its tensor dtypes and constants: `kernel(bf16, fp32)[BLOCK=128, …]`."""

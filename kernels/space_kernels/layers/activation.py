@@ -14,9 +14,7 @@ _LANES = 64
 
 def has_no_tail(width: int, num_threads: int, row_tile: int = 4) -> bool:
     """Whether every thread's share of [rows, width] is whole vectors, for any multiple of `row_tile` rows.
-
-    Threads share the flat elements evenly, and torch may use fewer threads than there are.
-    """
+    Threads share the flat elements evenly, and torch may use fewer threads than there are."""
     return all((row_tile * width) % (_LANES * threads) == 0 for threads in range(1, num_threads + 1))
 
 

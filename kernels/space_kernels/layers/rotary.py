@@ -31,9 +31,7 @@ class HeadCounts(NamedTuple):
 
 def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each pair's angle, times the model family's scaling.
-
-    positions [R] int64, frequencies [D/2] float32 -> (cos, sin), float32 [R, D/2] each.
-    """
+    positions [R] int64, frequencies [D/2] float32 -> (cos, sin), float32 [R, D/2] each."""
     turned = positions[:, None].float() * frequencies
     return turned.cos() * scaling, turned.sin() * scaling
 
@@ -42,13 +40,9 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tupl
 #                           normed?, rotated   normed?, rotated  unchanged             all R rows, in place
 #                                              -> key_pages      -> value_pages        rows with a slot only
 def rotary_store(
-    fused: Tensor,
-    angles: tuple[Tensor, Tensor],
-    pages: KVPages,
-    slots: Tensor,
-    heads: HeadCounts,
+    fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, heads: HeadCounts,
     norm: HeadNorm | None = None,
-) -> QKV:
+) -> QKV:  # fmt: skip
     """Apply the rotary embedding to queries and keys in place, and store keys and values of rows that have a slot.
 
     fused [R, (H+2G)·D]; angles: cos and sin [R, D/2] float32;

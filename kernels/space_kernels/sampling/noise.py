@@ -32,9 +32,7 @@ _GOLDEN_SIGNED, _MIX_1_SIGNED, _MIX_2_SIGNED = _signed(_GOLDEN), _signed(_MIX_1)
 
 def request_key(seed: int, choice: int) -> int:
     """Return the int64 key of one choice (`n`) of a request; that of choice 0 is the seed itself.
-
-    Raises ValueError unless 0 <= seed < 2^64 and choice >= 0.
-    """
+    Raises ValueError unless 0 <= seed < 2^64 and choice >= 0."""
     if not 0 <= seed < _WORD or choice < 0:
         raise ValueError(f"A seed lies in 0 .. 2^64-1 and a choice is 0 or more; got seed={seed}, choice={choice}.")
     if choice == 0:

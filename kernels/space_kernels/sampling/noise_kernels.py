@@ -45,10 +45,8 @@ def gumbel_of_bits(bits):
 
 @triton.jit
 def nearly_gumbel(bits):
-    """Approximate the noise in float32, to select the cells that need the exact noise.
-
-    float32 cannot represent u near 1. There -log u is a series in w = 1 - u, which is computed from the bits directly.
-    """
+    """Approximate the noise in float32, to select the cells that need the exact noise. float32 cannot represent u near
+    1. There -log u is a series in w = 1 - u, which is computed from the bits directly."""
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     w = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = w * (1.0 + w * (0.5 + w * (0.33333334 + w * 0.25)))

@@ -1,7 +1,5 @@
 """The draft head: k small sequential steps that condition each draft on the token before it (SPACE §4).
-
-By tensor operations, and compiled for bfloat16 on a CPU.
-"""
+By tensor operations, and compiled for bfloat16 on a CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from torch.nn import functional as F
 
 from space_kernels.build.cpu_library import CpuLibrary, DraftHeadStruct, DraftsStruct
 from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.sampling.device_sampling import SamplingTensors, Stages
 from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_tensors import SamplingTensors, Stages
 
 NUM_CANDIDATES = 256
 """Candidate ids rescored per mask: a mask's 256 best ids keep 97 % of the accepted drafts (SPACE §4)."""
@@ -49,33 +47,17 @@ class SamplingColumns:
     @classmethod
     def of(cls, batch_params: Sequence[SamplingParams], device: torch.device) -> SamplingColumns:
         """Build float64 columns, the precision of sampling; only `greedy` matters for greedy sequences."""
-        if all(sampling_params.greedy for sampling_params in batch_params):
+        if all(params.greedy for params in batch_params):
             none = torch.empty(0, 1, dtype=torch.float64, device=device)
             return cls(greedy=None, divisor=none, top_k=None, top_p=none, min_p=none)
         values = [
-            [
-                float(sampling_params.greedy),
-                sampling_params.divisor,
-                sampling_params.top_k or math.inf,
-                sampling_params.top_p,
-                sampling_params.min_p,
-            ]
-            for sampling_params in batch_params
+            [float(params.greedy), params.divisor, params.top_k or math.inf, params.top_p, params.min_p]
+            for params in batch_params
         ]
         columns = torch.tensor(values, dtype=torch.float64, device=device)  # [S, 5]
         greedy, divisor, top_k, top_p, min_p = columns.T[:, :, None]
-        return cls(
-            greedy=greedy > 0,
-            divisor=divisor,
-            top_k=top_k
-            if any(
-                sampling_params.top_k > 0 or sampling_params.top_p < 1.0 or sampling_params.min_p > 0.0
-                for sampling_params in batch_params
-            )
-            else None,
-            top_p=top_p,
-            min_p=min_p,
-        )
+        cuts = any(params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 for params in batch_params)
+        return cls(greedy=greedy > 0, divisor=divisor, top_k=top_k if cuts else None, top_p=top_p, min_p=min_p)
 
 
 def sample_candidates(
@@ -108,22 +90,11 @@ SampleCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], T
 
 
 def propose(
-    hidden: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    bonus: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    batch_params: SamplingColumns,
-    *,
-    w1: Tensor,
-    w2: Tensor,
-    embedding_scale: float,
-    form: DraftHeadForm = DraftHeadForm.MLP,
-    embed: Callable[[Tensor], Tensor],
-    logits_of: Callable[[Tensor, Tensor], Tensor],
-    sample: SampleCandidates = sample_candidates,
-) -> Tensor:
+    hidden: Tensor, ids: Tensor, offsets: Tensor, bonus: Tensor, positions: Tensor, keys: Tensor,
+    batch_params: SamplingColumns, *, w1: Tensor, w2: Tensor, embedding_scale: float,
+    form: DraftHeadForm = DraftHeadForm.MLP, embed: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor], sample: SampleCandidates = sample_candidates,
+) -> Tensor:  # fmt: skip
     """Draft up to K tokens for each of S sequences; returns [S, K] int64. Columns beyond a sequence's masks are unused.
 
     hidden [S, K, hidden]: hidden states of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
@@ -184,16 +155,9 @@ class CompiledDraftHead:
     """`draft_head.propose` without truncation. Last bits may differ from the reference: drafts are verified anyway."""
 
     def __init__(
-        self,
-        library: CpuLibrary,
-        w1: Tensor,
-        w2: Tensor,
-        embedding: Tensor,
-        output: Tensor,
-        *,
-        embedding_scale: float,
+        self, library: CpuLibrary, w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor, *, embedding_scale: float,
         form: DraftHeadForm,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]."""
         self._library = library
         self._inner, self._outer = CompiledLinear(library, w1, None), CompiledLinear(library, w2, None)
@@ -214,15 +178,9 @@ class CompiledDraftHead:
         return batch_params.top_k is None
 
     def propose(
-        self,
-        hidden: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        bonus: Tensor,
-        positions: Tensor,
-        keys: Tensor,
+        self, hidden: Tensor, ids: Tensor, offsets: Tensor, bonus: Tensor, positions: Tensor, keys: Tensor,
         batch_params: SamplingColumns,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return drafts [S, K] int64; arguments as in `draft_head.propose`."""
         num_sequences, num_masks, num_candidates = ids.shape
         hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()

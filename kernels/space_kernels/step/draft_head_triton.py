@@ -23,24 +23,9 @@ _AT_ONCE = 32
 
 @triton.jit
 def _sample_candidates(
-    logits,
-    ids,
-    greedy,
-    divisors,
-    top_ks,
-    top_ps,
-    min_ps,
-    keys,
-    positions,
-    drafts,
-    M,
-    logits_stride,
-    ids_stride,
-    SAMPLES: tl.constexpr,
-    CUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    logits, ids, greedy, divisors, top_ks, top_ps, min_ps, keys, positions, drafts, M, logits_stride, ids_stride,
+    SAMPLES: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < M
@@ -87,42 +72,23 @@ def sample_candidates(
     cuts = batch_params.top_k is not None
     if S:
         _sample_candidates[(S,)](
-            logits,
-            ids,
+            logits, ids,
             batch_params.greedy.contiguous().view(torch.uint8) if batch_params.greedy is not None else keys,
             batch_params.divisor.contiguous(),
             batch_params.top_k.contiguous() if batch_params.top_k is not None else batch_params.divisor,
-            batch_params.top_p.contiguous(),
-            batch_params.min_p.contiguous(),
-            keys,
-            positions,
-            drafts,
-            M,
-            logits.stride(0),
-            ids.stride(0),
-            SAMPLES=samples,
-            CUTS=samples and cuts,
-            BLOCK=triton.next_power_of_2(M),
-            AT_ONCE=_AT_ONCE,
+            batch_params.top_p.contiguous(), batch_params.min_p.contiguous(), keys, positions, drafts, M,
+            logits.stride(0), ids.stride(0),
+            SAMPLES=samples, CUTS=samples and cuts, BLOCK=triton.next_power_of_2(M), AT_ONCE=_AT_ONCE,
             num_warps=8 if M > 64 else 4,
-        )
+        )  # fmt: skip
     return drafts
 
 
 @triton.jit
 def _logits_of(
-    hidden,
-    weight,
-    ids,
-    out,
-    M,
-    hidden_size,
-    hidden_stride,
-    weight_stride,
-    ids_stride,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden, weight, ids, out, M, hidden_size, hidden_stride, weight_stride, ids_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     candidates = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = candidates < M
@@ -143,50 +109,39 @@ _ROWS, _BLOCK = 8, 512
 
 def logits_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """Compute logits of a few ids per row: hidden [S, hidden], weight [V, hidden], ids [S, M] -> [S, M] float32.
-
-    Without bias, scale or soft cap. The head's rows are read in place, each once.
-    """
+    Without bias, scale or soft cap. The head's rows are read in place, each once."""
     S, M = ids.shape
     out = torch.empty(S, M, dtype=torch.float32, device=hidden.device)
     if S and M:
         _logits_of[(S, triton.cdiv(M, _ROWS))](
-            hidden,
-            weight,
-            ids,
-            out,
-            M,
-            hidden.shape[1],
-            hidden.stride(0),
-            weight.stride(0),
-            ids.stride(0),
-            ROWS=_ROWS,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(hidden.shape[1])),
-            num_warps=4,
-        )
+            hidden, weight, ids, out, M, hidden.shape[1], hidden.stride(0), weight.stride(0), ids.stride(0),
+            ROWS=_ROWS, BLOCK=min(_BLOCK, triton.next_power_of_2(hidden.shape[1])), num_warps=4,
+        )  # fmt: skip
     return out
 
 
-_CHOICE = dict.fromkeys(("divisors", "top_ks", "top_ps", "min_ps"), "*fp64")
-_CHOICE |= dict.fromkeys(("ids", "keys", "positions", "drafts"), "*i64")
-_CHOICE |= {"logits": "*fp32", "greedy": "*u8", "M": "i32", "logits_stride": "i32", "ids_stride": "i32"}
+_CHOICE_TYPES = {
+    "logits": "*fp32",
+    "greedy": "*u8",
+    "divisors top_ks top_ps min_ps": "*fp64",
+    "ids keys positions drafts": "*i64",
+    "M logits_stride ids_stride": "i32",
+}
+_LOGITS_TYPES = {
+    "ids": "*i64",
+    "out": "*fp32",
+    "M hidden_size": "i32",
+    "hidden_stride weight_stride ids_stride": "i64:16",
+}
 TUNED = (
     *(
-        Tuned(
-            _sample_candidates,
-            _CHOICE,
-            {"SAMPLES": samples, "CUTS": cuts, "BLOCK": 256, "AT_ONCE": _AT_ONCE},
-            8,
+        Tuned.of(
+            _sample_candidates, _CHOICE_TYPES, {"SAMPLES": samples, "CUTS": cuts, "BLOCK": 256, "AT_ONCE": _AT_ONCE}, 8
         )
         for samples, cuts in ((False, False), (True, False), (True, True))
     ),
     *(
-        Tuned(
-            _logits_of,
-            {"hidden": f"*{dtype}", "weight": f"*{dtype}", "ids": "*i64", "out": "*fp32", "M": "i32"}
-            | {"hidden_size": "i32", "hidden_stride": "i64:16", "weight_stride": "i64:16", "ids_stride": "i64:16"},
-            {"ROWS": _ROWS, "BLOCK": _BLOCK},
-            4,
-        )
+        Tuned.of(_logits_of, {"hidden weight": f"*{dtype}"} | _LOGITS_TYPES, {"ROWS": _ROWS, "BLOCK": _BLOCK})
         for dtype in ("bf16", "fp16", "fp32")
     ),
 )

@@ -16,16 +16,96 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.device_sampling import Prefixes, end_bans, word_bans
+from space_kernels.sampling.device_sampling import (
+    NO_ID,
+    Prefixes,
+    SamplingCapacity,
+    SamplingTensors,
+    Stages,
+    end_bans,
+    send,
+    token_counts,
+    word_bans,
+)
 from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_tensors import NO_ID, SamplingCapacity, SamplingTensors, Stages, send, token_counts
-from space_kernels.step.uniform_index import StepIndex
 from space_kernels.step.verification import StepVerification, verify_sequences
+
+ROW_MULTIPLE = 4
+"""Packed rows are padded to a multiple of this, as the host packs them."""
+
+
+class UniformLayout(Protocol):
+    """The draft layout of each sequence; `space_model.DraftLayout` implements it."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts in the chain."""
+
+    @property
+    def masks(self) -> tuple[int, ...]:
+        """Masks in group g, for g = 0 .. num_drafts."""
+
+
+# chain rows, sequence after sequence   mask rows, sequence after sequence            padding
+# [0 ............... S·(k+1))           [S·(k+1) ..................... num_rows)      [num_rows ... num_padded)
+#  root, c_1 .. c_k                      group 0: M_1, M_2, ... | group 1: ...         a root's position; unread
+@dataclass(frozen=True, eq=False)
+class StepIndex:
+    """The rows of S sequences with the same draft layout, in the order of `ForwardBatch`."""
+
+    num_sequences: int
+    num_drafts: int  # k
+    group_sizes: tuple[int, ...]  # masks in each group
+    owner: Tensor  # [R] int64: sequence of the row; 0 for padding
+    offset: Tensor  # [R] int64: position relative to the root; 0 for padding
+    mask: Tensor  # [R] int64: number of the mask in its group, from 0; -1 for other rows
+    masks: Tensor  # [k+1] int64: group_sizes
+    mask_starts: Tensor  # [S, k+1] int64: first flat row of each group
+
+    @classmethod
+    def of(cls, num_sequences: int, layout: UniformLayout, device: torch.device | str = "cpu") -> StepIndex:
+        """Lay out S sequences."""
+        S, k, sizes = num_sequences, layout.num_drafts, tuple(layout.masks)
+        chain = [(s, i, -1) for s in range(S) for i in range(k + 1)]
+        masked = [(s, g + j + 1, j) for s in range(S) for g, count in enumerate(sizes) for j in range(count)]
+        padding = [(0, 0, -1)] * (-(len(chain) + len(masked)) % ROW_MULTIPLE)
+        columns = torch.tensor(chain + masked + padding, dtype=torch.int64, device=device).T.contiguous()
+        per_sequence = sum(sizes)
+        starts = [[len(chain) + s * per_sequence + sum(sizes[:g]) for g in range(k + 1)] for s in range(S)]
+        owner, offset, mask = columns
+        return cls(
+            num_sequences=S, num_drafts=k, group_sizes=sizes, owner=owner, offset=offset, mask=mask,
+            masks=torch.tensor(sizes, dtype=torch.int64, device=device),
+            mask_starts=torch.tensor(starts, dtype=torch.int64, device=device).view(S, k + 1),
+        )  # fmt: skip
+
+    @property
+    def num_chain_rows(self) -> int:
+        """Number of root and draft rows, which come first."""
+        return self.num_sequences * (self.num_drafts + 1)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows without padding."""
+        return self.num_chain_rows + self.num_sequences * sum(self.group_sizes)
+
+    @property
+    def num_padded(self) -> int:
+        """R: number of rows with padding."""
+        return len(self.owner)
+
+    @cached_property
+    def most_drafts(self) -> int:
+        """Size of the largest mask group: the most drafts that one step can produce."""
+        return max(self.group_sizes)
+
 
 NO_SLOT = -1
 """The slot of a row that writes no keys and values."""
@@ -50,9 +130,7 @@ class StateAdmission:
 @dataclass(frozen=True, slots=True)
 class StepState:
     """S sequences between two steps, one per batch index. `put` and `advance` write the tensors in place.
-
-    All of a sequence's n known ids but the last, the root, have their keys and values in the pages.
-    """
+    All of a sequence's n known ids but the last, the root, have their keys and values in the pages."""
 
     block_size: int
     window: int  # maximum length of a sequence
@@ -75,20 +153,10 @@ class StepState:
 
     @classmethod
     def empty(
-        cls,
-        num_sequences: int,
-        *,
-        max_drafts: int,
-        max_pages: int,
-        block_size: int,
-        window: int,
-        vocab_size: int,
-        room: SamplingCapacity | None = None,
-        bounds: bool = False,
-        history: bool = True,
-        counts: bool = True,
+        cls, num_sequences: int, *, max_drafts: int, max_pages: int, block_size: int, window: int, vocab_size: int,
+        room: SamplingCapacity | None = None, bounds: bool = False, history: bool = True, counts: bool = True,
         device: torch.device | str = "cpu",
-    ) -> StepState:
+    ) -> StepState:  # fmt: skip
         """Allocate a state without sequences. `max_drafts` is K; bad words need `history`, penalties need `counts`."""
         S = num_sequences
         room = room or SamplingCapacity()
@@ -97,25 +165,14 @@ class StepState:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         return cls(
-            block_size=block_size,
-            window=window,
+            block_size=block_size, window=window,
             batch_params=SamplingTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
-            live=zeros(S, dtype=torch.bool),
-            root=zeros(S),
-            num_known=zeros(S) + 1,
-            num_prompt=zeros(S),
-            num_left=zeros(S),
-            drafts=zeros(S, max_drafts),
-            num_drafts=zeros(S),
-            max_drafts=zeros(S),
-            max_masks=zeros(S),
-            page_table=zeros(S, max_pages, dtype=torch.int32),
-            num_pages=zeros(S),
-            end_ids=zeros(S, room.num_ends) + NO_ID,
-            num_eos=zeros(S),
-            history=zeros(S, window + 1 if history else 0),
+            live=zeros(S, dtype=torch.bool), root=zeros(S), num_known=zeros(S) + 1, num_prompt=zeros(S),
+            num_left=zeros(S), drafts=zeros(S, max_drafts), num_drafts=zeros(S), max_drafts=zeros(S),
+            max_masks=zeros(S), page_table=zeros(S, max_pages, dtype=torch.int32), num_pages=zeros(S),
+            end_ids=zeros(S, room.num_ends) + NO_ID, num_eos=zeros(S), history=zeros(S, window + 1 if history else 0),
             counts=zeros(S, vocab_size if counts else 0, dtype=torch.int32),
-        )
+        )  # fmt: skip
 
     def first(self, num_sequences: int) -> StepState:
         """Return views of the first batch indexes: the batch size that a CUDA graph is captured for."""
@@ -147,17 +204,15 @@ class StepState:
         """Put a sequence at a batch index. Raises ValueError if its sampling parameters or pages do not fit."""
         known, drafts = list(admission.ids), list(admission.drafts)
         ends = [*admission.eos_ids, *(id_ for id_ in admission.stop_ids if id_ not in set(admission.eos_ids))]
-        sampling_params = admission.sampling_params
+        params = admission.sampling_params
         if len(ends) > self.end_ids.shape[1] or len(drafts) > self.drafts.shape[1]:
             raise ValueError(
                 f"{len(ends)} end ids and {len(drafts)} drafts do not fit; there is room for {self.end_ids.shape[1]} "
                 f"and {self.drafts.shape[1]}."
             )
-        if (sampling_params.penalises and not self.counts.shape[1]) or (
-            sampling_params.bad_words and not self.history.shape[1]
-        ):
+        if (params.penalises and not self.counts.shape[1]) or (params.bad_words and not self.history.shape[1]):
             raise ValueError("Penalties need a state with counts, bad words one with history.")
-        self.batch_params.put(batch_index, sampling_params)
+        self.batch_params.put(batch_index, params)
         for tensor, value in (
             (self.root, known[-1]),
             (self.num_known, len(known)),
@@ -175,7 +230,7 @@ class StepState:
         send(self.drafts[batch_index, : len(drafts)], torch.tensor(drafts, dtype=torch.int64))
         if self.history.shape[1]:
             send(self.history[batch_index, : len(known)], torch.tensor(known, dtype=torch.int64))
-        if self.counts.shape[1] and sampling_params.penalises:
+        if self.counts.shape[1] and params.penalises:
             send(self.counts[batch_index], token_counts(known, admission.num_prompt, self.vocab_size))
         self.extend(batch_index, 0, admission.pages)
         self.live[batch_index].fill_(True)
@@ -213,9 +268,7 @@ def _tensor_names(of: type) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
     """The packed rows of a step: inputs of the forward pass and, with the page table, of attention.
-
-    Attention takes `StepTables(pattern, starts, state.page_table, state.block_size, num_written)`.
-    """
+    Attention takes `StepTables(pattern, starts, state.page_table, state.block_size, num_written)`."""
 
     ids: Tensor  # [R] int64: ids of roots and drafts; 0 for dead drafts, padding, and masks without `mask_ids`
     positions: Tensor  # [R] int64, inside the window
@@ -283,23 +336,14 @@ def _bans(
 
 
 def verify_step(
-    state: StepState,
-    index: StepIndex,
-    laid_out: DeviceRows,
-    choice: SampledTokens,
+    state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens,
     verify: Callable[..., StepVerification] = verify_sequences,
-) -> StepVerification:
+) -> StepVerification:  # fmt: skip
     """Verify the batch's drafts (`verification.verify_sequences`). choice: ids and valid, [S, k+1] each."""
     return verify(
-        choice.ids,
-        choice.valid,
-        state.drafts[:, : index.num_drafts],
-        laid_out.num_live,
-        laid_out.running,
-        state.num_left,
-        state.end_ids,
-        state.num_eos,
-    )
+        choice.ids, choice.valid, state.drafts[:, : index.num_drafts], laid_out.num_live, laid_out.running,
+        state.num_left, state.end_ids, state.num_eos,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +391,9 @@ def result_width(num_drafts: int) -> int:
 
 
 def advance(
-    state: StepState,
-    laid_out: DeviceRows,
-    verification: StepVerification,
-    drafts: Tensor,
-    num_drafts: Tensor,
+    state: StepState, laid_out: DeviceRows, verification: StepVerification, drafts: Tensor, num_drafts: Tensor,
     banned_ids: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Advance every sequence, in place. Returns the step's result [S, result_width(K)] int32 for the host:
 
         number of emitted ids | accepted | drafted | EndCode | n | number of next drafts

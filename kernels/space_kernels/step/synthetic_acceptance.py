@@ -1,7 +1,5 @@
 """Synthetic acceptance on the device: replaces drafts so that a chosen share of them is accepted, for benchmarks.
-
-`space_server.speculation.synthetic_acceptance` explains the purpose and produces the known outputs.
-"""
+`space_server.speculation.synthetic_acceptance` explains the purpose and produces the known outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from space_kernels.sampling.sampling_tensors import send
+from space_kernels.sampling.device_sampling import send
 from space_kernels.step.verification import StepVerification
 
 
@@ -71,13 +69,9 @@ class SyntheticAcceptanceTensors:
 
 
 def synthetic_accept(
-    synthetic_tensors: SyntheticAcceptanceTensors,
-    num_known: Tensor,
-    num_prompt: Tensor,
-    verification: StepVerification,
-    first: Tensor,
-    drafts: Tensor,
-) -> Tensor:
+    synthetic_tensors: SyntheticAcceptanceTensors, num_known: Tensor, num_prompt: Tensor,
+    verification: StepVerification, first: Tensor, drafts: Tensor,
+) -> Tensor:  # fmt: skip
     """Return the next step's drafts [S, K'] int64 with synthetic acceptance applied.
 
     num_known, num_prompt [S] int64: before the step; first [S] int64: mask number (from 1) of each first draft;

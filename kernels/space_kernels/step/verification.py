@@ -35,9 +35,7 @@ def verify(samples: Tensor, drafts: Tensor, num_live: Tensor) -> Verification:
 
 def num_accepted(samples: Sequence[int], drafts: Sequence[int]) -> int:
     """Return the number of accepted drafts of one sequence, on the host.
-
-    samples: tokens sampled by the root and each draft, one more than drafts.
-    """
+    samples: tokens sampled by the root and each draft, one more than drafts."""
     for count, draft in enumerate(drafts):
         if samples[count] != draft:
             return count
@@ -65,15 +63,9 @@ class StepVerification:
 
 
 def verify_sequences(
-    samples: Tensor,
-    valid: Tensor,
-    drafts: Tensor,
-    num_live: Tensor,
-    running: Tensor,
-    num_left: Tensor,
-    end_ids: Tensor,
-    num_eos: Tensor,
-) -> StepVerification:
+    samples: Tensor, valid: Tensor, drafts: Tensor, num_live: Tensor, running: Tensor, num_left: Tensor,
+    end_ids: Tensor, num_eos: Tensor,
+) -> StepVerification:  # fmt: skip
     """Accept matching drafts, then truncate at the first unusable row, end id or length limit.
 
     samples, valid [S, k+1]: tokens sampled by the chain rows; drafts [S, k], num_live [S]: as in `verify`;

@@ -9,8 +9,7 @@ from itertools import chain, groupby
 
 import numpy as np
 import torch
-from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import Ints, RowPattern, StepRows, StepTables
 from torch import Tensor
 
 from space_model.geometry.draft_layout import DraftLayout

@@ -18,7 +18,7 @@ from space_kernels.dispatch import Ops
 from space_kernels.layers.rotary import HeadCounts, HeadNorm, angles
 from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.gated_delta import GatedDelta
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import StepTables
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
 
-from space_kernels.sampling.logits_processors import TokenCounts
 from space_kernels.sampling.noise import request_key
+from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
@@ -21,19 +21,11 @@ class AdmissionError(ValueError):
 
 
 def admit(
-    message: pb.Admit,
-    facts: ModelFacts,
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_drafts: int,
+    message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: int, max_drafts: int,
     sources: DraftSources | None = None,
-) -> RunningSequence:
-    """Build the sequence that an Admit message describes. Raises AdmissionError.
-
-    `max_drafts`: the worker's own bound. `sources`: draft sources besides masks; by default only the message's
-    prediction.
-    """
+) -> RunningSequence:  # fmt: skip
+    """Build the sequence that an Admit message describes. Raises AdmissionError. `max_drafts`: the worker's own bound.
+    `sources`: draft sources besides masks; by default only the message's prediction."""
     sources = sources or DraftSources()
     ids = list(message.ids)
     _check_ids(ids, message, facts)
@@ -74,26 +66,16 @@ def admit(
     drafter = None
     if message.prediction or (bound and not forced):
         drafter = sources.drafter(message.num_prompt, message.prediction, in_grammar=in_grammar)
+    counts = None
+    if sampling_params.penalises:
+        counts = TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device)
     return RunningSequence(
-        seq_id=message.seq_id,
-        ids=ids,
-        num_prompt=message.num_prompt,
-        num_computed=message.num_cached,
-        pages=list(message.pages),
-        sampling_params=sampling_params,
-        limits=limits,
-        max_drafts=forced or bound,
-        num_forced_drafts=forced,
-        num_logprobs=message.num_logprobs if message.want_logprobs else None,
+        seq_id=message.seq_id, ids=ids, num_prompt=message.num_prompt, num_computed=message.num_cached,
+        pages=list(message.pages), sampling_params=sampling_params, limits=limits, max_drafts=forced or bound,
+        num_forced_drafts=forced, num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        counts=TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device)
-        if sampling_params.penalises
-        else None,
-        adapter=adapter,
-        num_masks=num_masks,
-        drafter=drafter,
-        waits=in_grammar,
-    )
+        counts=counts, adapter=adapter, num_masks=num_masks, drafter=drafter, waits=in_grammar,
+    )  # fmt: skip
 
 
 def _grammar_digest(grammar: pb.Grammar) -> str:
@@ -168,19 +150,12 @@ def _sampling_params(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) 
     if named and max(named) >= vocab_size:
         raise AdmissionError(f"Id {max(named)} of a parameter is outside the vocabulary of {vocab_size}.")
     return SamplingParams(
-        key=request_key(sampling.seed, sampling.choice),
-        bias=tuple(sorted(sampling.logit_bias.items())),
+        key=request_key(sampling.seed, sampling.choice), bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_ids=tuple(sorted(set(sampling.allowed_ids))),
         grammar=_grammar_digest(sampling.grammar) if sampling.HasField("grammar") else "",
-        min_tokens=sampling.min_tokens,
-        end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
+        min_tokens=sampling.min_tokens, end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
         bad_words=tuple(tuple(run.ids) for run in sampling.bad_words),
-        repetition_penalty=sampling.repetition_penalty or 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p or 1.0,
-        min_p=sampling.min_p,
-        typical_p=sampling.typical_p or 1.0,
-    )
+        repetition_penalty=sampling.repetition_penalty or 1.0, presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty, temperature=sampling.temperature, top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0, min_p=sampling.min_p, typical_p=sampling.typical_p or 1.0,
+    )  # fmt: skip

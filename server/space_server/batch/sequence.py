@@ -1,19 +1,19 @@
-"""One running sequence: its token ids, its pages, and when it ends."""
+"""One running sequence, and the sequences of a router stream: waiting for a grammar, running, ended, to be reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 from space_kernels.paging.step_rows import Ints
-from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_proto import worker_pb2 as pb
 
-from space_server.drafts.acceptance import Acceptance
-from space_server.drafts.drafts import BY_MASKS, Drafter, DraftOrigin, Origin
-from space_server.grammar.grammar_state import GrammarState
+from space_server.drafts.drafts import BY_MASKS, Acceptance, Drafter, DraftOrigin, Origin
+from space_server.grammar import Grammars, GrammarState, Preparation
 
 
 class SequenceEnd(Enum):
@@ -38,11 +38,8 @@ class SequenceLimits:
         return min(self.max_tokens - (num_known - num_prompt), self.window - num_known)
 
     def cut(self, emitted: Sequence[int], num_left: int) -> tuple[int, SequenceEnd | None]:
-        """Return how many of these tokens are kept, and why the sequence ends there (None: it goes on).
-
-        An EOS or stop token is the last one kept. At the last allowed position it still counts as the reason of the
-        end.
-        """
+        """Return how many of these tokens are kept, and why the sequence ends there (None: it goes on). An EOS or stop
+        token is the last one kept. At the last allowed position it still counts as the reason of the end."""
         for count, token in enumerate(emitted, start=1):
             if token in self.eos_ids:
                 return count, SequenceEnd.EOS
@@ -155,18 +152,10 @@ class RunningSequence:
         self.num_computed += num_rows
 
     def emit(
-        self,
-        tokens: list[int],
-        num_accepted: int,
-        drafts: list[int],
-        draft_depth: int = 1,
-        origin: Origin = BY_MASKS,
+        self, tokens: list[int], num_accepted: int, drafts: list[int], draft_depth: int = 1, origin: Origin = BY_MASKS
     ) -> None:
         """Append the emitted tokens and set the next step's drafts. K and V of the root and the accepted drafts are in
-        place.
-
-        Rejected drafts wrote the slots behind them; the next step overwrites those. Nothing is copied.
-        """
+        place. Rejected drafts wrote the slots behind them; the next step overwrites those. Nothing is copied."""
         self.num_computed = min(len(self.ids) + num_accepted, len(self.ids) + len(tokens) - 1)
         self.ids += tokens
         self.num_emitted += len(tokens)
@@ -176,3 +165,129 @@ class RunningSequence:
             self.counts.extend(tokens)
         if self.grammar is not None:
             self.grammar.advance(tokens)
+
+
+class RunningBatch:
+    """Sequences by seq_id, oldest first."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, RunningSequence] = {}
+        self._ended: set[int] = set()  # reported as ended, not released yet
+        self._released: list[int] = []  # to be acknowledged
+        self._failed: list[pb.SequenceReport] = []  # to be reported
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[RunningSequence]:
+        return iter(self._running.values())
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._running or seq_id in self._ended
+
+    def add(self, sequence: RunningSequence) -> None:
+        """Add a sequence as the youngest."""
+        self._running[sequence.seq_id] = sequence
+
+    def get(self, seq_id: int) -> RunningSequence | None:
+        """Return the running sequence, or None."""
+        return self._running.get(seq_id)
+
+    def end(self, seq_id: int) -> None:
+        """Stop running this sequence. The router keeps its pages until it releases it."""
+        self._running.pop(seq_id, None)
+        self._ended.add(seq_id)
+
+    def hand_back(self, seq_id: int) -> None:
+        """Return a sequence that was never admitted, for the router to run elsewhere."""
+        self.end(seq_id)
+        self._failed.append(pb.SequenceReport(seq_id=seq_id, finish=pb.FINISH_RETURNED))
+
+    def fail(self, seq_id: int, error: str) -> None:
+        """End this sequence, running or never admitted, with an error."""
+        sequence = self._running.get(seq_id)
+        self.end(seq_id)
+        self._failed.append(
+            pb.SequenceReport(
+                seq_id=seq_id,
+                finish=pb.FINISH_ERROR,
+                error=error,
+                num_computed=sequence.num_computed if sequence is not None else 0,
+            )
+        )
+
+    def forget(self, seq_id: int) -> None:
+        """Drop this sequence without acknowledging: a step in flight may still use its pages."""
+        self._running.pop(seq_id, None)
+        self._ended.discard(seq_id)
+        self._failed = [report for report in self._failed if report.seq_id != seq_id]
+
+    def acknowledge(self, seq_id: int) -> None:
+        """Acknowledge the release of a forgotten sequence whose pages are no longer used."""
+        self._released.append(seq_id)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something is to be reported without a step."""
+        return bool(self._released or self._failed)
+
+    def take_news(self) -> tuple[list[int], list[pb.SequenceReport]]:
+        """Return the releases to acknowledge and the failures to report; each is returned once."""
+        released, self._released = self._released, []
+        failed, self._failed = self._failed, []
+        return released, failed
+
+
+class Waiting:
+    """Starts each sequence once its grammar is compiled, or fails that sequence alone."""
+
+    def __init__(self, grammars: Grammars | None) -> None:
+        self._grammars = grammars
+        self._preparing: dict[int, Preparation] = {}  # by sequence number
+        self.woken: Callable[[], None] = lambda: None  # called from any thread when a compilation ends
+
+    @property
+    def why_none(self) -> str | None:
+        """Why this worker supports no grammars; None: it does."""
+        return "it was started without them" if self._grammars is None else self._grammars.why_none
+
+    @property
+    def is_over_for_some(self) -> bool:
+        """Whether a compilation has ended, so that `take` would do something."""
+        return any(preparation.is_over for preparation in self._preparing.values())
+
+    def why_refused(self, sequence: RunningSequence) -> str | None:
+        """Why this sequence's grammar cannot be used; None: it can be tried."""
+        if self.why_none is not None:
+            return f"This worker takes no grammars: {self.why_none}."
+        if not sequence.limits.eos_ids | sequence.limits.stop_ids:
+            return "The text of a grammar has to end, and this checkpoint has no EOS id. Set stop ids."
+        return None
+
+    def add(self, sequence: RunningSequence, grammar: pb.Grammar, *, ignores_eos: bool) -> None:
+        """Start compiling the grammar of a sequence that was not refused."""
+        if self._grammars is not None:
+            self._preparing[sequence.seq_id] = self._grammars.prepare(
+                grammar, eos_ids=sequence.limits.eos_ids, stop_ids=sequence.limits.stop_ids, ignores_eos=ignores_eos,
+                output=sequence.ids[sequence.num_prompt :], done=lambda: self.woken(),
+            )  # fmt: skip
+
+    def take(self, batch: RunningBatch) -> None:
+        """Start the sequences whose grammar is ready, and fail those whose grammar did not compile."""
+        for seq_id, preparation in list(self._preparing.items()):
+            sequence = batch.get(seq_id)
+            if sequence is None:
+                del self._preparing[seq_id]
+                preparation.cancel()
+            elif preparation.is_over:
+                del self._preparing[seq_id]
+                if preparation.state is None:
+                    batch.fail(seq_id, preparation.error or "The grammar cannot be used.")
+                else:
+                    sequence.grammar, sequence.waits = preparation.state, False
+
+    def clear(self) -> None:
+        """Cancel every compilation."""
+        for preparation in self._preparing.values():
+            preparation.cancel()
+        self._preparing.clear()

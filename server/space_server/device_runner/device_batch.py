@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median_high
 
 import torch
-from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages, send
+from space_kernels.attention_backends import BACKENDS
+from space_kernels.sampling.device_sampling import SamplingCapacity, Stages, send
+from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.step.state import StateAdmission, StepState
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence
 from space_server.device_runner.device_forward import MOST_TOP
+from space_server.drafts.drafts import Acceptance
+from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
+from space_server.scheduled_batch import draft_limits_of
+from space_server.speculation.controller import Controller, DraftLimits, StepLoad
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
 MOST_HISTORY_BYTES = 64 * 1024**2
@@ -28,35 +35,22 @@ _log = logging.getLogger(__name__)
 
 class DeviceBatch:
     """Assigns sequences to the batch indices of a StepState.
-
-    A sequence in it advances without the host, which knows its state as of the last step that was read.
-    """
+    A sequence in it advances without the host, which knows its state as of the last step that was read."""
 
     def __init__(
-        self,
-        facts: ModelFacts,
-        *,
-        max_sequences: int,
-        block_size: int,
-        max_drafts: int | None = None,
+        self, facts: ModelFacts, *, max_sequences: int, block_size: int, max_drafts: int | None = None,
         synthetic: SyntheticAcceptance | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`max_drafts`: most per sequence and step; None: as many as there are masks."""
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
         self.capacity = SamplingCapacity()
         self.state = StepState.empty(
-            max_sequences,
-            max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
-            max_pages=self._max_pages,
-            block_size=block_size,
-            window=facts.window,
-            vocab_size=facts.vocab_size,
-            room=self.capacity,
-            bounds=True,
-            history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
+            max_sequences, max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
+            max_pages=self._max_pages, block_size=block_size, window=facts.window, vocab_size=facts.vocab_size,
+            room=self.capacity, bounds=True, history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
-        )
+        )  # fmt: skip
         self.logprob_indices = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # padded with 0
         self._sent_logprob_indices: list[int] = []  # those that were sent
         self._synthetic, self.synthetic_tensors = synthetic, None
@@ -101,8 +95,7 @@ class DeviceBatch:
 
     def fits(self, sequence: RunningSequence) -> bool:
         """Whether this sequence can be stepped here: only its root is pending, it drafts with the same adapter's masks
-        as the batch or with none, and its sampling parameters fit the tensors.
-        """
+        as the batch or with none, and its sampling parameters fit the tensors."""
         ends = len(sequence.limits.eos_ids | sequence.limits.stop_ids)
         return (
             sequence.num_pending == 1
@@ -142,18 +135,12 @@ class DeviceBatch:
         self.state.put(  # last, so that a failure before leaves this batch index not live
             batch_index,
             StateAdmission(
-                ids=sequence.ids,
-                num_prompt=sequence.num_prompt,
-                pages=pages,
-                sampling_params=sequence.sampling_params,
-                num_left=sequence.num_left,
-                eos_ids=sorted(sequence.limits.eos_ids),
-                stop_ids=sorted(sequence.limits.stop_ids),
-                max_drafts=sequence.max_drafts,
-                max_masks=min(sequence.max_drafts, sequence.num_masks),
-                drafts=sequence.drafts,
+                ids=sequence.ids, num_prompt=sequence.num_prompt, pages=pages, sampling_params=sequence.sampling_params,
+                num_left=sequence.num_left, eos_ids=sorted(sequence.limits.eos_ids),
+                stop_ids=sorted(sequence.limits.stop_ids), max_drafts=sequence.max_drafts,
+                max_masks=min(sequence.max_drafts, sequence.num_masks), drafts=sequence.drafts,
             ),
-        )
+        )  # fmt: skip
         sequence.counts = None  # the state keeps the counts now
         self.by_index[batch_index] = sequence
         self._index_of[sequence.seq_id] = batch_index
@@ -229,13 +216,9 @@ def round_up_stages(stages: Stages) -> Stages:
     edits = stages.edits or stages.penalises or stages.bounds
     cuts = stages.cuts or stages.floors
     return Stages(
-        edits=edits,
-        bounds=stages.bounds,
-        penalises=edits,
-        samples=stages.samples or edits,
-        cuts=cuts or edits,
+        edits=edits, bounds=stages.bounds, penalises=edits, samples=stages.samples or edits, cuts=cuts or edits,
         floors=cuts or edits,
-    )
+    )  # fmt: skip
 
 
 def _send_rows(rows: Sequence[tuple[int, int, Sequence[int]]], table: Tensor, counts: Tensor) -> None:
@@ -254,3 +237,183 @@ def _columns(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
     if device.type == "cuda":
         columns = columns.pin_memory()
     return columns.to(device, non_blocking=True).unbind()
+
+
+_PLENTY = 1 << 30
+
+
+def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller) -> DraftLayout:
+    """Return the layout for a step launched before the last is read: the controller's choice for the average sequence,
+    with all drafts it could have, widened to the drafts that some sequence must have."""
+    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
+    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
+    if not sequences:
+        return DraftLayout.full(most_forced, most_forced)
+    bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
+    limit = DraftLimits(
+        seq_id=sequences[0].seq_id, num_drafts=bound, max_masks=bound, num_left=_PLENTY, acceptance=_average(sequences)
+    )
+    limits = [limit] * len(sequences)
+    if any(not sequence.sampling_params.greedy for sequence in sequences):
+        noisy = DraftLimits(limit.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=limit.acceptance)
+        limits = [limit if sequence.sampling_params.greedy else noisy for sequence in sequences]
+    return _widened(limit.fit(controller.layouts(limits, _load(sequences))[0]), most_forced)
+
+
+def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controller, block_size: int) -> DraftLayout:
+    """Return the layout where every sequence's drafts are known: the widest groups wanted, and as many drafts as masks
+    made.
+
+    Drafts from other sources are added as long as their expected gain exceeds the cost of their rows in the whole
+    batch.
+    """
+    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
+    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
+    if not sequences:
+        return DraftLayout.full(most_forced, most_forced)
+    average, limits = _average(sequences), []
+    for sequence in sequences:
+        limit = draft_limits_of(sequence, block_size)
+        if limit.acceptance is not None:
+            limit.acceptance = average  # the same for all, so that all want the same masks
+        limits.append(limit)
+    wanted = controller.layouts(limits, _load(sequences))
+    layouts = [limit.fit(layout) for limit, layout in zip(limits, wanted, strict=True)]
+    num_drafts = max(
+        (one.num_drafts for limit, one in zip(limits, layouts, strict=True) if not limit.chances), default=0
+    )
+    most = max(layout.num_drafts for layout in layouts)
+    reached = {number: _reach(limit, num_drafts) for number, limit in enumerate(limits) if limit.chances}
+    gain = best = 0.0
+    for depth in range(num_drafts + 1, most + 1):
+        gain -= controller.row_price * len(limits)
+        for number in reached:
+            if depth <= layouts[number].num_drafts:
+                reached[number] *= limits[number].chances[depth - 1]
+                gain += reached[number]
+        if gain > best:
+            num_drafts, best = depth, gain
+    masks = tuple(max(_mask(layout, group) for layout in layouts) for group in range(num_drafts + 1))
+    return _widened(DraftLayout.of(num_drafts, masks), most_forced)
+
+
+def _widened(layout: DraftLayout, num_drafts: int) -> DraftLayout:
+    """Return the smallest layout that contains this one and the full layout of `num_drafts`."""
+    most = max(layout.num_drafts, num_drafts)
+    forced = DraftLayout.full(num_drafts, num_drafts)
+    return DraftLayout.of(most, tuple(max(_mask(layout, group), _mask(forced, group)) for group in range(most + 1)))
+
+
+def _reach(limit: DraftLimits, depth: int) -> float:
+    """Return the probability that the first `depth` drafts are all accepted."""
+    reach = 1.0
+    for chance in limit.chances[:depth]:
+        reach *= chance
+    return reach
+
+
+def _mask(layout: DraftLayout, group: int) -> int:
+    return layout.masks[group] if group <= layout.num_drafts else 0
+
+
+def _load(sequences: Sequence[RunningSequence]) -> StepLoad:
+    return StepLoad(num_context=sum(sequence.num_computed for sequence in sequences))
+
+
+def _average(sequences: Sequence[RunningSequence]) -> Acceptance | None:
+    """Return the mean acceptance of the sequences that draft; they draft with the same masks."""
+    drafting = [sequence for sequence in sequences if sequence.most_masks]
+    known = [sequence.acceptance for sequence in drafting if sequence.acceptance is not None]
+    if not known:
+        return None
+    average = Acceptance(known[0].shape)
+    average.shift = sum(acceptance.shift for acceptance in known) / len(known)
+    return average
+
+
+class DeviceScheduler:
+    """Moves sequences to the device, and lays out their steps."""
+
+    def __init__(self, batch: DeviceBatch, controller: Controller) -> None:
+        """`controller`: used for these sequences only."""
+        self.controller = controller
+        self._batch = batch
+        self._kept: dict[int, int] = {}  # ids of the sequences that the host is to step once, as they were given back
+        self._refused: set[int] = set()  # sequences whose move to the device failed
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether each step waits until the last is read, because a drafter reads some sequence's text."""
+        reading = (one for one in self._batch if one.max_drafts > 0 and not one.num_forced_drafts)
+        return any(one.drafter.reads for one in reading if one.drafter is not None)
+
+    def admit(self, running: Iterable[RunningSequence], *, works: bool = True) -> None:
+        """Move running sequences that fit to the device, if it `works`, and remove those that no longer run.
+        A sequence whose move fails stays on the host; raises only if the device is lost."""
+        known = {sequence.seq_id: sequence for sequence in running}
+        for sequence in [*self._batch]:
+            if sequence.seq_id not in known:
+                self._batch.remove(sequence.seq_id)
+        if self._kept:
+            self._kept = {seq_id: num for seq_id, num in self._kept.items() if seq_id in known}
+        self._refused &= known.keys()
+        if not works:
+            return
+        block_size = self._batch.state.block_size
+        for seq_id, sequence in known.items():
+            if seq_id in self._batch or seq_id in self._refused or self._kept.get(seq_id) == len(sequence.ids):
+                continue
+            if sequence.num_free_slots(block_size) >= 1 and not self._take(sequence):
+                self._refused.add(seq_id)
+
+    def _take(self, sequence: RunningSequence) -> bool:
+        """Move this sequence to the device if it fits; False if that failed."""
+        try:
+            if self._batch.fits(sequence):
+                self._batch.put(sequence)
+            return True
+        except Exception as error:
+            if not (wants_memory := is_out_of_memory(error)) and is_lost(self._batch.state.root.device):
+                raise
+            _log.warning(
+                "sequence %d could not move to the device (%s); it is stepped on the host", sequence.seq_id, error
+            )
+        if wants_memory:
+            give_back_unused()
+        return False
+
+    def give_back(self) -> None:
+        """Return all sequences to the host for at least one step. Nothing is in flight."""
+        self._kept |= {sequence.seq_id: len(sequence.ids) for sequence in self._batch.give_back()}
+
+    def reset(self) -> None:
+        """Drop every sequence."""
+        for sequence in [*self._batch]:
+            self._batch.remove(sequence.seq_id)
+        self._kept.clear()
+        self._refused.clear()
+
+    def has_runnable(self, num_in_flight_with: Callable[[RunningSequence], int]) -> bool:
+        """Whether a sequence is sure to have a free slot and a token left after the steps in flight emit one token
+        each."""
+        block_size = self._batch.state.block_size
+        return any(
+            min(sequence.num_left, sequence.num_free_slots(block_size)) > num_in_flight_with(sequence)
+            for sequence in self._batch
+        )
+
+    def layout(self, *, reads_first: bool) -> DraftLayout:
+        """Return the layout of the next step. `reads_first`: the last one was read, so all drafts are known."""
+        sequences = [*self._batch]
+        if reads_first:
+            return layout_of_drafts(sequences, self.controller, self._batch.state.block_size)
+        return layout_ahead(sequences, self.controller)
+
+
+def why_on_host(facts: ModelFacts) -> str | None:
+    """Why this model cannot be stepped on its device; None: it can."""
+    if facts.num_ranks > 1:
+        return f"{facts.num_ranks} ranks share the model, and rank 0 tells the others the rows of each step"
+    if facts.device.type == "cuda" and not BACKENDS[facts.attention].captures:
+        return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
+    return None

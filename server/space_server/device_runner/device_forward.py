@@ -12,20 +12,24 @@ result of a step    [batch size · width]    [sequences with logprobs · rows ·
 
 from __future__ import annotations
 
+import logging
+import time
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
-from space_kernels.paging.step_tables import PatternTables, StepTables
-from space_kernels.sampling.device_sampling import log_probabilities
+from space_kernels.dispatch import StepOps
+from space_kernels.paging.step_rows import PatternTables, StepTables
+from space_kernels.sampling.device_sampling import Stages, log_probabilities
 from space_kernels.sampling.sampler import IdLogprobs
-from space_kernels.sampling.sampling_tensors import Stages
 from space_kernels.step.draft_head import candidates, propose, sampling_columns
-from space_kernels.step.ops import StepOps
-from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepState, chain_choices, mask_choices
+from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepIndex, StepState, chain_choices, mask_choices
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
-from space_kernels.step.uniform_index import StepIndex
 from space_kernels.step.verification import StepVerification
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import BatchPattern, ForwardBatch, Segment, batch_pattern
@@ -33,7 +37,8 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.step_model import StepModel
+from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.model_runner import StepModel
 
 MOST_TOP = 20  # most alternatives per id in a device step; sequences that want more are stepped on the host
 _TOPS = (0, 5, MOST_TOP)
@@ -61,9 +66,7 @@ def round_up_count(count: int, batch_size: int) -> int:
 
 def report(raw: Tensor, ids: Tensor, num_top: int) -> Tensor:
     """Return log-probabilities of sampled ids as a flat int32 tensor that holds floats as their bits.
-
-    raw [A, J, V] logits, ids [A, J] (any value where nothing was sampled) -> [num_cells(A, J, T)]
-    """
+    raw [A, J, V] logits, ids [A, J] (any value where nothing was sampled) -> [num_cells(A, J, T)]"""
     V = raw.shape[2]
     rows, chosen = raw.flatten(0, 1), ids.flatten().clamp(0, V - 1)
     parts = []
@@ -120,12 +123,9 @@ class TensorForward:
     def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
         pattern = self._pattern(kind.batch_size, kind.layout, kind.adapter)
         tables = StepTables(
-            PatternTables.of(pattern.rows, laid_out.starts.device),
-            laid_out.starts,
-            state.page_table[:, : kind.num_pages],
-            state.block_size,
-            laid_out.num_written,
-        )
+            PatternTables.of(pattern.rows, laid_out.starts.device), laid_out.starts,
+            state.page_table[:, : kind.num_pages], state.block_size, laid_out.num_written,
+        )  # fmt: skip
         batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
         return self._model.forward(batch, self._kv)
 
@@ -185,19 +185,11 @@ class DeviceForward:
     """Runs steps on one state, in place."""
 
     def __init__(
-        self,
-        model: StepModel,
-        state: StepState,
-        ops: StepOps,
-        forward: Forward,
-        logprob_indices: Tensor,
+        self, model: StepModel, state: StepState, ops: StepOps, forward: Forward, logprob_indices: Tensor,
         synthetic_tensors: SyntheticAcceptanceTensors | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """logprob_indices [S] int64: batch indices whose log-probabilities are reported; a step's kind says how many of
-        them.
-
-        `synthetic_tensors`: known continuations that replace drafts; None: drafts are the masks' own.
-        """
+        them. `synthetic_tensors`: known continuations that replace drafts; None: drafts are the masks' own."""
         self._logprob_indices = logprob_indices
         self._model, self._ops, self._forward = model, ops, forward
         facts = model.facts
@@ -213,11 +205,8 @@ class DeviceForward:
 
     @torch.inference_mode()
     def take(self, kind: StepKind) -> Tensor:
-        """Run one step; return its result on the device as one flat int32 tensor.
-
-        It holds `step_state.advance`'s [batch_size, result_width(K)], then `device_logprobs.report`'s for those that
-        want it.
-        """
+        """Run one step; return its result on the device as one flat int32 tensor. It holds `step_state.advance`'s
+        [batch_size, result_width(K)], then `device_logprobs.report`'s for those that want it."""
         ops, model, stages = self._ops, self._model, kind.stages
         state, index = self._first(kind.batch_size), self._index(kind.batch_size, kind.layout)
         laid_out = ops.rows(state, index, self._mask_ids if kind.adapter is None else None)
@@ -251,14 +240,9 @@ class DeviceForward:
         return drafts, group.count
 
     def _of_masks(
-        self,
-        state: StepState,
-        index: StepIndex,
-        kind: StepKind,
-        verification: StepVerification,
-        hidden: Tensor,
+        self, state: StepState, index: StepIndex, kind: StepKind, verification: StepVerification, hidden: Tensor,
         group: DeviceMaskRows,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the drafts [S, K'] that the masks of `group` make."""
         ops, model, batch_params, stages = self._ops, self._model, state.batch_params, kind.stages
         S, most = index.num_sequences, index.most_drafts
@@ -275,18 +259,131 @@ class DeviceForward:
         ids, offsets = candidates(logits, stages, edit)
         last = (verification.lengths - 1).clamp(min=0)[:, None]
         return propose(
-            masks,
-            ids,
-            offsets,
-            verification.emitted.gather(1, last)[:, 0],
-            before.positions,
-            batch_params.key,
-            sampling_columns(batch_params, stages),
-            w1=head.w1,
-            w2=head.w2,
-            embedding_scale=head.embedding_scale,
-            form=head.form,
-            embed=model.embed,
-            logits_of=model.logits_of,
-            sample=ops.sample_candidates,
-        )
+            masks, ids, offsets, verification.emitted.gather(1, last)[:, 0], before.positions, batch_params.key,
+            sampling_columns(batch_params, stages), w1=head.w1, w2=head.w2, embedding_scale=head.embedding_scale,
+            form=head.form, embed=model.embed, logits_of=model.logits_of, sample=ops.sample_candidates,
+        )  # fmt: skip
+
+
+_WAITED = "called a synchronizing CUDA operation"
+"""Text of torch's warning about a host wait. Its once-per-process notice of the mode reads differently."""
+
+MOST_GRAPHS = 64
+"""Graphs kept; the least recently used is dropped. A graph of a large model holds some megabytes on the device."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """Runs device steps, by replaying graphs where possible."""
+
+    def __init__(self, take: Callable[[StepKind], Tensor], result: Tensor, *, most: int = MOST_GRAPHS) -> None:
+        """`result` [cells]: buffer at a fixed address that `take`'s results, shorter ones, are copied to."""
+        self._take, self._result, self._most = take, result, most
+        self._graphs: OrderedDict[StepKind, torch.cuda.CUDAGraph] = OrderedDict()
+        self._num_cells: dict[StepKind, int] = {}  # size of the result of each kind that has run
+        self._pool = _new_pool()
+        self._captures: bool | None = None  # whether steps can be captured; None: not known yet
+        self._eager: set[StepKind] = set()  # kinds whose graph did not fit in memory
+        self.num_replays = 0
+        self.was_usual = False  # whether the last step compiled and captured nothing
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __call__(self, kind: StepKind) -> Tensor:
+        """Run one step; the result is valid until the next call."""
+        graph, is_new = self._graphs.get(kind), kind not in self._num_cells
+        may_capture = not is_new and self._captures is not False and kind not in self._eager
+        self.was_usual = graph is not None or not (is_new or may_capture)
+        if graph is None and may_capture and self._captures is None:
+            self._watch(kind)
+            return self._result[: self._num_cells[kind]]
+        if graph is None and may_capture:
+            graph = self._capture(kind)
+        if graph is None:
+            self._into_result(kind)
+        else:
+            self._graphs.move_to_end(kind)
+            graph.replay()
+            self.num_replays += 1
+        return self._result[: self._num_cells[kind]]
+
+    def _into_result(self, kind: StepKind) -> None:
+        found = self._take(kind)
+        self._num_cells[kind] = len(found)
+        self._result[: len(found)].copy_(found)
+
+    def _watch(self, kind: StepKind) -> None:
+        """Run this kind and detect whether the host waits for the device in it."""
+        with warnings.catch_warnings(record=True) as message:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._into_result(kind)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [str(one.message) for one in message if _WAITED in str(one.message)]
+        self._captures = not waits
+        if waits:
+            _log.warning(
+                "device steps run without CUDA graphs: the host waits for the device %d times in a step", len(waits)
+            )
+
+    def _capture(self, kind: StepKind) -> torch.cuda.CUDAGraph | None:
+        """Capture this kind. If it cannot be captured, stop capturing; if memory is short, skip this kind only."""
+        begun, stream = time.perf_counter(), torch.cuda.current_stream()
+        graph, message, wants_memory = torch.cuda.CUDAGraph(), None, False
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._into_result(kind)
+        except RuntimeError as error:
+            self._end_failed_capture(stream)
+            message = str(error)
+            wants_memory = any(is_out_of_memory(one) for one in (error, error.__context__) if one is not None)
+        if message is not None:  # the recording is unreferenced only after the except block
+            graph.reset()
+            if wants_memory:
+                self._free_graphs(kind)
+            else:
+                self._captures = False
+                _log.warning("device steps run without CUDA graphs, because they cannot be captured: %s", message)
+            return None
+        self._graphs[kind] = graph
+        if len(self._graphs) > self._most:
+            self._graphs.popitem(last=False)
+        _log.info(
+            "captured a step of batch size %d, %d drafts and masks %s, with %d pages in %.3f s; %d graphs",
+            kind.batch_size, kind.layout.num_drafts, kind.layout.masks, kind.num_pages, time.perf_counter() - begun,
+            len(self._graphs),
+        )  # fmt: skip
+        return graph
+
+    def _end_failed_capture(self, stream: torch.cuda.Stream) -> None:
+        """Restore the stream, and end the allocator's capture: torch does neither where the end of a capture fails."""
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):  # it ended already
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+    def _is_held(self) -> bool:
+        """Whether the pool holds an empty segment that no graph uses. A failed capture keeps its pool for good, in
+        torch without pytorch/pytorch#190348."""
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return any(segment["segment_pool_id"] == self._pool and not segment["active_size"] for segment in segments)
+
+    def _free_graphs(self, kind: StepKind) -> None:
+        """Run this kind eagerly from now on and drop all graphs; kinds still in use are captured again."""
+        self._eager.add(kind)
+        torch.cuda.synchronize()  # some may run
+        self._graphs.clear()
+        give_back_unused()
+        if self._is_held():
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self._pool)
+            give_back_unused()
+        self._pool = _new_pool()
+        _log.warning("no memory to capture a step of batch size %d; it runs without a CUDA graph", kind.batch_size)
+
+
+def _new_pool() -> Any:
+    """Return a memory pool for graphs; None without a GPU."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from space_kernels.sampling.sampling_tensors import Stages
-from space_kernels.step.ops import StepOps, step_ops_for
+from space_kernels.dispatch import StepOps, step_ops_for
+from space_kernels.sampling.device_sampling import Stages
 from space_kernels.step.state import RESULT_FIXED, result_width
 from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
@@ -33,31 +33,28 @@ from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch.sequence import RunningSequence, SequenceEnd
-from space_server.device_runner.device_batch import DeviceBatch
+from space_server.device_runner.device_batch import DeviceBatch, DeviceScheduler
 from space_server.device_runner.device_forward import (
     MOST_TOP,
     DeviceForward,
     Forward,
     HostForward,
     LogprobReport,
+    StepGraphs,
     StepKind,
     TensorForward,
     num_cells,
     round_up_count,
     round_up_top,
 )
-from space_server.device_runner.device_graphs import StepGraphs
-from space_server.device_runner.device_scheduler import DeviceScheduler
 from space_server.drafts.drafts import mask_chances
-from space_server.host_runner.host_runner import no_choice
+from space_server.host_runner import no_choice
 from space_server.machine.memory import give_back_unused, is_out_of_memory
-from space_server.model_runner import ModelRunner, SequenceOutput, StepOutput, StepTimes
+from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
 from space_server.speculation.controller import Controller, SpeculationController
-from space_server.speculation.proposing import Proposing
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost, StepShape
-from space_server.step_model import StepModel
 
 
 class Timeline:
@@ -131,20 +128,11 @@ class DeviceRunner(ModelRunner):
     """A ModelRunner whose sequences keep their state on the device."""
 
     def __init__(
-        self,
-        model: StepModel,
-        kv: PagedKV,
-        *,
-        max_sequences: int,
-        controller: Controller | None = None,
-        cost: StepCost | None = None,
-        eager: bool = False,
-        ops: StepOps | None = None,
-        forward: Callable[[StepModel, PagedKV], Forward] | None = None,
-        max_drafts: int | None = None,
-        synthetic: SyntheticAcceptance | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+        self, model: StepModel, kv: PagedKV, *, max_sequences: int, controller: Controller | None = None,
+        cost: StepCost | None = None, eager: bool = False, ops: StepOps | None = None,
+        forward: Callable[[StepModel, PagedKV], Forward] | None = None, max_drafts: int | None = None,
+        synthetic: SyntheticAcceptance | None = None, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         """`controller`, `cost`: None: a SpeculationController, and typical costs. `eager`: run without CUDA graphs.
         `ops` and `forward`: None selects those of the device.
 
@@ -154,11 +142,7 @@ class DeviceRunner(ModelRunner):
         facts = self._facts = model.facts
         on_gpu = facts.device.type == "cuda"
         self.batch = DeviceBatch(
-            facts,
-            max_sequences=max_sequences,
-            block_size=kv.block_size,
-            max_drafts=max_drafts,
-            synthetic=synthetic,
+            facts, max_sequences=max_sequences, block_size=kv.block_size, max_drafts=max_drafts, synthetic=synthetic
         )
         self._cost = cost or StepCost.typical(facts.device.type)
         self.controller = controller or SpeculationController(self._cost)
@@ -216,13 +200,9 @@ class DeviceRunner(ModelRunner):
         return self._num_failures < MOST_FAILURES
 
     def schedule(
-        self,
-        batch: Iterable[RunningSequence],
-        budget: PrefillBudget,
-        *,
-        reported: Set[int] = frozenset(),
+        self, batch: Iterable[RunningSequence], budget: PrefillBudget, *, reported: Set[int] = frozenset(),
         elsewhere: Sequence[RunningSequence] = (),
-    ) -> DraftLayout | None:
+    ) -> DraftLayout | None:  # fmt: skip
         if reported and self.num_in_flight:  # one report holds one step of a sequence
             return None
         self.scheduler.admit(batch, works=self.works)
@@ -298,14 +278,10 @@ class DeviceRunner(ModelRunner):
         self._drafted_for.clear()
         logprob_indices, num_top = batch.send_logprob_indices()
         kind = StepKind(
-            batch_size,
-            layout,
-            batch.stages,
-            self._num_pages(),
-            num_with_logprobs=round_up_count(len(logprob_indices), batch_size),
-            num_top=round_up_top(num_top),
+            batch_size, layout, batch.stages, self._num_pages(),
+            num_with_logprobs=round_up_count(len(logprob_indices), batch_size), num_top=round_up_top(num_top),
             adapter=batch.adapter if layout.num_masks else None,
-        )
+        )  # fmt: skip
         begun = self._timeline.mark()
         result = self._take(kind)
         on_host = self._on_host[self.num_forwards % 2][: len(result)]
@@ -358,8 +334,7 @@ class DeviceRunner(ModelRunner):
 
     def _ask_drafter(self, output: SequenceOutput) -> None:
         """Let the drafter read the output. Use its proposal if it is expected to beat the masks' drafts or continues
-        them, and no step in flight includes the sequence.
-        """
+        them, and no step in flight includes the sequence."""
         sequence, tokens = output.plan.sequence, output.tokens
         assert sequence.drafter is not None
         output.num_predicted = sequence.drafter.extend(sequence.ids, tokens)
@@ -388,8 +363,7 @@ class DeviceRunner(ModelRunner):
 
     def take_largest(self) -> None:
         """Run the step that uses most memory until its graph is captured: full batch size, whole mask groups, sampling
-        with top-p, longest page lists. The batch is empty, so nothing is written.
-        """
+        with top-p, longest page lists. The batch is empty, so nothing is written."""
         most, adapters = self._facts.most_masks, self._facts.adapters
         own = len(self._facts.mask_ids) == most
         kind = StepKind(
@@ -404,9 +378,7 @@ class DeviceRunner(ModelRunner):
 
     def did_other_work(self) -> float | None:
         """Return the seconds from the end of the last step in flight until now, for other work queued behind it.
-
-        None if no step was in flight. The next step's time excludes that work.
-        """
+        None if no step was in flight. The next step's time excludes that work."""
         last, self._last = self._last if self._launched else None, None
         if last is None:
             return None

@@ -42,10 +42,7 @@ class SuffixIndex:
 
     def find(self, tail: Sequence[int]) -> tuple[int, int] | None:
         """Return the position after the longest indexed run that ends `tail`, and the length of the match; None if
-        there is none.
-
-        At least one id follows the position. Of equally long indexed runs the latest is used.
-        """
+        there is none. At least one id follows the position. Of equally long indexed runs the latest is used."""
         place = self._pairs.get(tuple(tail[-2:]))
         if place is None:
             return None
@@ -77,9 +74,8 @@ one id is worth less than any mask, and is found at every third token.
 
 
 class Lookup:
-    """Follows a text and, where it repeats itself, predicts what comes next. A match is followed while the
-    text agrees.
-    """
+    """Follows a text and, where it repeats itself, predicts what comes next. A match is followed while the text
+    agrees."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._index = SuffixIndex(ids)
@@ -109,9 +105,7 @@ class Lookup:
 
     def propose(self, max_drafts: int) -> list[int]:
         """Return `max_drafts` ids that followed the longest match; none without a match of SHORTEST_MATCH ids.
-
-        If the match reaches the end of the text, it repeats from its own start, as a periodic text would.
-        """
+        If the match reaches the end of the text, it repeats from its own start, as a periodic text would."""
         ids = self._index.ids
         if self._length < RUNS[0]:
             found = self._index.find_end()
@@ -134,9 +128,7 @@ AT_ONCE = 4  # within so many ids one matching id is enough; elsewhere it takes 
 
 class Prediction:
     """A predicted text, and the position in it that the output has reached.
-
-    Nothing here depends on how many ids a step emits, so the counts of predicted ids are the same with any drafts.
-    """
+    Nothing here depends on how many ids a step emits, so the counts of predicted ids are the same with any drafts."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._index = SuffixIndex(ids)
@@ -189,8 +181,7 @@ class Prediction:
 
     def _find(self, id_: int) -> tuple[int, int] | None:
         """Return the position after the longest match of the output's end; near the divergence, the nearest of the
-        longest.
-        """
+        longest."""
         ids, here = self._index.ids, self._strayed_at
         begin, end = max(0, here - BEHIND), min(len(ids), here + AHEAD)
         near: list[tuple[int, int]] = []  # length of the match, and how far away

@@ -32,7 +32,6 @@ class Sensor(Protocol):
 
     def joules(self) -> float:
         """Return joules since some fixed moment; never decreases. Raises OSError or NvmlError."""
-        ...
 
 
 class RaplSensor:

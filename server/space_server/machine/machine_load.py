@@ -90,8 +90,7 @@ class GpuLoad:
 
     def num_others(self) -> int | None:
         """Other processes that computed recently; None if the driver does not say, or names processes in another PID
-        namespace, where this one cannot be found.
-        """
+        namespace, where this one cannot be found."""
         try:
             computing = set().union(*(self._nvml.computing_pids(gpu) for gpu in self._gpus))
         except NvmlError:
@@ -103,13 +102,9 @@ class LoadWatch:
     """Samples the machine's load while steps are measured."""
 
     def __init__(
-        self,
-        gpu: GpuLoad | None = None,
-        *,
-        processors: int | None = None,
-        stat: Path = Path("/proc/stat"),
+        self, gpu: GpuLoad | None = None, *, processors: int | None = None, stat: Path = Path("/proc/stat"),
         tasks: Path = Path("/proc/self/task"),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._gpu, self._stat, self._tasks = gpu, stat, tasks
         self._processors = processors or os.cpu_count() or 1
         self.begin()

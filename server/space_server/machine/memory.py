@@ -23,13 +23,9 @@ class FreeMemory:
 
     @classmethod
     def on(
-        cls,
-        device: torch.device,
-        *,
-        meminfo: Path = Path("/proc/meminfo"),
-        cgroup: Path = Path("/sys/fs/cgroup"),
+        cls, device: torch.device, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup"),
         process: Path = Path("/proc/self"),
-    ) -> FreeMemory:
+    ) -> FreeMemory:  # fmt: skip
         """On a CPU the least left by the machine, every control group of this process, and its own limits."""
         if device.type == "cuda":
             return cls(int(torch.cuda.mem_get_info(device)[0]), f"the memory of {device}")
@@ -52,10 +48,7 @@ def _machine(meminfo: Path) -> FreeMemory:
 
 def _groups(root: Path, own: Path) -> Iterator[FreeMemory]:
     """Yield what is left below each memory limit (v1 or v2) of the control groups; reclaimable file pages count as
-    free.
-
-    A container sees its own group at the root; outside of one, the process's group lies below it.
-    """
+    free. A container sees its own group at the root; outside of one, the process's group lies below it."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -143,8 +136,7 @@ _CPU_FRACTION = 0.5
 """Largest default share of a CPU's free memory: other programs need the rest."""
 _GPU_FRACTION = 0.9
 """Default share of a GPU's free memory, measured after loading the weights, running the largest step, whose activations
-torch keeps, and subtracting the largest graph. The rest is for further graphs, library workspaces and fragmentation.
-"""
+torch keeps, and subtracting the largest graph. The rest is for further graphs, library workspaces and fragmentation."""
 _DEFAULT_SEQUENCES = 64
 """Sequences of a whole window that the default holds on a CPU ..."""
 _DEFAULT_BYTES = 1024**3
@@ -222,3 +214,15 @@ def choose_num_blocks(facts: PageNeed, *, block_size: int, amount: int | float |
             f"{budget}. Raise --kv-memory or lower --max-model-len."
         )
     return budget // block_bytes
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device is lost to this process: some GPU errors (failed memory, an address out of bounds) make every
+    later step fail, until another process uses the GPU."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

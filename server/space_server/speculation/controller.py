@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, Self
 
 from space_model.geometry.draft_layout import DraftLayout
 
-from space_server.drafts.acceptance import LEVELS_PER_UNIT, Acceptance
+from space_server.drafts.drafts import LEVELS_PER_UNIT, Acceptance
 from space_server.step_cost import OUTLIER, StepCost, StepShape
 
 
@@ -32,11 +32,8 @@ class DraftLimits:
     num_forced: int = 0  # mask drafts that the request commands; 0: the controller chooses
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
-        """Return the layout reduced to the drafts and masks that this sequence has and can use.
-
-        With g drafts accepted this step emits g+1 tokens, and the next one verifies at most num_left - (g+1) - 1
-        drafts.
-        """
+        """Return the layout reduced to the drafts and masks that this sequence has and can use. With g drafts accepted
+        this step emits g+1 tokens, and the next one verifies at most num_left - (g+1) - 1 drafts."""
         drafts = min(layout.num_drafts, self.num_drafts)
         most = max(layout.masks)
         if drafts == layout.num_drafts and (not most or most <= min(self.max_masks, self.num_left - drafts - 2)):
@@ -59,23 +56,17 @@ class Controller(Protocol):
     @property
     def row_price(self) -> float:
         """Accepted drafts that one more chain row must bring; sources skip drafts worth less."""
-        ...
 
     @property
     def is_paused(self) -> bool:
         """Whether reading texts for drafts is paused because it costs more than it saves; predictions continue."""
-        ...
 
     def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         """Return one layout per sequence that reaches its root in this step, in their order."""
-        ...
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """Record the tokens and the duration of the step with these layouts.
-
-        `pause`: seconds since the end of the step before, if there was work all along.
-        """
-        ...
+        `pause`: seconds since the end of the step before, if there was work all along."""
 
 
 class FixedLayout:
@@ -207,8 +198,7 @@ GAP_RATE, LONGEST_GAP = 0.02, 0.005  # moving average of the seconds between ste
 
 class RealizedSpeedup:
     """Compares a rule's predicted tokens per second with those of its steps since the last look: the cost model ignores
-    how speculation starts and ends.
-    """
+    how speculation starts and ends."""
 
     def __init__(self) -> None:
         self.share = 1.0  # measured rate over predicted rate
@@ -258,8 +248,7 @@ DOUBTED_TRIALS = 4  # trials of drafting that looks too slow, after its measured
 
 class SpeculationProbe:
     """Schedules short trials of drafting where it is expected to be slower: without them one cost measured in a bad
-    moment would keep plain decoding for good.
-    """
+    moment would keep plain decoding for good."""
 
     def __init__(self) -> None:
         self._num_left = 0  # steps left of the running trial
@@ -273,10 +262,7 @@ class SpeculationProbe:
 
     def is_due(self, worth: float, num_plain: int) -> bool:
         """Whether to start a trial after `num_plain` plain steps, if drafting is expected to bring `worth` of plain
-        decoding.
-
-        Where costs are doubted, drafting that looks k times too slow is tried k² times as rarely.
-        """
+        decoding. Where costs are doubted, drafting that looks k times too slow is tried k² times as rarely."""
         if worth > TRIAL_WORTH:
             return num_plain >= self._wait
         return bool(self._num_doubted) and worth > 0.0 and num_plain >= (TRIAL_WORTH / worth) ** 2 * self._wait
@@ -408,8 +394,7 @@ PROPOSAL_MARGIN = 1.5  # tokens that a draft from no mask must bring over the pr
 
 LOOK_EVERY, LOOK_SELDOM = 16, 64
 """Steps between two looks at the choice while the batch keeps its size to an eighth. While decoding stays plain the
-interval doubles up to the second; a batch of another size waits for the first.
-"""
+interval doubles up to the second; a batch of another size waits for the first."""
 
 HOPELESS = 0.9
 """If drafting reaches less than this share of plain decoding, it is not tried in a larger batch either: rows of more
@@ -421,8 +406,7 @@ PATIENCE = 24  # plain steps before speculation starts again: starting costs a s
 
 PROBE_EVERY, PROBE_WITHIN, PROBE_SELDOM = 256, 0.15, 1024
 """While speculating, one in so many steps is plain, to measure its cost, where the expected gain is below the share;
-one in PROBE_SELDOM where it is above, since the plain cost may be wrong.
-"""
+one in PROBE_SELDOM where it is above, since the plain cost may be wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -638,8 +622,7 @@ class SpeculationController:
 
     def _rates(self, mix: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
         """Return the expected tokens per second of each rule that gives some sequence masks, scaled by the realized
-        share.
-        """
+        share."""
         kinds = [kind for kind in mix.kinds if kind.max_masks]
         if not kinds:
             return {}
@@ -708,9 +691,8 @@ class SpeculationController:
         self.row_price = PROPOSAL_MARGIN * dearest * num_sequences / (before + self._realized.pause)
 
     def _is_probe(self) -> bool:
-        """Whether to run a plain step now, to keep its cost known; more often where plain decoding is nearly
-        as fast.
-        """
+        """Whether to run a plain step now, to keep its cost known; more often where plain decoding is nearly as
+        fast."""
         self._num_unprobed += 1
         if self._num_unprobed < (PROBE_EVERY if self._advantage <= PROBE_WITHIN else PROBE_SELDOM):
             return False

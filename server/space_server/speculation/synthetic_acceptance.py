@@ -52,18 +52,11 @@ class SyntheticAcceptance:
     """
 
     def __init__(
-        self,
-        chances: Sequence[float],
-        *,
-        vocab_size: int,
-        mask_ids: Iterable[int] = (),
-        seed: int = 0,
+        self, chances: Sequence[float], *, vocab_size: int, mask_ids: Iterable[int] = (), seed: int = 0,
         max_tokens: int = MAX_TOKENS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`chances[j-1]` is p_j; deeper masks use the last.
-
-        `max_tokens`: tokens remembered in all; the oldest request is dropped first.
-        """
+        `max_tokens`: tokens remembered in all; the oldest request is dropped first."""
         self.chances = tuple(chances)
         self.num_replaced = 0  # drafts
         self.num_unknown = 0  # drafts left unchanged, because the continuation is unknown
@@ -92,10 +85,8 @@ class SyntheticAcceptance:
             self._forget(next(iter(self._known)))
 
     def drafts(self, sequence: RunningSequence, tokens: Sequence[int], first_mask: int, drafts: list[int]) -> list[int]:
-        """Replace the drafts after `tokens`, emitted in this step, of masks `first_mask`, `first_mask`+1, …
-
-        Drafts beyond the known continuation stay as they are: in a request's first run, or one longer than any before.
-        """
+        """Replace the drafts after `tokens`, emitted in this step, of masks `first_mask`, `first_mask`+1, … Drafts
+        beyond the known continuation stay as they are: in a request's first run, or one longer than any before."""
         number = self.drafted(sequence, tokens, len(drafts))
         known = self.continuation_of(sequence)
         if known is None or not number:

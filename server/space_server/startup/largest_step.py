@@ -15,16 +15,14 @@ from space_proto import worker_pb2 as pb
 
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory, give_back_unused, is_out_of_memory
+from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
-from space_server.step_model import StepModel
 from space_server.worker import Worker
 
 
 def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows: int, block_size: int) -> int:
     """Decode every sequence with whole mask groups and sampling beside a prompt of `max_prefill_rows`; return the rows.
-
-    Raises NotEnoughMemory if that does not fit beside the weights.
-    """
+    Raises NotEnoughMemory if that does not fit beside the weights."""
     facts = model.facts
     k = facts.most_masks
     layout = DraftLayout.full(k, k) if k else DraftLayout.plain()
@@ -36,22 +34,16 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
     allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
     try:
         worker = Worker(
-            model,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_sequences=max_sequences,
+            model, num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences,
             controller=FixedLayout(lambda room: layout),
-        )
+        )  # fmt: skip
         client = WorkerClient(worker, max_prefill_rows=1 << 20, max_draft_length=k)
 
         def admit(num_ids: int, num_pages: int) -> None:
             client.admit(
-                rng.choices(allowed, k=num_ids),
-                max_tokens=2 * k + 3,
-                num_pages=num_pages,
-                sampling=pb.Sampling(seed=len(client.sequences) + 1, temperature=1.0, top_p=0.95),
-                max_draft_length=k,
-            )
+                rng.choices(allowed, k=num_ids), max_tokens=2 * k + 3, num_pages=num_pages,
+                sampling=pb.Sampling(seed=len(client.sequences) + 1, temperature=1.0, top_p=0.95), max_draft_length=k,
+            )  # fmt: skip
 
         for _ in range(max_sequences - 1):
             admit(1, own)

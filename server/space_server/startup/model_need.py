@@ -49,13 +49,9 @@ class AskedModel:
         """Read the config. Raises ModelError."""
         model, device = family.read_config(checkpoint), choose_device(config.device)
         dtype, reason = choose_dtype(
-            config.dtype,
-            device,
-            getattr(model, "dtype", None),
-            config.weights,
-            config.cpu_kernels,
+            config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels,
             kept=checkpoint.kept_as,
-        )
+        )  # fmt: skip
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
@@ -113,39 +109,20 @@ class ModelNeed:
                 "slower; leave out --kv-dtype fp8: --kv-memory makes room."
             )
         need = cls.of(
-            checkpoint,
-            asked.config,
-            asked.dtype,
-            device,
-            window=_window(asked.config, config.max_model_len),
-            num_masks=asked.section.num_masks or 0,
-            drafting=list(_drafting(checkpoint.home, asked.section)),
-            form=asked.form,
-            fp8_kv=config.kv_dtype == "fp8",
-            num_ranks=config.tensor_parallel,
-            unread=unread,
-        )
+            checkpoint, asked.config, asked.dtype, device, window=_window(asked.config, config.max_model_len),
+            num_masks=asked.section.num_masks or 0, drafting=list(_drafting(checkpoint.home, asked.section)),
+            form=asked.form, fp8_kv=config.kv_dtype == "fp8", num_ranks=config.tensor_parallel, unread=unread,
+        )  # fmt: skip
         return need if config.weights == "plain" else need.with_int8_weights() or need
 
     @classmethod
     def of(
-        cls,
-        checkpoint: Checkpoint,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        window: int,
-        num_masks: int = 0,
-        drafting: Sequence[Path] = (),
-        form: QuantizedFormat | None = None,
-        fp8_kv: bool = False,
-        num_ranks: int = 1,
-        unread: int = 0,
-    ) -> ModelNeed:
+        cls, checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, window: int,
+        num_masks: int = 0, drafting: Sequence[Path] = (), form: QuantizedFormat | None = None, fp8_kv: bool = False,
+        num_ranks: int = 1, unread: int = 0,
+    ) -> ModelNeed:  # fmt: skip
         """`drafting`: files beside the weights; `form`: of a quantized checkpoint; `num_ranks` share the model, and the
-        result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet.
-        """
+        result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet."""
         num_heads, kv_heads, head_dim = family.sizes(config)
         layers, hidden, vocab = int(config.num_hidden_layers), int(config.hidden_size), int(config.vocab_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
@@ -168,17 +145,12 @@ class ModelNeed:
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
-            weights=weights // num_ranks,
-            head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
+            weights=weights // num_ranks, head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
             kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if fp8_kv else dtype.itemsize) // num_ranks,
-            window=window,
-            dtype=dtype,
-            device=device,
-            small=small,
-            fp8_kv=fp8_kv,
-        )
+            window=window, dtype=dtype, device=device, small=small, fp8_kv=fp8_kv,
+        )  # fmt: skip
 
     def with_int8_weights(self) -> ModelNeed | None:
         """The same with 8-bit linears; None if unknown here, or already so."""
@@ -218,9 +190,8 @@ class ModelNeed:
 
 
 def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
-    """Raise NotEnoughMemory if the model cannot serve one window; the message says what is needed, free, and
-    would fit.
-    """
+    """Raise NotEnoughMemory if the model cannot serve one window; the message says what is needed, free, and would
+    fit."""
     if need.least > free.num_bytes:
         raise NotEnoughMemory(
             f"{name} needs {shown(need.least)} on {need.device} ({need.parts()}); {free.bound} leaves "
@@ -319,8 +290,7 @@ def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
 
 def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:
     """Count weights that can be held in 8 bits: of linears without the output head. On a CPU only bfloat16 ones: others
-    stay in memory until packed.
-    """
+    stay in memory until packed."""
     names = ("embed", "lm_head", "norm", "bias")
     return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
 

@@ -10,7 +10,7 @@ from space_common.gguf.find import GgufError
 from space_common.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from space_router.text import chat_template
 from space_router.text.tokenizer import Tokenizer
-from space_server.grammar.vocabulary import TokenVocabulary
+from space_server.grammar import TokenVocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"

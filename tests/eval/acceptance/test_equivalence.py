@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.equivalence import CellResult, EquivalenceCell, faults_of
-from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_rows import SamplingRows
+from space_kernels.sampling.sampling_params import SamplingParams, SamplingRows
 from space_model.testing import tiny_checkpoint
 
 Patch = pytest.MonkeyPatch

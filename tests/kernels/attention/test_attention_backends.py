@@ -38,11 +38,7 @@ def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "refusal"),
     [
-        (
-            "flash-attn-4",
-            {"fp8_kv": True},
-            "takes keys and values in the model's own dtype: leave out --kv-dtype fp8",
-        ),
+        ("flash-attn-4", {"fp8_kv": True}, "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"),
         ("flashinfer", {"fp8_kv": True}, "takes keys and values in the model's own dtype: leave out --kv-dtype fp8"),
         ("triton", {"capability": (7, 5)}, "runs on compute capability 8.x and later; this GPU has 7.5"),
         ("flash-attn-4", {"capability": (8, 0)}, "runs on compute capability 9.x to 11.x; this GPU has 8.0"),

@@ -9,9 +9,9 @@ import torch
 from doubles.kernels import SCALE, MadeUp, full_layout, made_up_step, run
 from space_kernels.attention.attention import AttentionSpec
 from space_kernels.attention.flash_attn_backend import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
-from space_kernels.attention.merge import OwnPart
+from space_kernels.attention.library_parts import OwnPart
 from space_kernels.attention.torch_backend import space_attention as reference
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import StepTables
 from torch import Tensor
 
 # What the libraries take and give, in torch. Sources: flash-attn 2.8.3, flash_attn/flash_attn_interface.py and the
@@ -19,16 +19,9 @@ from torch import Tensor
 
 
 def dense(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool, window: tuple[int, int], softcap: float,
     nothing: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """query [sq, H, D], keys [sk, G, D] -> out [sq, H, D], lse [H, sq]; bottom-right aligned, as both versions are."""
     num_queries, num_keys, group = len(query), len(keys), query.shape[1] // keys.shape[1]
     ends = torch.arange(num_queries)[:, None] + num_keys - num_queries

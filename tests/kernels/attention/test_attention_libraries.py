@@ -9,8 +9,7 @@ from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.attention import AttentionSpec
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.attention_backends import BACKENDS, AttentionNeed, installed_version
-from space_kernels.paging.step_rows import StepRows
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import StepRows, StepTables
 from torch import Tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -29,13 +28,9 @@ LARGEST_PAGE = 256
 
 def attention_of(name: str, step: MadeUpStep) -> Callable[..., Tensor]:
     need = AttentionNeed.on(
-        step.query.device,
-        num_heads=step.query.shape[1],
-        kv_heads=step.key.shape[1],
-        head_dim=step.query.shape[2],
-        dtype=step.query.dtype,
-        block_size=step.rows.block_size,
-    )
+        step.query.device, num_heads=step.query.shape[1], kv_heads=step.key.shape[1], head_dim=step.query.shape[2],
+        dtype=step.query.dtype, block_size=step.rows.block_size,
+    )  # fmt: skip
     refusal = BACKENDS[name].refusal(need, installed_version)
     if refusal is not None:
         pytest.skip(f"{name} {refusal}")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from doubles.kernels import MadeUp, made_up_step
 from space_kernels.attention.attention import AttentionSpec
-from space_kernels.attention.merge import OwnPart, in_step_attention, merge, natural, store_kv
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.attention.library_parts import OwnPart, in_step_attention, merge, natural, store_kv
+from space_kernels.paging.step_rows import StepTables
 from torch import Tensor
 
 D = 8

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import numpy as np
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
+from space_kernels.attention.attention_kernels import SPLIT, tile_for
 from space_kernels.attention.attention_triton import (
     Walk,
     attend,
@@ -19,12 +20,10 @@ from space_kernels.attention.attention_triton import (
     merge,
     prefix_attention,
     space_attention,
+    store_kv,
 )
-from space_kernels.attention.store_kv_triton import store_kv
-from space_kernels.attention.tile import SPLIT, tile_for
 from space_kernels.attention.torch_backend import space_attention as reference
-from space_kernels.paging.step_rows import RowPattern, StepRows
-from space_kernels.paging.step_tables import PatternTables, StepTables
+from space_kernels.paging.step_rows import PatternTables, RowPattern, StepRows, StepTables
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,13 +162,10 @@ def tables_of(num_chain: int, starts: list[int], page_table: Tensor, block_size:
     count = len(starts)
     pattern = RowPattern(
         chain_runs=[range(n * num_chain, (n + 1) * num_chain) for n in range(count)],
-        mask_runs=[range(count * num_chain, count * num_chain)] * count,
-        offsets=np.tile(np.arange(num_chain), count),
-        reach=np.tile(np.arange(1, num_chain + 1), count),
-        group=np.full(count * num_chain, -1),
-        num_chain_rows=count * num_chain,
-        num_padded=count * num_chain,
-    )
+        mask_runs=[range(count * num_chain, count * num_chain)] * count, offsets=np.tile(np.arange(num_chain), count),
+        reach=np.tile(np.arange(1, num_chain + 1), count), group=np.full(count * num_chain, -1),
+        num_chain_rows=count * num_chain, num_padded=count * num_chain,
+    )  # fmt: skip
     tables = PatternTables.of(pattern, page_table.device)
     where = torch.tensor(starts, dtype=torch.int32, device=page_table.device)
     return StepTables(tables, where, page_table, block_size, tables.num_chain)

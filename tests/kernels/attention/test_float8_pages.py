@@ -8,21 +8,20 @@ from collections.abc import Callable
 import pytest
 import torch
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
-from space_kernels.attention import merge as attention_merge
+from space_kernels.attention import library_parts
 from space_kernels.attention import torch_backend as attention
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import FORMAT, nearest
 from space_kernels.layers import rotary
 from space_kernels.layers.rotary import HeadCounts
-from space_kernels.paging.step_rows import StepRows
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import StepRows, StepTables
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from space_kernels.attention import attention_triton, store_kv_triton  # noqa: E402
+from space_kernels.attention import attention_triton  # noqa: E402
 from space_kernels.fp8_bits import narrowed, widened  # noqa: E402
-from space_kernels.layers import rotary_triton  # noqa: E402
+from space_kernels.layers import layers_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -105,7 +104,7 @@ def test_both_stores_are_the_same() -> None:
     step = made_up_step([SPACE, ALONE], dtype=DTYPE, device=DEVICE, fp8=True)
     step.key[0, 0, :3] = torch.tensor([float("nan"), float("inf"), 1000.0])
     found = []
-    for store in (attention_merge.store_kv, store_kv_triton.store_kv):
+    for store in (library_parts.store_kv, attention_triton.store_kv):
         pages = step.copied_pages()
         store(step.qkv, pages, StepTables.of(step.rows))
         found.append([page.view(torch.uint8) for page in pages])
@@ -122,7 +121,7 @@ def test_rotary_stores_are_the_same() -> None:
     angles = rotary.angles(torch.arange(6, device=DEVICE), torch.rand(8, generator=generator).to(DEVICE))
     slots = torch.tensor([3, -1, 17, 40], device=DEVICE)
     found = []
-    for store in (rotary.rotary_store, rotary_triton.rotary_store):
+    for store in (rotary.rotary_store, layers_triton.rotary_store):
         pages = KVPages(*(torch.zeros(3, 2, 16, 16, dtype=FORMAT, device=DEVICE) for _ in range(2)))
         out = store(fused.clone(), angles, pages, slots, HeadCounts(4, 2))
         found.append([page.view(torch.uint8) for page in pages])

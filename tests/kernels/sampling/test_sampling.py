@@ -1,15 +1,97 @@
 """Sampling is argmax of logit plus keyed noise; pruning never changes the result."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
 import pytest
 import torch
+from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.sampling import sampler as sampling
-from space_kernels.sampling.noise import gumbel
-from space_kernels.sampling.sampler import gumbel_argmax, log_probabilities, sample_rows
-from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_rows import SamplingRow
+from space_kernels.sampling.noise import (
+    GUMBEL_MAX,
+    GUMBEL_MIN,
+    finalise,
+    gumbel,
+    gumbel_of_bits,
+    random_bits,
+    request_key,
+    row_streams,
+)
+from space_kernels.sampling.sampler import argmax, best_of, gumbel_argmax, log_probabilities, sample_rows
+from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow
+from torch import Tensor
+
+WORD = 1 << 64
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def finalise_slowly(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
+    return z ^ (z >> 31)
+
+
+def bits_slowly(seed: int, position: int, id_: int) -> int:
+    row = finalise_slowly((finalise_slowly(seed) + (position + 1) * GOLDEN) % WORD)
+    return finalise_slowly((row + (id_ + 1) * GOLDEN) % WORD) >> 32
+
+
+def test_the_finaliser_is_splitmix64() -> None:
+    # The published first outputs of SplitMix64 with seed 0.
+    states = torch.tensor([GOLDEN, 2 * GOLDEN % WORD, 3 * GOLDEN % WORD], dtype=torch.uint64).view(torch.int64)
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert finalise(states).view(torch.uint64).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "id_", "bits", "noise"),
+    [
+        (0, 0, 0, 2802244911, 0.8509171901273976),
+        (1, 17, 4095, 702069081, -0.5939716175191591),
+        (2**64 - 1, 1023, 127999, 2861249420, 0.9009452010714623),
+    ],
+)
+def test_vectors(seed: int, position: int, id_: int, bits: int, noise: float) -> None:
+    keys, positions = torch.tensor([request_key(seed, 0)]), torch.tensor([position])
+    ids = torch.tensor([[id_]])
+    assert bits_slowly(seed, position, id_) == bits
+    assert random_bits(row_streams(keys, positions)[:, None], ids).item() == bits
+    assert gumbel(keys, positions, ids).item() == pytest.approx(noise, rel=1e-14)
+
+
+def test_choice_keys() -> None:
+    assert [request_key(7, choice) for choice in (0, 1, 2)] == [7, 7191089600892374487, 309689372594955804]
+    assert request_key(2**64 - 1, 0) == -1
+    with pytest.raises(ValueError, match="seed=-1"):
+        request_key(-1, 0)
+
+
+def test_a_cell_does_not_depend_on_its_neighbours() -> None:
+    keys, positions = torch.tensor([3, -9]), torch.tensor([5, 1000])
+    whole = gumbel(keys, positions, torch.arange(100).expand(2, 100))
+    assert torch.equal(whole[1:, 40:41], gumbel(keys[1:], positions[1:], torch.tensor([[40]])))
+
+
+def test_noise_is_standard_gumbel() -> None:
+    noise = gumbel(torch.tensor([11]), torch.tensor([0]), torch.arange(200_000)[None])[0].sort().values
+    distribution = torch.exp(-torch.exp(-noise))
+    uniform = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    assert (distribution - uniform).abs().max() < 1.63 / math.sqrt(200_000)  # Kolmogorov-Smirnov, 1 %
+
+
+def test_the_bounds_hold_for_the_extreme_bits() -> None:
+    low, high = gumbel_of_bits(torch.tensor([0, 2**32 - 1])).tolist()
+    assert GUMBEL_MIN < low < GUMBEL_MIN + 1e-8
+    assert GUMBEL_MAX - 1e-8 < high < GUMBEL_MAX
+
+
+def test_neighbouring_bits_give_different_noise_everywhere() -> None:
+    for start in (0, 2**31, 2**32 - 1000):
+        noise = gumbel_of_bits(torch.arange(start, start + 1000))
+        assert (noise.diff() > 0).all()
+
 
 NO_IDS = torch.tensor([], dtype=torch.int64)
 
@@ -101,3 +183,58 @@ def test_logprobs_are_the_log_softmax_with_the_lower_id_first() -> None:
     assert first.logprob == pytest.approx(exact[0, 2], abs=1e-6)
     assert second.top_logprobs == pytest.approx([exact[1, 0]] * 3, abs=1e-6)
     assert log_probabilities(raw, [2, 1], 0)[0].top_ids == ()
+
+
+@pytest.fixture(scope="module", params=own_kinds())
+def library(request: pytest.FixtureRequest) -> CpuLibrary:
+    try:
+        return library_for(request.param)
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+def rows(num_ids: int, coarse: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(num_ids)
+    drawn = torch.randn(5, num_ids + 3, generator=generator)[:, :num_ids]  # rows that are not one behind the other
+    return (drawn / coarse).round() * coarse if coarse else drawn
+
+
+BANNED = torch.tensor([0, 4])
+
+
+@pytest.mark.parametrize("num_ids", [7, 511, 512, 513, 6144, 40_001])
+@pytest.mark.parametrize("coarse", [0.0, 0.5])
+def test_the_greatest_is_the_first_of_equal_ones(library: CpuLibrary, num_ids: int, coarse: float) -> None:
+    logits = rows(num_ids, coarse)
+    ids, usable = argmax(library, logits, BANNED)
+    assert bool(usable.all())
+    assert ids.tolist() == logits.index_fill(1, BANNED, -math.inf).argmax(dim=1).tolist()
+
+
+def test_minus_zero_is_zero(library: CpuLibrary) -> None:
+    logits = torch.full((1, 600), -1.0)
+    logits[0, 20], logits[0, 550] = -0.0, 0.0
+    assert argmax(library, logits, BANNED)[0].tolist() == [20]
+
+
+def test_rows_without_a_finite_greatest_or_with_nan_have_none(library: CpuLibrary) -> None:
+    logits = rows(6144)
+    logits[0] = -math.inf
+    logits[1, 5000] = math.nan
+    logits[2, 9] = -torch.tensor(math.nan)
+    logits[3, 100] = math.inf
+    assert argmax(library, logits, BANNED)[1].tolist() == [False, False, False, False, True]
+    few = torch.full((1, 5), -math.inf)
+    few[0, 4] = 1.0  # banned
+    assert argmax(library, few, BANNED)[1].tolist() == [False]
+
+
+@pytest.mark.parametrize(("num_ids", "count"), [(7, 256), (256, 256), (300, 256), (6144, 256), (40_001, 256), (900, 3)])
+@pytest.mark.parametrize("coarse", [0.0, 0.5])
+def test_the_best_ids_come_in_their_order(library: CpuLibrary, num_ids: int, count: int, coarse: float) -> None:
+    logits = rows(num_ids, coarse)
+    ids, offsets = best_of(library, logits, BANNED, count)
+    edited = logits.index_fill(1, BANNED, -math.inf)
+    order = edited.sort(dim=1, descending=True, stable=True).indices[:, : min(count, num_ids)]
+    assert torch.equal(ids, order.sort(dim=1).values)
+    assert torch.equal(offsets, torch.where(edited.gather(1, ids) > -math.inf, 0.0, -math.inf))

@@ -1,6 +1,8 @@
 """A step of the batch's state: kernels and reference write the same tensors, read nothing on the host, and sequences
 are independent. The server's test_device_state compares it with sequences on the host."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -9,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.device_sampling import sample
+from space_kernels.sampling.device_sampling import SamplingCapacity, Stages, sample
 from space_kernels.sampling.sampler import SampledTokens
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as reference
 from space_kernels.step.draft_head import candidates, propose, sampling_columns
-from space_kernels.step.state import StateAdmission, StepState
-from space_kernels.step.uniform_index import StepIndex
-from space_kernels.step.verification import EndCode, verify_sequences
+from space_kernels.step.state import StateAdmission, StepIndex, StepState
+from space_kernels.step.verification import EndCode, num_accepted, verify, verify_sequences
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,15 +46,9 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
     """Batch index 5 is free, 4 has no free slot, 3 may emit two more ids, the others are mid-generation."""
     generator = torch.Generator().manual_seed(seed)
     state = StepState.empty(
-        len(lines),
-        max_drafts=4,
-        max_pages=16,
-        block_size=4,
-        window=WINDOW,
-        vocab_size=V,
-        room=SamplingCapacity(num_biases=2, num_ends=3, num_words=2, word_length=2),
-        device=device,
-    )
+        len(lines), max_drafts=4, max_pages=16, block_size=4, window=WINDOW, vocab_size=V,
+        room=SamplingCapacity(num_biases=2, num_ends=3, num_words=2, word_length=2), device=device,
+    )  # fmt: skip
     ids = torch.randint(0, V, (LINES, 40), generator=generator).tolist()
     for line, number in enumerate(lines):
         if number == 5:
@@ -63,18 +57,12 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
         state.put(
             line,
             StateAdmission(
-                ids=ids[number][:count],
-                num_prompt=count - 2,
-                pages=[number * 16 + page for page in range(3 if number == 4 else 6)],
-                sampling_params=LAWS[number],
-                num_left=2 if number == 3 else 30,
-                eos_ids=[20],
-                stop_ids=[21, 20],
-                max_drafts=4 if number != 2 else 2,
-                max_masks=4 if number != 2 else 2,
-                drafts=ids[number][30 : 30 + (seed + number) % 5],
+                ids=ids[number][:count], num_prompt=count - 2,
+                pages=[number * 16 + page for page in range(3 if number == 4 else 6)], sampling_params=LAWS[number],
+                num_left=2 if number == 3 else 30, eos_ids=[20], stop_ids=[21, 20], max_drafts=4 if number != 2 else 2,
+                max_masks=4 if number != 2 else 2, drafts=ids[number][30 : 30 + (seed + number) % 5],
             ),
-        )
+        )  # fmt: skip
     return state
 
 
@@ -161,19 +149,11 @@ def step(state: StepState, index: StepIndex, stages: Stages, logits: Tensor, ban
     )
     last = verification.emitted.gather(1, (verification.lengths - 1).clamp(min=0)[:, None])[:, 0]
     drafts = propose(
-        logits[laid_out.ids][found.rows],
-        ids,
-        offsets,
-        last,
-        before.positions,
-        state.batch_params.key,
-        sampling_columns(state.batch_params, stages),
-        w1=torch.ones(6, 2 * V, device=logits.device),
-        w2=torch.ones(V, 6, device=logits.device),
-        embedding_scale=0.1,
-        embed=lambda of: torch.nn.functional.embedding(of, logits),
-        logits_of=lambda h, of: h.gather(1, of),
-    )
+        logits[laid_out.ids][found.rows], ids, offsets, last, before.positions, state.batch_params.key,
+        sampling_columns(state.batch_params, stages), w1=torch.ones(6, 2 * V, device=logits.device),
+        w2=torch.ones(V, 6, device=logits.device), embedding_scale=0.1,
+        embed=lambda of: torch.nn.functional.embedding(of, logits), logits_of=lambda h, of: h.gather(1, of),
+    )  # fmt: skip
     return reference.advance(state, laid_out, verification, drafts, found.count, banned)
 
 
@@ -271,15 +251,9 @@ def test_the_run_is_cut_at_its_first_end(
 ) -> None:
     one = torch.tensor([1])
     verification = verify_sequences(
-        torch.tensor([samples]),
-        torch.ones(1, 3, dtype=torch.bool),
-        torch.tensor([[5, 6]]),
-        2 * one,
-        one.bool(),
-        num_left * one,
-        torch.tensor([[20, 21, -1]]),
-        one,
-    )
+        torch.tensor([samples]), torch.ones(1, 3, dtype=torch.bool), torch.tensor([[5, 6]]), 2 * one, one.bool(),
+        num_left * one, torch.tensor([[20, 21, -1]]), one,
+    )  # fmt: skip
     found = (
         verification.accepted.item(),
         verification.emitted[0].tolist(),
@@ -296,3 +270,38 @@ def test_a_line_without_room_for_counts_or_words_refuses_laws_that_need_them() -
     for sampling_params in (SamplingParams(presence_penalty=1.0), SamplingParams(bad_words=((3,),))):
         with pytest.raises(ValueError, match="Penalties need a state with counts"):
             state.put(0, StateAdmission([1], 1, [0], sampling_params, 3, [], [], 1, 1))
+
+
+def test_every_accepted_length_in_one_batch() -> None:
+    drafts = torch.tensor([[1, 2, 3]] * 5)
+    samples = torch.tensor([[9, 2, 3, 4], [1, 9, 3, 4], [1, 2, 9, 4], [1, 2, 3, 4], [9, 9, 9, 9]])
+    verification = verify(samples, drafts, torch.tensor([3, 3, 3, 3, 3]))
+    assert verification.accepted.tolist() == [0, 1, 2, 3, 0]
+    assert verification.lengths.tolist() == [1, 2, 3, 4, 1]
+    assert verification.emitted.tolist() == [[9, 0, 0, 0], [1, 9, 0, 0], [1, 2, 9, 0], [1, 2, 3, 4], [9, 0, 0, 0]]
+
+
+def test_drafts_beyond_the_live_ones_never_count() -> None:
+    drafts = torch.tensor([[1, 2], [1, 2], [1, 2]])
+    samples = torch.tensor([[1, 2, 3]] * 3)
+    assert verify(samples, drafts, torch.tensor([0, 1, 2])).accepted.tolist() == [0, 1, 2]
+
+
+def test_agreement_behind_a_disagreement_does_not_count() -> None:
+    assert verify(torch.tensor([[5, 2, 3]]), torch.tensor([[1, 2]]), torch.tensor([2])).accepted.tolist() == [0]
+
+
+def test_without_drafts_the_sample_is_the_bonus() -> None:
+    verification = verify(torch.tensor([[7], [8]]), torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert (verification.accepted.tolist(), verification.emitted.tolist()) == ([0, 0], [[7], [8]])
+
+
+def test_one_sequence_on_the_host_is_judged_as_it_is_in_a_batch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randint(0, 2, (100, 5), generator=generator)
+    drafts = torch.randint(0, 2, (100, 4), generator=generator)
+    live = torch.randint(0, 5, (100,), generator=generator)
+    accepted = verify(samples, drafts, live).accepted.tolist()
+    assert set(accepted) == {0, 1, 2, 3, 4}
+    for of_row, chosen, drafted, count in zip(accepted, samples.tolist(), drafts.tolist(), live.tolist(), strict=True):
+        assert num_accepted(chosen[: count + 1], drafted[:count]) == of_row

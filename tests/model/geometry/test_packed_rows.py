@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, Bucket
-from space_kernels.paging.bucket_pattern import PlanKey
+from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, Bucket, PlanKey
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 

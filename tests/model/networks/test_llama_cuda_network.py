@@ -221,7 +221,7 @@ def test_on_tritons_operations_a_forward_pass_asks_the_device_nothing(
 def test_a_forward_pass_can_be_captured_and_replayed_for_other_ids_at_other_positions(
     checkpoint_of: Callable[[str], Path],
 ) -> None:
-    from space_kernels.paging.step_tables import StepTables
+    from space_kernels.paging.step_rows import StepTables
 
     model = load.load_model(checkpoint_of("qwen3"), dtype="float32", device="cuda")
     layout = DraftLayout(2, (3, 1, 2))

@@ -5,28 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel
-from space_common.worker_client import WorkerClient
-from space_kernels.sampling.logits_processors import TokenCounts
+from doubles.worker import ScriptedModel, router_of, script
+from space_kernels.sampling.sampler import TokenCounts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
-from space_server import worker
+from space_server import host_runner, worker
 from space_server.batch import admission
-from space_server.host_runner import host_runner
-from space_server.machine.device_health import is_lost
-from space_server.speculation.controller import FixedLayout
-from space_server.worker import Worker
+from space_server.machine.memory import is_lost
 from torch import Tensor
-
-
-def router_of(model: ScriptedModel, *, k: int = 3, **settings: object) -> WorkerClient:
-    settings = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k)} | settings
-    return WorkerClient(Worker(model, **settings))  # type: ignore[arg-type]
-
-
-def text(model: ScriptedModel, start: int, count: int) -> list[int]:
-    return [model.text(position) for position in range(start, start + count)]
 
 
 @pytest.mark.parametrize("page", [256, 0])
@@ -38,7 +25,7 @@ def test_pages_that_cannot_be_had_fail_the_sequence_they_extend_alone(page: int)
     router.run()
     assert router.sequences[bad].finish == pb.FINISH_ERROR
     assert router.sequences[bad].error.startswith(f"Block {page} ")
-    assert router.sequences[good].tokens == text(model, 60, 16)
+    assert router.sequences[good].tokens == script(model, 60, 16)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +61,7 @@ def test_a_bad_admission_fails_alone(fields: dict[str, object], error: str) -> N
     assert failed.finish == pb.FINISH_ERROR
     assert failed.error.startswith(error)
     tokens = [token for sequence in report.sequences if sequence.seq_id == good for token in sequence.tokens]
-    assert tokens == text(model, 6, 1)
+    assert tokens == script(model, 6, 1)
 
 
 class NoRoom(TokenCounts):
@@ -96,8 +83,8 @@ def test_an_error_while_a_sequence_is_admitted_fails_it_alone(monkeypatch: pytes
     router.run()
     assert router.sequences[bad].finish == pb.FINISH_ERROR
     assert router.sequences[bad].error == "The sequence could not be taken in: MemoryError: no room"
-    assert router.sequences[good].tokens == text(model, 6, 16)
-    assert router.sequences[other].tokens == text(model, 60, 16)
+    assert router.sequences[good].tokens == script(model, 6, 16)
+    assert router.sequences[other].tokens == script(model, 60, 16)
     assert len(router.free) == 256
 
 
@@ -119,8 +106,8 @@ def test_a_forward_that_fails_harms_the_culprit_alone(caplog: pytest.LogCaptureF
     router.run()
     assert router.sequences[bad].finish == pb.FINISH_ERROR
     assert router.sequences[bad].error == "The step failed: RuntimeError: id 7 is poison"
-    assert router.sequences[good].tokens == text(model, 6, 16)
-    assert router.sequences[other].tokens == text(model, 60, 16)
+    assert router.sequences[good].tokens == script(model, 6, 16)
+    assert router.sequences[other].tokens == script(model, 60, 16)
     assert "one by one" in caplog.text
 
 
@@ -180,17 +167,17 @@ def test_a_step_too_large_for_the_memory_is_taken_one_by_one_and_fails_the_culpr
     assert router.sequences[bad].error.startswith(
         "There is not enough memory on the device for the sequence's step, even"
     )
-    assert router.sequences[first].tokens == text(device, 6, 16)
-    assert router.sequences[second].tokens == text(device, 20, 16)
+    assert router.sequences[first].tokens == script(device, 6, 16)
+    assert router.sequences[second].tokens == script(device, 20, 16)
     generated = router.generate([5] * 30)
-    assert generated.tokens == text(device, 30, 16)
+    assert generated.tokens == script(device, 30, 16)
 
 
 def test_a_crowd_too_large_for_the_memory_harms_nobody(device: SmallDevice) -> None:
     router = router_of(device)
     running = [router.admit([5] * (20 + n)) for n in range(4)]
     router.run()
-    assert [router.sequences[seq_id].tokens for seq_id in running] == [text(device, 20 + n, 16) for n in range(4)]
+    assert [router.sequences[seq_id].tokens for seq_id in running] == [script(device, 20 + n, 16) for n in range(4)]
     assert device.num_given_back > 0
 
 
@@ -201,8 +188,11 @@ def test_nan_harms_its_own_sequence_where_plain_decoding_would_meet_it(nan_at: i
     router = router_of(model, k=k)
     good, bad = router.admit([5] * 60), router.admit([5] * 6)
     router.run()
-    assert router.sequences[good].tokens == text(model, 60, 16)
-    assert (router.sequences[bad].finish, router.sequences[bad].tokens) == (pb.FINISH_ERROR, text(model, 6, nan_at - 6))
+    assert router.sequences[good].tokens == script(model, 60, 16)
+    assert (router.sequences[bad].finish, router.sequences[bad].tokens) == (
+        pb.FINISH_ERROR,
+        script(model, 6, nan_at - 6),
+    )
     assert router.sequences[bad].error.startswith(f"No id can be chosen at position {nan_at}:")
 
 
@@ -217,6 +207,6 @@ def test_nan_behind_the_end_of_a_text_or_a_wrong_draft_is_never_met() -> None:
         seq_id = router.admit([5] * 6, eos_ids=[60])
         router.run()
         assert (router.sequences[seq_id].tokens, router.sequences[seq_id].finish) == (
-            text(ends, 6, at - 5),
+            script(ends, 6, at - 5),
             pb.FINISH_EOS,
         )

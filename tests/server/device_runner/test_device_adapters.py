@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel
+from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker_client import WorkerClient
-from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind
 from space_server.speculation.controller import FixedLayout
@@ -19,7 +17,6 @@ from space_server.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 LAWS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),
@@ -30,15 +27,8 @@ Steps = list[tuple[int, int, list[int]]]
 
 
 @pytest.fixture(scope="module")
-def gated(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
-    """Three adapters: with a draft head of its own, with fewer masks, without a head."""
-    folder = tmp_path_factory.mktemp("adapters")
-    adapters = {
-        "wide": tiny_adapter(folder / "wide", tiny_path, num_masks=5, rank=8),
-        "narrow": tiny_adapter(folder / "narrow", tiny_path, num_masks=2, rank=3, seed=2),
-        "bare": tiny_adapter(folder / "bare", tiny_path, num_masks=5, seed=3, draft_head=False),
-    }
-    return load_model(tiny_path, dtype="float32", num_threads=1, adapters=adapters)
+def gated(gated_of: Callable[[str], SpaceModel]) -> SpaceModel:
+    return gated_of("float32")
 
 
 class Watched:

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from space_common.worker_client import WorkerClient
-from space_kernels.sampling.sampling_tensors import Stages
+from space_kernels.sampling.device_sampling import Stages
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
-from space_server.device_runner import device_graphs
-from space_server.device_runner.device_forward import StepKind
-from space_server.device_runner.device_graphs import StepGraphs
+from space_server.device_runner import device_forward as device_graphs
+from space_server.device_runner.device_forward import StepGraphs, StepKind
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor

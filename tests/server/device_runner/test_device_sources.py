@@ -15,9 +15,8 @@ from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.batch.sequence import RunningSequence, SequenceLimits
-from space_server.device_runner.device_scheduler import layout_of_drafts
-from space_server.drafts.acceptance import Acceptance, AcceptanceShape
-from space_server.drafts.drafts import DraftSources
+from space_server.device_runner.device_batch import layout_of_drafts
+from space_server.drafts.drafts import Acceptance, AcceptanceShape, DraftSources
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
 from space_server.worker import Worker
 
@@ -32,14 +31,9 @@ def verse(position: int) -> int:
 
 
 def router_of(
-    model: Any,
-    *,
-    device: bool,
-    controller: Controller | None = None,
-    lookup: bool = True,
-    masks: bool = True,
+    model: Any, *, device: bool, controller: Controller | None = None, lookup: bool = True, masks: bool = True,
     **settings: Any,
-) -> WorkerClient:
+) -> WorkerClient:  # fmt: skip
     fixed = {"num_blocks": 400, "block_size": BLOCK, "controller": controller or FixedLayout.full(3)}
     sources = DraftSources(lookup=lookup, masks=masks)
     return WorkerClient(Worker(model, device_steps=device, sources=sources, **(fixed | settings)))
@@ -215,18 +209,10 @@ class Priced(FixedLayout):
 def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2) -> RunningSequence:
     """A sequence in the middle of its text; drafts without chances are its masks'."""
     sequence = RunningSequence(
-        seq_id=num_drafts,
-        ids=[5] * 9,
-        num_prompt=4,
-        num_computed=8,
-        pages=list(range(20)),
-        sampling_params=SamplingParams(temperature=0.0),
-        limits=SequenceLimits(90, 200, frozenset(), frozenset()),
-        max_drafts=8,
-        num_masks=num_masks,
-        drafts=[6] * num_drafts,
-        draft_chances=chances,
-    )
+        seq_id=num_drafts, ids=[5] * 9, num_prompt=4, num_computed=8, pages=list(range(20)),
+        sampling_params=SamplingParams(temperature=0.0), limits=SequenceLimits(90, 200, frozenset(), frozenset()),
+        max_drafts=8, num_masks=num_masks, drafts=[6] * num_drafts, draft_chances=chances,
+    )  # fmt: skip
     sequence.acceptance = Acceptance(AcceptanceShape((0.8, 0.7), 2))
     return sequence
 

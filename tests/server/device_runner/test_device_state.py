@@ -10,19 +10,17 @@ import pytest
 import torch
 from doubles.worker import ScriptedModel
 from space_kernels.sampling import device_sampling as choosing
-from space_kernels.sampling.logits_processors import TokenCounts
-from space_kernels.sampling.sampler import SampledTokens
+from space_kernels.sampling.device_sampling import SamplingCapacity, Stages
+from space_kernels.sampling.sampler import SampledTokens, TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
-from space_kernels.sampling.sampling_tensors import SamplingCapacity, Stages
 from space_kernels.step import state as step_state
-from space_kernels.step.state import RESULT_FIXED, StateAdmission, StepState
-from space_kernels.step.uniform_index import StepIndex
+from space_kernels.step.state import RESULT_FIXED, StateAdmission, StepIndex, StepState
 from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from space_server.batch.sequence import RunningSequence, SequenceEnd, SequenceLimits
-from space_server.host_runner.host_runner import HostRunner
+from space_server.host_runner import HostRunner
 from space_server.model_runner import StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence, plan_step
 from space_server.speculation.controller import FixedLayout
@@ -69,20 +67,12 @@ def sampling_params(draw: random.Random) -> SamplingParams:
     if draw.random() < 0.3:
         return SamplingParams(temperature=draw.choice([0.5, 1.0]), key=draw.getrandbits(60), end_ids=(EOS, STOP))
     return SamplingParams(
-        key=draw.getrandbits(62) - (1 << 61),
-        bias=((5, 1.5), (9, -2.0)) if draw.random() < 0.5 else (),
-        min_tokens=draw.choice([0, 6]),
-        end_ids=(EOS, STOP),
-        bad_words=draw.choice([(), ((7,), (4, 5), (8, 9, 10))]),
-        repetition_penalty=draw.choice([1.0, 1.3]),
-        presence_penalty=draw.choice([0.0, 0.4]),
-        frequency_penalty=draw.choice([0.0, 0.2]),
-        temperature=draw.choice([0.0, 0.7, 1.0]),
-        top_k=draw.choice([0, 5]),
-        top_p=draw.choice([1.0, 0.8]),
-        min_p=draw.choice([0.0, 0.05]),
-        typical_p=draw.choice([1.0, 0.7]),
-    )
+        key=draw.getrandbits(62) - (1 << 61), bias=((5, 1.5), (9, -2.0)) if draw.random() < 0.5 else (),
+        min_tokens=draw.choice([0, 6]), end_ids=(EOS, STOP), bad_words=draw.choice([(), ((7,), (4, 5), (8, 9, 10))]),
+        repetition_penalty=draw.choice([1.0, 1.3]), presence_penalty=draw.choice([0.0, 0.4]),
+        frequency_penalty=draw.choice([0.0, 0.2]), temperature=draw.choice([0.0, 0.7, 1.0]), top_k=draw.choice([0, 5]),
+        top_p=draw.choice([1.0, 0.8]), min_p=draw.choice([0.0, 0.05]), typical_p=draw.choice([1.0, 0.7]),
+    )  # fmt: skip
 
 
 @dataclass
@@ -102,14 +92,9 @@ class Pair:
         self.runner = HostRunner(self.model, self.model.allocate_kv(PAGES, BLOCK))
         self.state = StepState.empty(
             LINES + 1,  # the last one is never taken
-            max_drafts=self.k + 1,
-            max_pages=WINDOW // BLOCK + 1,
-            block_size=BLOCK,
-            window=WINDOW,
-            vocab_size=VOCAB,
-            room=SamplingCapacity(num_biases=3, num_ends=3, num_words=3, word_length=3),
-            device=DEVICE,
-        )
+            max_drafts=self.k + 1, max_pages=WINDOW // BLOCK + 1, block_size=BLOCK, window=WINDOW, vocab_size=VOCAB,
+            room=SamplingCapacity(num_biases=3, num_ends=3, num_words=3, word_length=3), device=DEVICE,
+        )  # fmt: skip
         self.index = StepIndex.of(LINES + 1, self.layout, DEVICE)
         self.mask_ids = torch.tensor(self.model.facts.mask_ids, device=DEVICE)
         self._free_pages = list(range(1, PAGES))
@@ -126,32 +111,20 @@ class Pair:
         pages = [self._free_pages.pop() for _ in range((len(ids) - 1) // BLOCK + 1)]
         self._next += 1
         sequence = RunningSequence(
-            seq_id=self._next,
-            ids=ids,
-            num_prompt=num_prompt,
-            num_computed=len(ids) - 1,
-            pages=pages,
-            sampling_params=chosen,
-            limits=limits,
-            max_drafts=draw.randrange(0, self.k + 2),
+            seq_id=self._next, ids=ids, num_prompt=num_prompt, num_computed=len(ids) - 1, pages=pages,
+            sampling_params=chosen, limits=limits, max_drafts=draw.randrange(0, self.k + 2),
             counts=TokenCounts(ids, num_prompt, VOCAB) if chosen.penalises else None,
             num_masks=self.model.facts.num_masks,
-        )
+        )  # fmt: skip
         self.on_host[line] = sequence
         self.state.put(
             line,
             StateAdmission(
-                ids=ids,
-                num_prompt=num_prompt,
-                pages=pages,
-                sampling_params=chosen,
-                num_left=sequence.num_left,
-                eos_ids=[EOS],
-                stop_ids=[STOP, EOS],
-                max_drafts=sequence.max_drafts,
+                ids=ids, num_prompt=num_prompt, pages=pages, sampling_params=chosen, num_left=sequence.num_left,
+                eos_ids=[EOS], stop_ids=[STOP, EOS], max_drafts=sequence.max_drafts,
                 max_masks=min(sequence.max_drafts, sequence.num_masks),
             ),
-        )
+        )  # fmt: skip
 
     def host_decides(self) -> None:
         for line in range(LINES):
@@ -179,24 +152,13 @@ class Pair:
         hidden = self.model.rows(ids, positions, index.num_chain_rows).to(DEVICE)
         before = step_state.chain_choices(state, index, stages)
         choice = self.choose(
-            hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB).clone(),
-            state.batch_params,
-            stages,
-            before,
-            self.mask_ids,
-            state.counts,
-        )
+            hidden[: index.num_chain_rows].view(LINES + 1, self.k + 1, VOCAB).clone(), state.batch_params, stages,
+            before, self.mask_ids, state.counts,
+        )  # fmt: skip
         verification = ops.verify_step(state, index, laid_out, choice)
         from_masks = ops.masks(state, index, verification)
         before = step_state.mask_choices(state, verification, index.most_drafts, stages)
-        drafts = self.choose(
-            hidden[from_masks.rows],
-            state.batch_params,
-            stages,
-            before,
-            self.mask_ids,
-            state.counts,
-        )
+        drafts = self.choose(hidden[from_masks.rows], state.batch_params, stages, before, self.mask_ids, state.counts)
         return ops.advance(state, laid_out, verification, drafts.ids, from_masks.count, self.mask_ids)
 
     def check_rows(self, ids: Tensor, positions: Tensor, slots: Tensor, plans: dict[int, ScheduledSequence]) -> None:
@@ -315,18 +277,6 @@ def test_rows_stand_where_the_host_packs_them() -> None:
 def _at(position: int, line: int) -> RunningSequence:
     limits = SequenceLimits(50, WINDOW, frozenset(), frozenset())
     return RunningSequence(
-        line,
-        [5] * (position + 1),
-        1,
-        position,
-        [line],
-        SamplingParams(),
-        limits,
-        3,
-        None,
-        None,
-        None,
-        None,
-        3,
+        line, [5] * (position + 1), 1, position, [line], SamplingParams(), limits, 3, None, None, None, None, 3,
         drafts=[6, 7],
-    )
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doubles.worker import ScriptedModel
+from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
@@ -20,7 +20,6 @@ from space_server.worker import Worker
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
 CHANCES = (0.63, 0.60, 0.57, 0.54, 0.51)
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 SAMPLINGS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),
@@ -32,24 +31,15 @@ STALE = FixedLayout(lambda room: DraftLayout(min(2, room.num_drafts), (4, 0, 0)[
 
 
 def router_of(
-    model: SpaceModel | ScriptedModel,
-    controller: Controller,
-    *,
-    device: bool,
-    chances: tuple[float, ...] = CHANCES,
+    model: SpaceModel | ScriptedModel, controller: Controller, *, device: bool, chances: tuple[float, ...] = CHANCES,
     max_sequences: int = 64,
-) -> tuple[WorkerClient, SyntheticAcceptance]:
+) -> tuple[WorkerClient, SyntheticAcceptance]:  # fmt: skip
     facts = model.facts
     synthetic = SyntheticAcceptance(chances, vocab_size=facts.vocab_size, mask_ids=facts.mask_ids)
     worker = Worker(
-        model,
-        num_blocks=512,
-        block_size=16,
-        controller=controller,
-        synthetic=synthetic,
-        device_steps=device,
+        model, num_blocks=512, block_size=16, controller=controller, synthetic=synthetic, device_steps=device,
         max_sequences=max_sequences,
-    )
+    )  # fmt: skip
     return WorkerClient(worker), synthetic
 
 

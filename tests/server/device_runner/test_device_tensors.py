@@ -13,8 +13,7 @@ from space_kernels.dispatch import Ops
 from space_kernels.layers import activation, norm
 from space_kernels.layers.rotary import HeadCounts, HeadNorm
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.paging.step_rows import StepRows
-from space_kernels.paging.step_tables import StepTables
+from space_kernels.paging.step_rows import StepRows, StepTables
 from space_model.loading.load import load_model
 from space_model.networks import llama_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
@@ -58,13 +57,9 @@ class NothingAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def turn_and_store(
-    fused: Tensor,
-    angles: tuple[Tensor, Tensor],
-    pages: KVPages,
-    slots: Tensor,
-    counts: HeadCounts,
+    fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, counts: HeadCounts,
     norm: HeadNorm | None = None,
-) -> QKV:
+) -> QKV:  # fmt: skip
     """`rotary.rotary_store` in which dead rows write to the last block, which nobody has."""
     assert norm is None
     num_heads, kv_heads = counts
@@ -112,15 +107,9 @@ def refuses(*arguments: object, **others: object) -> Tensor:
 
 
 OPS = Ops(
-    attention="tensors",
-    space_attention=refuses,
-    attend=attend,
-    rms_norm=norm.rms_norm,
-    add_rms_norm=norm.add_rms_norm,
-    rotary_store=turn_and_store,
-    swiglu=activation.swiglu,
-    linear=CudaLinear,
-)
+    attention="tensors", space_attention=refuses, attend=attend, rms_norm=norm.rms_norm, add_rms_norm=norm.add_rms_norm,
+    rotary_store=turn_and_store, swiglu=activation.swiglu, linear=CudaLinear,
+)  # fmt: skip
 
 
 class OnTensors:
@@ -154,14 +143,10 @@ SAMPLINGS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9, top_k=30, top_p=0.9, min_p=0.01),
     pb.Sampling(
-        seed=8,
-        temperature=0.8,
-        repetition_penalty=1.2,
-        min_tokens=9,
-        bad_words=[pb.IdRun(ids=[60])],
+        seed=8, temperature=0.8, repetition_penalty=1.2, min_tokens=9, bad_words=[pb.IdRun(ids=[60])],
         logit_bias={70: 1},
     ),
-]
+]  # fmt: skip
 
 
 class Watched:

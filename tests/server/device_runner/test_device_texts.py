@@ -3,10 +3,12 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from doubles.worker import ScriptedModel
+from doubles import worker
+from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
@@ -14,19 +16,13 @@ from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_server.model_runner import StepModel
 from space_server.speculation.controller import DraftLimits, FixedLayout
-from space_server.step_model import StepModel
-from space_server.worker import Worker
 from torch import Tensor
 
 BLOCK, BLOCKS = 4, 300
 EOS, STOP = [60, 20, 21], [61, 22]
-
-
-def router_of(model: StepModel, *, device: bool = True, **settings: object) -> WorkerClient:
-    fixed = {"num_blocks": BLOCKS, "block_size": BLOCK, "controller": FixedLayout.full(3), "device_steps": device}
-    return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
-
+router_of = partial(worker.router_of, device=True, num_blocks=BLOCKS)
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
@@ -57,20 +53,14 @@ def sampling(draw: random.Random) -> pb.Sampling:
     if draw.random() < 0.3:
         return pb.Sampling(temperature=draw.choice([0.5, 1.0]), seed=draw.getrandbits(64))
     return pb.Sampling(
-        seed=draw.getrandbits(64),
-        temperature=draw.choice([0.0, 0.7, 1.0]),
-        top_k=draw.choice([0, 5]),
-        top_p=draw.choice([0.0, 0.8]),
-        min_p=draw.choice([0.0, 0.05]),
-        typical_p=draw.choice([0.0, 0.7]),
-        repetition_penalty=draw.choice([0.0, 1.3]),
-        presence_penalty=draw.choice([0.0, 0.4]),
-        frequency_penalty=draw.choice([0.0, 0.2]),
-        min_tokens=draw.choice([0, 6]),
+        seed=draw.getrandbits(64), temperature=draw.choice([0.0, 0.7, 1.0]), top_k=draw.choice([0, 5]),
+        top_p=draw.choice([0.0, 0.8]), min_p=draw.choice([0.0, 0.05]), typical_p=draw.choice([0.0, 0.7]),
+        repetition_penalty=draw.choice([0.0, 1.3]), presence_penalty=draw.choice([0.0, 0.4]),
+        frequency_penalty=draw.choice([0.0, 0.2]), min_tokens=draw.choice([0, 6]),
         logit_bias=draw.choice([{}, {5: 1.5, 9: -2.0}]),
         bad_words=draw.choice([[], [pb.IdRun(ids=[7]), pb.IdRun(ids=[4, 5])]]),
         allowed_ids=draw.choice([[], list(range(4, 62))]),
-    )
+    )  # fmt: skip
 
 
 def traffic(model: StepModel, *, device: bool, seed: int, rule: Callable[[DraftLimits], DraftLayout]) -> WorkerClient:
@@ -183,7 +173,6 @@ class Whispering:
         return logits + 1000.0 * (torch.nn.functional.one_hot(told, logits.shape[1]) * (told > 0)[:, None])
 
 
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 SAMPLINGS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),

@@ -1,31 +1,27 @@
 """What is under way on the device while the host goes on: launches, reads, pages, failures and what is said of them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from doubles import worker
 from doubles.worker import ScriptedModel
 from space_common.worker_client import WorkerClient
-from space_kernels.sampling import logits_processors as processors
-from space_kernels.sampling.logits_processors import TokenCounts
+from space_kernels.sampling import sampler as processors
+from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.device_runner import device_batch
 from space_server.speculation.controller import FixedLayout
 from space_server.startup.calibration import Recorder
-from space_server.step_model import StepModel
 from space_server.worker import Worker
 
 BLOCK, BLOCKS = 4, 300
 EOS, STOP = [60, 20, 21], [61, 22]
-
-
-def router_of(model: StepModel, *, device: bool = True, **settings: object) -> WorkerClient:
-    fixed = {"num_blocks": BLOCKS, "block_size": BLOCK, "controller": FixedLayout.full(3), "device_steps": device}
-    return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
-
+router_of = partial(worker.router_of, device=True, num_blocks=BLOCKS)
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doubles.worker import ScriptedDrafts, ScriptedModel
+from doubles.worker import PROMPTS, ScriptedDrafts, ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -16,7 +16,6 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 LAWS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),
@@ -28,25 +27,14 @@ Drafts = list[list[int]]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def gated(request: pytest.FixtureRequest, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
-    """Three adapters: with a draft head of its own, with fewer masks, without a head."""
-    folder = tmp_path_factory.mktemp("adapters")
-    adapters = {
-        "wide": tiny_adapter(folder / "wide", tiny_path, num_masks=5, rank=8),
-        "narrow": tiny_adapter(folder / "narrow", tiny_path, num_masks=2, rank=3, seed=2),
-        "bare": tiny_adapter(folder / "bare", tiny_path, num_masks=5, seed=3, draft_head=False),
-    }
-    return load_model(tiny_path, dtype=request.param, num_threads=1, adapters=adapters)
+def gated(request: pytest.FixtureRequest, gated_of: Callable[[str], SpaceModel]) -> SpaceModel:
+    return gated_of(request.param)
 
 
 def run(
-    model: SpaceModel,
-    names: Mapping[int, str],
-    *,
-    k: int = 4,
-    source: ScriptedDrafts | None = None,
+    model: SpaceModel, names: Mapping[int, str], *, k: int = 4, source: ScriptedDrafts | None = None,
     num_pages: int | None = None,
-) -> tuple[dict[int, list[int]], dict[int, Drafts], dict[int, list[int]]]:
+) -> tuple[dict[int, list[int]], dict[int, Drafts], dict[int, list[int]]]:  # fmt: skip
     """Prompt n by adapter names[n], all in one batch: texts, drafts after each step, accepted lengths."""
     worker = Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k), draft_source=source)
     router = WorkerClient(worker)

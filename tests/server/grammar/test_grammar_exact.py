@@ -10,7 +10,7 @@ from doubles.worker import ScriptedDrafts
 from space_common.worker_client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.grammar.grammars import Grammars
+from space_server.grammar import Grammars
 from space_server.worker import Worker
 
 EOS, MAX_TOKENS = 0, 96

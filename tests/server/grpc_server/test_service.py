@@ -1,22 +1,28 @@
 """The conversation over a real socket: hello, tokens, releases, heartbeats, refusals, and who comes next."""
 
+from __future__ import annotations
+
 import asyncio
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from doubles.router.whole_router import authority, signed
 from doubles.worker import Peer, ScriptedModel
+from space_common.certificate import CertificateFiles
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
-from space_server.grpc_server import service
-from space_server.grpc_server.router_session import MAX_UNSENT, RouterSession
-from space_server.grpc_server.service import WorkerService, start_server
+from space_server import grpc_server
+from space_server.config import parse
+from space_server.grpc_server import MAX_UNSENT, RouterSession, WorkerService, start_server
 from space_server.machine.energy import Meter
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
@@ -30,14 +36,10 @@ def start(major: int = 1) -> pb.Command:
 def admit(seq_id: int, *, max_tokens: int = 8) -> pb.Command:
     return pb.Command(
         admit=pb.Admit(
-            seq_id=seq_id,
-            ids=[5, 6, 7],
-            num_prompt=3,
-            pages=range(8 * seq_id, 8 * seq_id + 8),
-            limits=pb.Limits(max_tokens=max_tokens),
-            max_draft_length=3,
+            seq_id=seq_id, ids=[5, 6, 7], num_prompt=3, pages=range(8 * seq_id, 8 * seq_id + 8),
+            limits=pb.Limits(max_tokens=max_tokens), max_draft_length=3,
         )
-    )
+    )  # fmt: skip
 
 
 def release(seq_id: int) -> pb.Command:
@@ -59,11 +61,7 @@ class SlowModel(ScriptedModel):
 
 @asynccontextmanager
 async def serving(
-    folder: Path,
-    *,
-    model: ScriptedModel | None = None,
-    heartbeat_seconds: float = 1.0,
-    meter: Meter | None = None,
+    folder: Path, *, model: ScriptedModel | None = None, heartbeat_seconds: float = 1.0, meter: Meter | None = None
 ) -> AsyncIterator[tuple[WorkerService, Callable[[], Peer]]]:
     worker = Worker(model or ScriptedModel(), num_blocks=256, block_size=4, controller=FixedLayout.full(3))
     served = WorkerService(worker, heartbeat_seconds=heartbeat_seconds, meter=meter)
@@ -114,7 +112,7 @@ class Battery:
 async def test_what_the_machine_draws_is_said_now_and_then_and_not_what_it_drew_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "ENERGY_SECONDS", 1e9)
+    monkeypatch.setattr(grpc_server, "ENERGY_SECONDS", 1e9)
 
     battery = Battery()
     async with serving(tmp_path, heartbeat_seconds=0.3, meter=Meter([battery], "here")) as (_, connect):
@@ -127,7 +125,7 @@ async def test_what_the_machine_draws_is_said_now_and_then_and_not_what_it_drew_
         reports = await peer.hear_until(lambda report: any(s.finish for s in report.sequences))
         assert not any(report.energy for report in reports)  # they come too soon after the first
         assert battery.num_readings == begun
-        monkeypatch.setattr(service, "ENERGY_SECONDS", 0.0)
+        monkeypatch.setattr(grpc_server, "ENERGY_SECONDS", 0.0)
         reports = await peer.hear_until(lambda report: bool(report.energy))
         assert [one.joules for one in reports[-1].energy] == [5.0]
 
@@ -162,7 +160,7 @@ async def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) ->
         await peer.say(start(major=7))
         last = await peer.last_word()
         assert last is not None
-        assert "speaks protocol 7.0, this worker 1.7" in last.refusal.reason
+        assert "speaks protocol 7.0, this worker 1.8" in last.refusal.reason
         peer = connect()
         await peer.say(admit(1))
         last = await peer.last_word()
@@ -302,7 +300,7 @@ async def test_a_stream_that_is_cancelled_while_it_ends_still_leaves_an_empty_wo
 async def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_the_worker_only_where_its_device_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_lost: bool
 ) -> None:
-    monkeypatch.setattr(service, "is_lost", lambda device: is_lost)
+    monkeypatch.setattr(grpc_server, "is_lost", lambda device: is_lost)
 
     async with serving(tmp_path) as (served, connect):
         first = connect()
@@ -321,3 +319,106 @@ async def test_a_step_that_fails_outside_any_sequence_ends_the_stream_and_the_wo
         await second.hear()
         await second.hear_until(lambda report: any(s.finish for s in report.sequences))
     assert "stepping failed" in caplog.text
+
+
+SOON = 20.0
+
+
+def a_worker() -> Worker:
+    return Worker(ScriptedModel(), num_blocks=256, block_size=4, controller=FixedLayout.full(3))
+
+
+def serve_call(channel: grpc.aio.Channel) -> Any:
+    return worker_pb2_grpc.WorkerStub(channel).Serve()  # type: ignore[no-untyped-call]
+
+
+async def test_a_workers_socket_is_for_its_own_user_alone(tmp_path: Path) -> None:
+    server, address = await start_server(WorkerService(a_worker()), f"unix:{tmp_path / 'w'}")
+    mode = (tmp_path / "w").stat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+    assert address == f"unix:{tmp_path / 'w'}"
+    await server.stop(grace=0)
+
+
+async def test_only_a_router_with_a_certificate_of_the_named_authority_is_heard(tmp_path: Path) -> None:
+    ours, other = authority(tmp_path), authority(tmp_path, "other")
+    of_worker, of_router = signed(tmp_path, "worker", ours), signed(tmp_path, "router", ours)
+    of_stranger = signed(tmp_path, "stranger", other)
+    root = ours.cert.read_bytes()
+    tls = CertificateFiles(of_worker.cert, of_worker.key, ours.cert)
+
+    server, address = await start_server(WorkerService(a_worker()), "localhost:0", tls)
+
+    async def hello(credentials: grpc.ChannelCredentials | None) -> bool:
+        channel = (
+            grpc.aio.insecure_channel(address) if credentials is None else grpc.aio.secure_channel(address, credentials)
+        )
+        async with channel:
+            call = serve_call(channel)
+            try:
+                message = await asyncio.wait_for(call.read(), SOON)
+            except grpc.aio.AioRpcError:
+                return False
+            finally:
+                call.cancel()
+            return bool(message.HasField("hello"))
+
+    known, unknown = (
+        grpc.ssl_channel_credentials(root, shown.key.read_bytes(), shown.cert.read_bytes())
+        for shown in (of_router, of_stranger)
+    )
+    assert await hello(known)
+    assert not await hello(unknown)
+    assert not await hello(grpc.ssl_channel_credentials(root)), "without a certificate"
+    assert not await hello(None), "without TLS"
+    assert await hello(known), "the others have done no harm"
+    await server.stop(grace=0)
+
+
+def test_tls_flags_that_are_incomplete_or_useless_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = authority(tmp_path)
+    _, other_key = authority(tmp_path, "other")
+
+    def said(*flags: str, listen: str = "0.0.0.0:0") -> str:
+        with pytest.raises(SystemExit):
+            parse(["--listen", listen, *flags])
+        return capsys.readouterr().err
+
+    assert "--tls-key and --tls-client-ca is missing" in said("--tls-cert", str(cert))
+    whole = ["--tls-cert", str(cert), "--tls-client-ca", str(cert), "--tls-key"]
+    assert "cannot be read" in said(*whole, "/nonexistent")
+    assert "is no PEM file" in said(*whole, __file__)
+    assert "do not go together" in said(*whole, str(other_key))
+    assert "does nothing on a Unix socket" in said(*whole, str(key), listen="unix:/w")
+    config = parse(["--listen", "0.0.0.0:0", *whole, str(key)])
+    assert config.certificate() is not None
+    assert key.read_text().splitlines()[1] not in repr(config)
+
+
+async def test_a_router_that_never_reads_loses_the_worker_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_server, "DISPLACED_SECONDS", 0.1)
+
+    service = WorkerService(a_worker(), heartbeat_seconds=0.0005)
+    server, address = await start_server(service, f"unix:{tmp_path / 'w'}")
+    options = [
+        ("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024),
+    ]  # fmt: skip
+    async with grpc.aio.insecure_channel(address, options=options) as deaf_channel:
+        deaf = serve_call(deaf_channel)
+        await deaf.write(pb.RouterMessage(commands=[pb.Command(start=pb.Start(protocol_major=1))]))
+        seen = None
+        while seen is None or service._writing is not seen:
+            seen = service._writing
+            await asyncio.sleep(0.3)  # for which one write has lasted
+        async with grpc.aio.insecure_channel(address, options=options[:1]) as channel:
+            begun = asyncio.get_running_loop().time()
+            message = await asyncio.wait_for(serve_call(channel).read(), SOON)
+            assert message.HasField("hello")
+            assert asyncio.get_running_loop().time() - begun < grpc_server.UNREAD_SECONDS / 2
+        deaf.cancel()
+    await server.stop(grace=0)

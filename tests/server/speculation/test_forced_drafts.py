@@ -33,13 +33,9 @@ class DearRows(StepCost):
 
 def client_of(*, device: bool, wrong: Iterable[int] = (), sources: DraftSources | None = None) -> WorkerClient:
     worker = Worker(
-        ScriptedModel(num_masks=3, text=text, wrong=wrong),
-        num_blocks=400,
-        block_size=BLOCK,
-        device_steps=device,
-        controller=SpeculationController(DearRows()),
-        sources=sources or DraftSources(lookup=True),
-    )
+        ScriptedModel(num_masks=3, text=text, wrong=wrong), num_blocks=400, block_size=BLOCK, device_steps=device,
+        controller=SpeculationController(DearRows()), sources=sources or DraftSources(lookup=True),
+    )  # fmt: skip
     return WorkerClient(worker)
 
 

@@ -9,13 +9,7 @@ import torch
 from doubles.worker import ScriptedModel
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.torch_backend import space_attention
-from space_kernels.attention_backends import (
-    ATTENTION_NAMES,
-    BACKENDS,
-    AttentionNeed,
-    Backend,
-    UnusableAttention,
-)
+from space_kernels.attention_backends import ATTENTION_NAMES, BACKENDS, AttentionNeed, Backend, UnusableAttention
 from space_kernels.paging.step_rows import StepRows
 from space_model.model_facts import ModelFacts
 from space_router.config import settings

@@ -1,31 +1,46 @@
 """What steps cost is measured on whole steps, in passes that show whether anything else was going on."""
 
+from __future__ import annotations
+
 import dataclasses
+import errno
+import json
+import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from space_kernels.build import cpu_library
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.device_runner.device_forward import DeviceForward, StepKind
+from space_server.machine.machine_load import LoadWatch, MachineLoad
 from space_server.startup import calibration
 from space_server.startup.calibration import (
     AGREE,
     FEWEST,
     NUM_PASSES,
     PLAIN_STEP,
+    BadCostFile,
     Calibration,
+    CostFile,
+    StartingCosts,
     Timing,
     calibrate,
+    starting_costs,
     time_plain_step,
     time_steps,
+    tolerance,
 )
-from space_server.step_cost import StepCost, StepShape
+from space_server.step_cost import CostOrigin, Point, StepCost, StepShape
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +262,321 @@ def test_the_noise_of_a_middle_time_is_that_of_a_normal_law() -> None:
     told = sum(timing.noise for timing in timings) / len(timings)
     assert told == pytest.approx(spread, rel=0.15)
     assert Timing(StepShape.plain(1), (1.0, 1.0)).noise == AGREE / 3
+
+
+SHAPES = [StepShape(n, n * (1 + drafts), n * drafts, n * (drafts > 0)) for n in (1, 2, 4, 8) for drafts in (0, 1, 2, 3)]
+NOON = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
+
+
+def true_seconds(shape: StepShape) -> float:
+    return 1e-3 + 1e-5 * shape.num_rows
+
+
+class FakeMachine:
+    """Steps take `slow` times as long as on a quiet machine, which has two processors; `others` want them as well.
+    No step takes exactly as long as the last one, by up to half a hundredth."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slow, self.others, self.num_timed, self.num_measured = 1.0, 0, 0, 0
+        self.pass_factors = (1.0, 1.0, 1.0)
+        self._stat = folder / "stat"
+
+    def time_plain_step(self) -> Timing:
+        self.num_timed += 1
+        shape = StepShape.plain(1)
+        return Timing(shape, tuple(self.slow * true_seconds(shape) * (1.0 + 0.001 * (n % 10 - 5)) for n in range(20)))
+
+    def measure(self, look: Callable[[], None]) -> Calibration:
+        self.num_measured += 1
+        look()
+        points = [(shape, self.slow * true_seconds(shape)) for shape in SHAPES]
+        passes = [self.slow * factor * true_seconds(StepShape.plain(1)) for factor in self.pass_factors]
+        return Calibration(points, {str(PLAIN_STEP): passes}, 3.0)
+
+    def watch(self) -> LoadWatch:
+        self._stat.write_text(f"cpu 1 2 3\nprocs_running {1 + self.others}\nprocs_blocked 0\n")
+        return LoadWatch(processors=2, stat=self._stat, tasks=self._stat.parent / "none")
+
+    def start(self, file: CostFile) -> StartingCosts:
+        found = starting_costs(
+            file, measure=self.measure, time_plain_step=self.time_plain_step, watch=self.watch(), now=lambda: NOON
+        )
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> CostFile:
+    return CostFile(
+        tmp_path / "cache" / "step-cost-tiny.json", {"model": "tiny", "threads": 2}, {"format": 4, "torch": "2.13"}
+    )
+
+
+def off(found: StartingCosts, true: Callable[[StepShape], float]) -> float:
+    """The largest share by which a cost differs from the true one."""
+    cost = found.cost()
+    return max(abs(cost.seconds(shape) / true(shape) - 1.0) for shape in SHAPES)
+
+
+@pytest.mark.parametrize("slow", [1.2, 3.5, 3000.0])
+def test_a_start_under_load_leaves_the_next_one_as_if_there_had_been_none(
+    machine: FakeMachine, file: CostFile, slow: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.slow, machine.others = slow, 4
+    with caplog.at_level(logging.INFO):
+        found = machine.start(file)
+    why = "5 tasks could run at once on 2 processors"
+    assert found.origin == found.cost().origin == CostOrigin("learned", why)
+    assert "not kept, but learned while serving: " + why in caplog.text
+    assert not file.path.exists()
+    machine.slow, machine.others = 1.0, 0
+    found = machine.start(file)
+    assert found.origin.source == "measured"
+    assert off(found, true_seconds) < 0.03
+
+
+@pytest.mark.parametrize("slow", [0.5, 1.1, 3.5])
+def test_a_file_from_a_machine_of_another_speed_is_measured_anew(
+    machine: FakeMachine, file: CostFile, slow: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever went on then that nothing showed."""
+    machine.slow = slow
+    assert machine.start(file).origin.source == "measured"
+    machine.slow = 1.0
+    with caplog.at_level(logging.INFO):
+        found = machine.start(file)
+    assert (found.origin.source, machine.num_measured) == ("measured", 2)
+    assert "do not hold: a plain step takes 1.01 ms now" in caplog.text
+    assert off(found, true_seconds) < 0.03
+    assert machine.start(file).origin.source == "file"
+
+
+def test_a_quiet_file_is_not_replaced_by_a_busy_start(machine: FakeMachine, file: CostFile) -> None:
+    machine.start(file)
+    kept = file.path.read_text()
+    machine.slow, machine.others = 4.0, 3
+    assert machine.start(file).origin.source == "learned"
+    assert file.path.read_text() == kept
+    machine.slow, machine.others = 1.0, 0
+    assert machine.start(file).origin.source == "file"
+
+
+def test_kept_costs_are_used_at_once_and_with_the_level_of_today(machine: FakeMachine, file: CostFile) -> None:
+    first = machine.start(file)
+    machine.slow = 1.02
+    found = machine.start(file)
+    assert (found.origin.source, machine.num_measured, machine.num_timed) == ("file", 1, 1)
+    assert len(found.points) == len(first.points)
+    assert off(found, lambda shape: 1.02 * true_seconds(shape)) < 0.01
+
+
+def test_one_hiccup_is_no_reason_to_measure_anew(machine: FakeMachine, file: CostFile) -> None:
+    machine.start(file)
+    steady = machine.time_plain_step
+
+    def hiccup() -> Timing:
+        machine.slow = 2.0 if machine.num_timed == 0 else 1.0
+        return steady()
+
+    found = starting_costs(file, measure=machine.measure, time_plain_step=hiccup, watch=machine.watch())
+    assert found is not None
+    assert (found.origin.source, machine.num_timed) == ("file", 2)
+
+
+@pytest.mark.parametrize(
+    ("factors", "origin"),
+    [((1.0, 1.0, 1.11), "learned"), ((1.0, 0.8, 1.0), "learned"), ((1.0, 1.09, 1.0), "measured"), ((1.0,), "learned")],
+)
+def test_costs_are_kept_if_three_passes_agree(
+    machine: FakeMachine, file: CostFile, factors: tuple[float, ...], origin: str
+) -> None:
+    machine.pass_factors = factors  # type: ignore[assignment]
+    assert machine.start(file).origin.source == origin
+    assert file.path.exists() == (origin == "measured")
+
+
+def test_a_single_point_is_not_kept(machine: FakeMachine, file: CostFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", SHAPES[:1])
+    assert machine.start(file).origin.source == "learned"
+    assert not file.path.exists()
+
+
+def test_what_may_be_off_follows_from_the_passes_and_from_the_noise(machine: FakeMachine, file: CostFile) -> None:
+    machine.pass_factors = (1.0, 1.08, 1.02)
+    machine.start(file)
+    kept = file.read()
+    assert kept is not None
+    steady = Timing(StepShape.plain(1), (1.0,) * 20)
+    restless = Timing(StepShape.plain(1), (0.9, 1.1) * 10)
+    assert tolerance(kept, steady) == pytest.approx(0.08, abs=1e-4)
+    assert tolerance(kept, restless) > 0.15
+
+
+def test_a_file_says_what_a_person_wants_to_know(machine: FakeMachine, file: CostFile) -> None:
+    machine.pass_factors = (1.0, 1.04, 1.0)
+    machine.others = 1
+    machine.start(file)
+    said = json.loads(file.path.read_text())
+    assert said["written"] == "2026-11-26T12:00:00+00:00"
+    assert (said["model"], said["threads"], said["torch"], said["format"]) == ("tiny", 2, "2.13", 4)
+    assert said["spread"] == pytest.approx(0.04)
+    assert said["load"]["runnable_tasks"] == 2
+    assert said["load"]["processors"] == 2
+    assert said["passes"] == {"1 sequence, plain": pytest.approx([1.01e-3, 1.0504e-3, 1.01e-3])}
+    lines = file.path.read_text().splitlines()
+    assert sum(line.startswith("    [") for line in lines) == len(SHAPES)  # a point, a line
+    assert max(map(len, lines)) < 140
+
+
+def test_a_real_file_names_versions_threads_instructions_and_processor(model: SpaceModel, tmp_path: Path) -> None:
+    made = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
+    assert made.versions.keys() >= {"format", "spaceserve", "torch", "cases"}
+    assert made.setup.keys() >= {"model", "model_hash", "threads", "instruction_set", "cpu", "gpu", "processors"}
+    assert made.path.name.startswith("step-cost-tiny")
+
+
+def broken(file: CostFile, change: Callable[[dict[str, Any]], Any]) -> None:
+    said = json.loads(file.path.read_text())
+    changed = change(said)
+    file.path.write_text(json.dumps(said if changed is None else changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda said: [[*SHAPES[0], 0.001]], "older format"),
+        (lambda said: said.update(format=3), "format is 3 there and 4 here"),
+        (lambda said: said.__delitem__("format"), "format is None there"),
+        (lambda said: said.update(torch="2.9"), "torch is '2.9' there and '2.13' here"),
+        (lambda said: said.update(threads=1), "threads is 1 there and 2 here"),
+        (lambda said: said.__delitem__("points"), "its points are no numbers"),
+        (lambda said: said.update(points=[["a"] * 9]), "its points are no numbers"),
+        (lambda said: said.update(points=7), "its points are no numbers"),
+        (lambda said: said["points"][3].__setitem__(-1, float("nan")), "no times of steps"),
+        (lambda said: said["points"][3].__setitem__(-1, float("inf")), "no times of steps"),
+        (lambda said: said["points"][3].__setitem__(-1, -1.0), "no times of steps"),
+        (lambda said: said["points"][3].__setitem__(-1, 0.0), "no times of steps"),
+        (lambda said: said["points"][3].__setitem__(0, -1), "no times of steps"),
+        (lambda said: said["points"][3].__setitem__(0, float("inf")), "its points are no numbers"),
+        (lambda said: said.update(points=said["points"][:1]), f"1 different steps; it takes {FEWEST}"),
+        (lambda said: said["columns"].__delitem__(0), "older format"),
+        (lambda said: said.__delitem__("passes"), "passes are missing"),
+        (lambda said: said.update(passes={str(PLAIN_STEP): [0.001]}), "does not have 3 passes"),
+        (lambda said: said.update(passes={str(PLAIN_STEP): [0.001, 0.001, float("nan")]}), "does not have 3 passes"),
+        (lambda said: said.update(passes={str(PLAIN_STEP): [0.001, 0.001, 0.002]}), "differ by more than 10 %"),
+    ],
+)
+def test_a_file_that_says_something_else_or_nothing_is_not_used_and_replaced(
+    machine: FakeMachine, file: CostFile, caplog: pytest.LogCaptureFixture, change: Callable[[dict[str, Any]], Any],
+    why: str,
+) -> None:  # fmt: skip
+    machine.start(file)
+    broken(file, change)
+    with pytest.raises(BadCostFile, match=why.replace("[", r"\[")):
+        file.read()
+    with caplog.at_level(logging.INFO):
+        assert machine.start(file).origin.source == "measured"
+    assert f"step costs kept in {file.path.name} are not used: " in caplog.text
+    assert machine.start(file).origin.source == "file"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"null", b"[" * 100_000])
+def test_a_file_that_is_damaged_is_not_used_and_replaced(machine: FakeMachine, file: CostFile, content: bytes) -> None:
+    file.path.parent.mkdir()
+    file.path.write_bytes(content)
+    assert machine.start(file).origin.source == "measured"
+    assert machine.start(file).origin.source == "file"
+
+
+def test_files_of_earlier_versions_are_named_and_left(
+    machine: FakeMachine, file: CostFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = file.path.parent / "step-cost-70f4c04f9ff3f440a7d6c936.json"
+    old.parent.mkdir()
+    old.write_text("[[1, 1, 0, 0, 0, 0, 64, 0, 3.4]]")
+    with caplog.at_level(logging.INFO):
+        assert machine.start(file).origin.source == "measured"
+    assert "1 files of step costs" in caplog.text
+    assert old.exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_measurement_a_start(machine: FakeMachine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    nowhere = CostFile(tmp_path / "file" / "cost.json", {}, {})
+    assert machine.start(nowhere).origin.source == "measured"
+    assert machine.start(nowhere).origin.source == "measured"
+
+
+def test_a_full_disk_leaves_no_half_a_file(
+    machine: FakeMachine, file: CostFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = Path.write_text
+
+    def write(path: Path, text: str, **options: Any) -> int:
+        if path.parent != file.path.parent:
+            return write_text(path, text, **options)
+        path.write_bytes(text.encode()[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert machine.start(file).origin.source == "measured"
+    assert not list(file.path.parent.iterdir())
+
+
+def test_where_nothing_can_be_measured_there_are_no_costs(machine: FakeMachine, file: CostFile) -> None:
+    nothing: list[Point] = []
+    found = starting_costs(
+        file, measure=lambda look: Calibration(nothing, {}, 0.0), time_plain_step=lambda: None, watch=machine.watch()
+    )
+    assert found is None
+
+
+def test_learned_costs_follow_the_first_steps_everywhere(machine: FakeMachine, file: CostFile) -> None:
+    """A worker that started beside other work is right soon after that has ended, of steps it has not taken as well."""
+    machine.slow, machine.others = 5.0, 4
+    cost = machine.start(file).cost()
+    plain = StepShape.plain(1)
+    for _ in range(40):
+        cost.learn(plain, true_seconds(plain))
+    for shape in SHAPES:
+        assert cost.seconds(shape) == pytest.approx(true_seconds(shape), rel=0.05)
+
+
+def test_another_batch_or_exactness_or_way_to_step_has_a_file_of_its_own(model: SpaceModel, tmp_path: Path) -> None:
+    files = [CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=most) for most in (8, 64)]
+    files.append(CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8, exact=True))
+    files.append(CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8, steps="device"))
+    assert len({one.path for one in files}) == 4
+
+
+def test_other_cases_replace_the_file(model: SpaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
+    monkeypatch.setattr(calibration, "PROMPTS", ((64, 0), *calibration.PROMPTS[1:]))
+    after = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
+    assert before.path == after.path
+    assert before.versions != after.versions
+
+
+def test_every_kind_of_compiled_operations_is_measured_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(str(tiny_checkpoint(tmp_path / "tiny", num_masks=3)), dtype="bfloat16", device="cpu")
+    kinds, files = (*cpu_library.own_kinds(), "torch"), set()
+    try:
+        for kind in kinds:
+            monkeypatch.setenv(cpu_library.SWITCH, kind)
+            cpu_library.cpu_library.cache_clear()
+            files.add(CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8).path)
+    finally:
+        cpu_library.cpu_library.cache_clear()
+    assert len(files) == len(kinds)
+
+
+def test_a_load_without_figures_is_no_load() -> None:
+    assert MachineLoad(2).why_busy is None
+    assert set(MachineLoad(2).as_json().values()) == {2, None}

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from doubles.worker import ScriptedDrafts
+from doubles.worker import PROMPTS, ScriptedDrafts
 from space_common.worker_client import ClientSequence, GrpcWorker, WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -31,14 +31,11 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import main
 from space_server.config import parse
+from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
-from space_server.step_model import StepModel
-from space_server.tensor_parallel.leader import TensorParallelLeader
-from space_server.tensor_parallel.rank_place import RankPlace, leading
-from space_server.tensor_parallel.ranks import GROUP_LOST, GroupLost
+from space_server.tensor_parallel import GROUP_LOST, GroupLost, RankPlace, TensorParallelLeader, leading
 from space_server.worker import Worker
 
-PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
 MAX_TOKENS = 20
 SAMPLINGS = {"greedy": pb.Sampling(), "sampled": pb.Sampling(seed=3, temperature=0.9, top_k=40, repetition_penalty=1.2)}
 

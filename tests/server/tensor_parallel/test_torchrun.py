@@ -102,13 +102,10 @@ class Agents:
             said = self._stack.enter_context((self._folder / f"{rank}.log").open("wb"))
             self.processes.append(
                 subprocess.Popen(
-                    agent(machine, rank, self.machines[0], store, worker),
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | {"GLOO_SOCKET_IFNAME": machine.interface},
-                    start_new_session=True,
+                    agent(machine, rank, self.machines[0], store, worker), stdout=said, stderr=subprocess.STDOUT,
+                    env=os.environ | {"GLOO_SOCKET_IFNAME": machine.interface}, start_new_session=True,
                 )
-            )
+            )  # fmt: skip
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
-from space_server.grammar.grammars import Grammars
+from space_server.grammar import Grammars
+from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
-from space_server.step_model import StepModel
 from space_server.worker import Worker
 
 _NAMES = ("a", "name", "age", "items", "é", "two words", "x-y", "value")

@@ -5,15 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 import torch
+from space_common.worker_client import WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
+from space_server.speculation.controller import FixedLayout
+from space_server.worker import Worker
 from torch import Tensor
+
+PROMPTS = [[70, 71, 72, 73, 74], [20] * 17 + [33, 90], [100, 101], [50 + n % 40 for n in range(37)]]
+
+
+def router_of(model: Any, *, k: int = 3, device: bool = False, **settings: object) -> WorkerClient:
+    """A client of a worker on this model, which lays out up to k drafts for every sequence."""
+    fixed = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k), "device_steps": device}
+    return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
+
+
+def script(model: ScriptedModel, start: int, count: int) -> list[int]:
+    """The model's ids from this position on."""
+    return [model.text(position) for position in range(start, start + count)]
 
 
 class ScriptedModel:

@@ -15,7 +15,7 @@ from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.grpc_server.service import WorkerService, start_server
+from space_server.grpc_server import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.data.examples import Example

@@ -1,1 +1,0 @@
-"""The worker's gRPC service: one router session at a time."""

@@ -1,1 +1,0 @@
-"""Runs steps whose state is kept on the host."""

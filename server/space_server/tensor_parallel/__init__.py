@@ -1,1 +1,0 @@
-"""Tensor parallelism: one model over several processes."""

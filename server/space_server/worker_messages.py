@@ -1,0 +1,106 @@
+"""The messages that a worker sends: hello, and reports of steps and sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from space_kernels.sampling.sampler import IdLogprobs
+from space_proto import worker_pb2 as pb
+
+from space_server.batch.sequence import RunningSequence, SequenceEnd
+from space_server.drafts.drafts import BY_MASKS, DraftOrigin
+from space_server.model_runner import SequenceOutput, StepOutput
+from space_server.step_cost import StepCost, StepShape
+
+TOO_LARGE = (
+    "There is not enough memory on the device for the sequence's step, even alone. Send a shorter prompt, or start the "
+    "worker with a smaller --kv-memory or --prefill-budget."
+)
+
+
+def failure_message(what: str, error: Exception) -> str:
+    """Return one line: what failed, and the first line of the error."""
+    line = str(error).partition("\n")[0][:200]
+    return f"{what}: {type(error).__name__}: {line}"
+
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 8
+
+_FINISH = {SequenceEnd.EOS: pb.FINISH_EOS, SequenceEnd.STOP_ID: pb.FINISH_STOP_ID, SequenceEnd.LENGTH: pb.FINISH_LENGTH}
+
+_SOURCE = {
+    DraftOrigin.MASKS: pb.DRAFT_SOURCE_MASKS,
+    DraftOrigin.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
+    DraftOrigin.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
+    DraftOrigin.GRAMMAR: pb.DRAFT_SOURCE_GRAMMAR,
+}
+
+
+def commit(output: SequenceOutput, report: pb.StepReport) -> None:
+    """Apply the output to its sequence, and append a report of it to `report`."""
+    plan, sequence = output.plan, output.plan.sequence
+    num_drafted = plan.layout.num_drafts
+    decoded, origin = sequence.num_emitted > 0, sequence.origin
+    by_masks = num_drafted if origin is BY_MASKS else sequence.num_mask_drafts
+    output.commit()
+    # Rare fields are set only where present: every keyword argument here costs time.
+    part = report.sequences.add(
+        seq_id=sequence.seq_id, tokens=output.tokens, num_drafted=num_drafted, num_accepted=output.num_accepted,
+        num_computed=sequence.num_computed, decoded=decoded,
+    )  # fmt: skip
+    if output.error is not None:
+        part.finish, part.error = pb.FINISH_ERROR, output.error
+    elif output.end is not None:
+        part.finish = _FINISH[output.end]
+    if output.logprobs:
+        part.logprobs.extend(map(_logprobs, output.logprobs))
+    if output.prompt_logprobs:
+        part.prompt_logprobs.extend(map(_logprobs, output.prompt_logprobs))
+    if any(output.num_predicted):
+        part.num_predicted.extend(output.num_predicted)
+    if num_drafted and origin is not BY_MASKS and origin.source is not DraftOrigin.MASKS:
+        part.draft_source, part.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
+
+
+def report_paused(sequence: RunningSequence, report: pb.StepReport) -> None:
+    """Report that the sequence needs another page; `report` holds at most one report per sequence."""
+    sequence.paused = True
+    part = next((one for one in report.sequences if one.seq_id == sequence.seq_id), None)
+    if part is None:
+        part = report.sequences.add(seq_id=sequence.seq_id, num_computed=sequence.num_computed)
+    part.paused = True
+
+
+def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(id=entry.id, logprob=entry.logprob, top_ids=entry.top_ids, top_logprobs=entry.top_logprobs)
+
+
+def count_steps(stats: pb.StepStats, steps: Sequence[StepOutput], cost: StepCost) -> None:
+    """Add the steps to `stats`, which are empty."""
+    chain_rows = mask_rows = 0
+    counts: list[int] = []  # decoding sequences by number of drafts
+    for step in steps:
+        for output in step.outputs:
+            if output.plan.closes:
+                layout = output.plan.layout
+                num_drafts = layout.num_drafts
+                chain_rows += 1 + num_drafts
+                mask_rows += layout.num_masks
+                if output.plan.num_pending == 1:
+                    if num_drafts >= len(counts):
+                        counts += [0] * (num_drafts + 1 - len(counts))
+                    counts[num_drafts] += 1
+        if step.outputs:
+            stats.prefill_rows += step.shape.num_prefill_rows
+            stats.forward_seconds += step.times.forward
+            stats.sample_seconds += step.times.sample
+            stats.draft_seconds += step.times.draft
+            stats.num_sequences += len(step.outputs)
+    stats.chain_rows, stats.mask_rows = chain_rows, mask_rows
+    stats.draft_length_counts.extend(counts)
+    if not stats.prefill_rows:
+        shapes = [step.shape for step in steps if step.outputs]
+        stats.plain_step_seconds = sum(
+            cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context)) for shape in shapes
+        )

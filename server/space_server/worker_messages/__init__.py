@@ -1,1 +1,0 @@
-"""The messages that a worker sends: hello, steps and sequences."""
