@@ -10,11 +10,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
-from space_router.api.middleware import HttpAccess, Traced
-from space_router.api.openai import chat, completions, models, responses
+from space_router.api.openai import chat, completions, responses
 from space_router.api.ops import operating, pages, tokens
 from space_router.api.schema import DocumentedApp
-from space_router.api.service import Service
+from space_router.api.service import HttpAccess, Service, Traced
 from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
 from space_router.http_server.responses import error_response
@@ -46,8 +45,8 @@ def create_app(service: Service) -> DocumentedApp:
         redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
-    parts = (completions, chat, responses, models, generate, tokens, operating)
-    routers = [*(part.routes(service) for part in parts), operating.worker_routes(service)]
+    parts = (completions.routes, chat.routes, responses.routes, operating.model_routes, generate.routes, tokens.routes)
+    routers = [routes(service) for routes in (*parts, operating.routes, operating.worker_routes)]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
         _answer_head(router)

@@ -13,8 +13,7 @@ import schemathesis
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from schemathesis import Case, GenerationMode
-from space_router.api.openai.fields import ChatBody, CompletionBody
-from space_router.api.openai.response_fields import ResponseBody
+from space_router.api.openai.fields import ChatBody, CompletionBody, ResponseBody
 from space_router.api.tgi.generate import GenerateParameters
 from space_router.app import create_app
 from space_router.config import ServeConfig

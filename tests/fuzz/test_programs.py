@@ -9,11 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from space_router.api.grammar_fields import MOST_SECONDS, GrammarCheck
 from space_router.engine.request.request import Grammar
 from space_router.errors import ConfigError, InvalidRequest
-from space_router.text.chat_template import BUILT_IN, ChatTemplate
-from space_router.text.grammar import MOST_SECONDS, GrammarCheck
-from space_router.text.template_budget import MAX_SECONDS
+from space_router.text.chat_template import BUILT_IN, MAX_SECONDS, ChatTemplate
 
 from fuzz.harness import Fuzzer
 from fuzz.values import json_values, mutated, often, rarely, spoiled_text, texts

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,9 +15,8 @@ from typing import cast
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from space_router.api.middleware import HttpAccess
 from space_router.api.ops.pages import web_ui_routes
-from space_router.api.service import Service
+from space_router.api.service import HttpAccess, Service
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -186,3 +186,17 @@ def test_the_wheel_has_the_page_and_not_its_picture(tmp_path: Path) -> None:
     served = {path.removeprefix("/page/") if path != "/" else "index.html" for path in PAGE_FILES}
     assert {f"space_router/web_ui/{name}" for name in served} <= inside
     assert not [name for name in inside if name.endswith(".png")]
+
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_the_modules_of_the_page_do_what_their_tests_say() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node to run them")
+    tests = sorted(HERE.glob("*.test.mjs"))
+    written = sum(len(re.findall(r"^test\(", test.read_text(encoding="utf-8"), re.MULTILINE)) for test in tests)
+    run = subprocess.run([node, "--test", "--test-reporter=tap", *tests], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout
+    assert f"# pass {written}\n" in run.stdout

@@ -1,4 +1,4 @@
-"""Run a plan: submit all of its choices or none, merge their deltas, and release their streams at the end."""
+"""Run a plan: submit all of its choices or none, merge their deltas, release their streams, and report its figures."""
 
 import asyncio
 import time
@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from space_router.api.plan import GenerationPlan, PlannedChoice
+from starlette.requests import Request
+
+from space_router.api.request_builder import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
-from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs, ValidRequest
+from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs
 from space_router.errors import (
     ApiError,
     ClientGone,
@@ -53,12 +55,6 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return GenerationFailed(str(error)[:300], code="generation_failed")
 
 
-def _of_prompt(delta: TextDelta) -> TextDelta:
-    """Turn the delta's tokens into prompt log-probabilities: they are the end of the prompt."""
-    known = tuple(token.logprobs for token in delta.tokens if token.logprobs is not None)
-    return delta._replace(text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
-
-
 @dataclass
 class ChoiceState:
     """The progress of one choice."""
@@ -73,6 +69,10 @@ class ChoiceState:
     @property
     def statistics(self) -> TextStatistics:
         return self.text_stream.statistics
+
+
+Step = list[tuple[ChoiceState, TextDelta]]
+"""Deltas that became ready together."""
 
 
 @dataclass
@@ -131,7 +131,9 @@ class Generation:
         async with AsyncExitStack() as undo:
             for choice in self.plan.choices:
                 follows = leader if choice.request.sampling.choice else None
-                request = self._followed(choice.request)
+                request = choice.request
+                if self._tracer is not None:
+                    request = replace(request, trace=RequestTrace(self._tracer, request.request_id))
                 try:
                     stream = self._engine.submit(request, leader=follows)
                 except engine_errors.EngineError as error:
@@ -165,17 +167,11 @@ class Generation:
                 request.trace.ended(outcome, statistics)
             await progress.scope.aclose()
 
-    def _followed(self, request: ValidRequest) -> ValidRequest:
-        """Return the request, with a trace if tracing is on."""
-        if self._tracer is None:
-            return request
-        return replace(request, trace=RequestTrace(self._tracer, request.request_id))
-
     def overdue(self) -> None:
         """Record that the client's deadline passed: unfinished choices count as `deadline`, not as `cancelled`."""
         self._outcome = "deadline"
 
-    async def steps(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
+    async def steps(self) -> AsyncIterator[Step]:
         """Yield the deltas of all choices that became ready together. Raises ApiError."""
         try:
             if len(self.choices) == 1:
@@ -206,7 +202,6 @@ class Generation:
 
     async def _read(self, progress: ChoiceState) -> AsyncIterator[TextDelta]:
         """Yield a choice's text deltas, without empty ones."""
-        ends_in_prompt = progress.choice.ends_in_prompt
         async for step in progress.stream:
             delta = progress.text_stream.push(step)
             if delta is None:
@@ -215,11 +210,14 @@ class Generation:
                 progress.finish, progress.stop_reason = delta.finish, delta.stop_reason
                 # Release the pages now; other choices may still be running.
                 await progress.scope.aclose()
-            yield _of_prompt(delta) if ends_in_prompt else delta
+            if progress.choice.ends_in_prompt:  # the generated token is the prompt's last
+                known = tuple(token.logprobs for token in delta.tokens if token.logprobs is not None)
+                delta = delta._replace(text="", tokens=(), prompt_logprobs=delta.prompt_logprobs + known)
+            yield delta
             if delta.finish is not None:
                 return
 
-    async def _merge(self) -> AsyncIterator[list[tuple[ChoiceState, TextDelta]]]:
+    async def _merge(self) -> AsyncIterator[Step]:
         """Yield the choices' deltas in order of arrival; those that are ready together form one step."""
         # Bounded, so that a slow reader holds back the streams instead of filling memory.
         ready: asyncio.Queue[tuple[ChoiceState, TextDelta] | Exception | None] = asyncio.Queue(2 * len(self.choices))
@@ -239,7 +237,7 @@ class Generation:
             await asyncio.sleep(0)  # let the other choices of this step arrive
             while not ready.empty():
                 items.append(ready.get_nowait())
-            step: list[tuple[ChoiceState, TextDelta]] = []
+            step: Step = []
             for item in items:
                 if item is None:
                     num_open -= 1
@@ -249,9 +247,6 @@ class Generation:
                     step.append(item)
             if step:
                 yield step
-
-
-Step = list[tuple[ChoiceState, TextDelta]]
 
 
 async def with_prompts(steps: AsyncIterator[Step], plan: GenerationPlan) -> AsyncIterator[Step]:
@@ -295,3 +290,77 @@ def mean_logprob(tokens: Iterable[TextToken]) -> float:
 def most_probable(choices: Sequence[CompletedChoice]) -> list[CompletedChoice]:
     """Return the choices sorted best first; the order of equal ones is kept."""
     return sorted(choices, key=lambda one: mean_logprob(one.tokens), reverse=True)
+
+
+def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+    """Return OpenAI's `usage` so far, over all choices; each prompt counts once."""
+    num_prompt = sum(len(prompt.ids) for prompt in plan.prompts)
+    num_generated = sum(choice.statistics.num_tokens for choice in choices) if plan.answered else 0
+    leaders = choices[:: plan.per_prompt]
+    # Each prediction token counts once for each choice, as accepted or rejected (so far).
+    num_predicted = sum(len(choice.choice.request.prediction or ()) for choice in choices)
+    num_found = 0
+    if num_predicted and plan.answered:
+        num_found = sum(min(one.statistics.num_predicted, one.statistics.num_tokens) for one in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,  # no hidden reasoning
+            "accepted_prediction_tokens": num_found,
+            "rejected_prediction_tokens": num_predicted - num_found,
+        },
+    }
+
+
+def statistics(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+    """Return the `spaceserve` object: the request's speculation statistics over all choices."""
+    figures = [choice.statistics for choice in choices]
+    steps = sum(one.num_steps for one in figures)
+    decoded = sum(one.num_decoded for one in figures)
+    return {
+        "seed": plan.seed,
+        "steps": steps,
+        "drafted": sum(one.num_drafted for one in figures),
+        "accepted": sum(one.num_accepted for one in figures),
+        "tokens_per_step": round(decoded / steps, 4) if steps else None,
+    }
+
+
+RECEIVED = "spaceserve.received"
+"""Scope key of a request's arrival time, in monotonic seconds."""
+
+
+def start_headers(request: Request, running: Generation) -> dict[str, str]:
+    """Return the headers known before the first token; streams send only these."""
+    prompts = running.plan.prompts
+    return {
+        "x-request-id": running.plan.request_id,
+        "x-compute-type": running.device,
+        "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
+        "x-prompt-tokens": str(sum(len(prompt.ids) for prompt in prompts)),
+        "x-validation-time": _milliseconds(running.since - request.scope[RECEIVED]),
+    }
+
+
+def end_headers(request: Request, running: Generation) -> dict[str, str]:
+    """Return all headers. With several choices: the longest wait, and the longest answer's time per token."""
+    lengths = [choice.statistics.num_tokens if running.plan.answered else 0 for choice in running.choices]
+    now = time.monotonic()
+    total = now - request.scope[RECEIVED]
+    queued = max(choice.stream.statistics.queue_seconds or 0.0 for choice in running.choices)
+    inference = now - running.since - queued
+    return start_headers(request, running) | {
+        "x-compute-time": f"{total:.6f}",
+        "x-total-time": _milliseconds(total),
+        "x-queue-time": _milliseconds(queued),
+        "x-inference-time": _milliseconds(inference),
+        "x-time-per-token": _milliseconds(inference / max(1, *lengths)),
+        "x-generated-tokens": str(sum(lengths)),
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(round(1000 * seconds))

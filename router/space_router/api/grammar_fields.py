@@ -1,27 +1,26 @@
-"""Constrained output: `response_format` and `structured_outputs` of the OpenAI routes, `grammar` of TGI's."""
+"""Constrained output: its fields in the OpenAI and TGI routes, and the check of a grammar before it is queued."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import orjson
 from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
-from space_common.grammar import MOST_CHARACTERS
+from space_common.grammar import MOST_CHARACTERS, GrammarProcess
 
 from space_router.engine.request.request import Grammar
 from space_router.engine.request.worker_messages import WorkerModelFacts
-from space_router.errors import InvalidRequest
+from space_router.errors import InvalidRequest, Overloaded
 from space_router.http_server.body import Body, short_repr
-from space_router.text.grammar import GrammarCheck
 
-OLD_NAMES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
+OLD_NAMES = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 """Older fields of other servers, and their names in `structured_outputs`."""
 
 # Strings, comments and regular expressions. An unclosed one extends to the end, so matching stays linear.
@@ -80,30 +79,23 @@ class StructuredOutputs(Body):
 
     def wanted(self) -> Grammar | None:
         """Raises InvalidRequest."""
-        given = {
-            name: value
-            for name in ("json_", "json_object", "regex", "choice", "grammar")
-            if (value := getattr(self, name)) is not None and value is not False
-        }
+        names = ("json_", "json_object", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
         if len(given) > 1:
-            names = " and ".join(f"`{name.rstrip('_')}`" for name in given)
+            named = " and ".join(f"`{name.rstrip('_')}`" for name in given)
             raise InvalidRequest(
-                f"`structured_outputs` takes one of json, json_object, regex, choice and grammar; got {names}.",
+                f"`structured_outputs` takes one of json, json_object, regex, choice and grammar; got {named}.",
                 param="structured_outputs",
             )
-        for name, value in given.items():
-            match name:
-                case "json_":
-                    return json_schema_grammar(value, "structured_outputs")
-                case "json_object":
-                    return Grammar("json_object", "")
-                case "regex":
-                    return Grammar("regex", value)
-                case "choice":
-                    return Grammar("choice", orjson.dumps(value).decode())
-                case _:
-                    return lark_grammar(value, "structured_outputs")
-        return None
+        if self.json_ is not None:
+            return json_schema_grammar(self.json_, "structured_outputs")
+        if self.json_object:
+            return Grammar("json_object", "")
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return Grammar("choice", orjson.dumps(self.choice).decode())
+        return None if self.grammar is None else lark_grammar(self.grammar, "structured_outputs")
 
 
 class GrammarFields(Body):
@@ -150,9 +142,8 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
         except orjson.JSONDecodeError as error:
             raise InvalidRequest(f"`{param}` holds a schema that is no JSON: {error.msg[:100]}.", param=param) from None
         if not isinstance(schema, dict):
-            raise InvalidRequest(
-                f"`{param}` must hold a schema that is an object; got {short_repr(schema)}.", param=param
-            )
+            reason = f"`{param}` must hold a schema that is an object; got {short_repr(schema)}."
+            raise InvalidRequest(reason, param=param)
     return Grammar("json_schema", orjson.dumps(schema).decode())
 
 
@@ -193,27 +184,84 @@ def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
     return json_schema_grammar(value, param)
 
 
-async def check_grammar(
-    check: GrammarCheck, facts: WorkerModelFacts, grammar: Grammar | None, param: str
-) -> Grammar | None:
-    """Check, within a time limit, that a grammar can be used, and return it. Called before any stream begins.
+MOST_SECONDS = 5.0  # for one grammar; common ones take a few milliseconds
+START_SECONDS = 30.0  # for the start of a process
+NUM_CHECKERS = 2  # processes; they start with the first grammars
+MOST_WAITING = 16  # grammars being checked or waiting; further ones raise Overloaded
+MOST_KNOWN = 4096  # cached results
 
-    Raises InvalidRequest with the reason, Overloaded.
+
+class GrammarCheck:
+    """Checks grammars. One that takes too much time or memory, or crashes the process, is rejected.
+
+    reason = await GrammarCheck().why_not(Grammar("regex", "a("))
     """
-    if grammar is None:
-        return None
-    if not facts.takes_grammars:
-        raise InvalidRequest(
-            f"`{param}` needs a checkpoint whose tokenizer.json says which bytes its tokens stand for, and this "
-            "model's does not. Leave it out.",
-            param=param,
-            code="unsupported_parameter",
-        )
-    if len(grammar.source) > MOST_CHARACTERS:
-        raise InvalidRequest(
-            f"`{param}` has {len(grammar.source)} characters; at most {MOST_CHARACTERS} are taken.", param=param
-        )
-    reason = await check.why_not(grammar)
-    if reason is not None:
-        raise InvalidRequest(f"`{param}` cannot be used: {reason[:300]}", param=param, code="invalid_grammar")
-    return grammar
+
+    def __init__(self, *, most_seconds: float = MOST_SECONDS) -> None:
+        self._most_seconds = most_seconds
+        self._known: OrderedDict[bytes, str | None] = OrderedDict()  # results by digest, least recently used first
+        self._idle: list[GrammarProcess] = []
+        self._num_waiting = 0
+        self._threads = ThreadPoolExecutor(NUM_CHECKERS, thread_name_prefix="grammar check")
+
+    async def checked(self, facts: WorkerModelFacts, grammar: Grammar | None, param: str) -> Grammar | None:
+        """Check that a grammar can be used, and return it. Raises InvalidRequest with the reason, Overloaded."""
+        if grammar is None:
+            return None
+        if not facts.takes_grammars:
+            raise InvalidRequest(
+                f"`{param}` needs a checkpoint whose tokenizer.json says which bytes its tokens stand for, and this "
+                "model's does not. Leave it out.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        if len(grammar.source) > MOST_CHARACTERS:
+            raise InvalidRequest(
+                f"`{param}` has {len(grammar.source)} characters; at most {MOST_CHARACTERS} are taken.", param=param
+            )
+        reason = await self.why_not(grammar)
+        if reason is not None:
+            raise InvalidRequest(f"`{param}` cannot be used: {reason[:300]}", param=param, code="invalid_grammar")
+        return grammar
+
+    async def why_not(self, grammar: Grammar) -> str | None:
+        """Return why this grammar cannot be used, or None if it can. Raises Overloaded."""
+        name = blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass"), digest_size=16).digest()
+        if name in self._known:
+            self._known.move_to_end(name)
+            return self._known[name]
+        if self._num_waiting >= MOST_WAITING:
+            message = f"{MOST_WAITING} grammars wait to be checked already, the most. Try again later."
+            raise Overloaded(message, retry_after=self._most_seconds)
+        self._num_waiting += 1
+        try:
+            verification = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, grammar)
+        finally:
+            self._num_waiting -= 1
+        self._known[name] = verification
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+        return verification
+
+    def _ask(self, grammar: Grammar) -> str | None:
+        """Check a grammar in an idle or new process. Runs in a thread."""
+        reasons = None
+        with contextlib.suppress(IndexError):  # no process is idle
+            reasons = self._ask_process(self._idle.pop(), grammar)
+        if reasons is None:  # the used process may be out of memory or gone; retry in a new one
+            reasons = self._ask_process(GrammarProcess(), grammar, is_new=True)
+        if reasons is None:
+            return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
+        return reasons[0] if reasons else None
+
+    def _ask_process(self, process: GrammarProcess, grammar: Grammar, *, is_new: bool = False) -> list[str] | None:
+        """Return the reasons, or None if the process did not answer. Its start is not part of the checking time."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(process.close)
+            if is_new and process.ask("regex", "a", START_SECONDS) is None:
+                raise Overloaded("Grammars cannot be checked now. Try again later.", retry_after=START_SECONDS)
+            reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
+            if reasons is not None:
+                stack.pop_all()
+                self._idle.append(process)
+        return reasons

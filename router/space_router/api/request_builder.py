@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from space_router.api.plan import GenerationPlan, Infill, PlannedChoice, Prompt
-from space_router.api.plan import Parameters as Parameters
 from space_router.config import ServeConfig
-from space_router.engine.request.request import SamplingOptions, ValidRequest
+from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import short_repr
@@ -19,16 +17,146 @@ from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
 from space_router.text.text_stream import TextRules
 
-MAX_STOP_LENGTH = 1024
-"""Maximum characters in one stop string."""
 
-_LEAST_PENALTY = 1e-6
-"""Minimum repetition penalty. A smaller one has no further effect and would make logits infinite."""
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one generation before defaults are applied (None: not given)."""
 
-_SMALLEST = 1e-30
-"""Minimum of positive parameters, so that they are not rounded to 0 in float32, where 0 means unset."""
+    max_tokens: int | None = None
+    limit_param: str = "max_tokens"  # the request field of max_tokens
+    default_max_tokens: int | None = None  # if `max_tokens` is None; cut to what fits; None: all that fits
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    end_ids: Sequence[int] = ()  # additional EOS ids
+    stop_token_ids: Sequence[int] | None = None
+    stop: Any = None
+    include_stop_str_in_output: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    grammar: Grammar | None = None  # already checked
+    num_choices: int = 1  # generated for each prompt
+    num_shown: int = 1
+    seed: int | None = None
+    num_logprobs: int | None = None  # None: no log-probabilities
+    num_prompt_logprobs: int | None = None
+    prediction: str | None = None  # text that the output is expected to contain
+    speculation: str | int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    adapter: str = ""  # a valid name; "" for none
+    skip_special_tokens: bool | None = None
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its ids, and the text that `echo` returns."""
+
+    ids: tuple[int, ...]
+    text: str
+    param: str = "prompt"  # the request field of the prompt
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt is tokenised. With `add_special_tokens` an empty string becomes a BOS."""
+
+    param: str  # the request field of the prompt
+    add_special_tokens: bool = False
+    truncate: int | None = None  # keep so many of its last ids; -1: as many as leave room for `max_tokens`
+    max_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class PlannedChoice:
+    """One choice for one prompt: one request to the engine."""
+
+    index: int  # among the choices of its HTTP request
+    prompt: Prompt
+    request: ValidRequest
+    rules: TextRules
+
+    def ending_in_prompt(self) -> "PlannedChoice":
+        """Return a choice in which the engine generates the prompt's last id, as its only allowed token.
+
+        For a request that wants only prompt log-probabilities of a prompt that fills the window. The result is exact,
+        because log-probabilities are the model's own and ignore `allowed_ids`.
+        """
+        request = self.request
+        *before, last = request.prompt_ids
+        sampling = SamplingOptions(seed=request.sampling.seed, choice=request.sampling.choice, allowed_ids=(last,))
+        changed = replace(
+            request,
+            prompt_ids=tuple(before),
+            sampling=sampling,
+            eos_ids=(),
+            stop_ids=(),
+            max_draft_length=0,
+            prediction=None,
+            want_logprobs=request.num_prompt_logprobs is not None,
+            num_logprobs=request.num_prompt_logprobs or 0,
+            stops_on_text=False,
+        )
+        return replace(self, request=changed, rules=TextRules())
+
+    @property
+    def ends_in_prompt(self) -> bool:
+        """Whether the engine's one token is the prompt's last."""
+        return len(self.request.prompt_ids) < len(self.prompt.ids)
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """All choices of one HTTP request, grouped by prompt, choice 0 of each prompt first."""
+
+    request_id: str  # the client's, or a generated one
+    seed: int  # the client's, or a fresh one
+    prompts: tuple[Prompt, ...]
+    choices: tuple[PlannedChoice, ...]  # of each prompt equally many
+    num_shown: int  # choices returned for each prompt; fewer than generated with best_of
+    limit_param: str  # the request field of max_tokens
+    answered: bool  # False: max_tokens is 0, and the engine's one token is not returned
+
+    @property
+    def per_prompt(self) -> int:
+        """Number of choices for each prompt."""
+        return len(self.choices) // len(self.prompts)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities are requested; the first choice of each prompt has them."""
+        return self.choices[0].request.num_prompt_logprobs is not None
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A tokenised suffix, to be joined to prompts."""
+
+    tokens: FillInTheMiddle
+    suffix_ids: tuple[int, ...]
+    num_tokens: int  # that it adds to a prompt
+
+    def joined(self, prompt: Prompt, bos_id: int | None) -> Prompt:
+        """Return the prompt joined with the suffix. A BOS stays first; `echo` still returns only the prompt."""
+        num_bos = int(prompt.ids[:1] == (bos_id,))
+        joined = self.tokens.ids(prompt.ids[num_bos:], self.suffix_ids)
+        return replace(prompt, ids=(*prompt.ids[:num_bos], *joined))
+
+
+MAX_STOP_LENGTH = 1024  # characters of a stop string
+_LEAST_PENALTY = 1e-6  # a smaller repetition penalty has no further effect and would make logits infinite
+_SMALLEST = 1e-30  # of positive parameters: not rounded to 0 in float32, where 0 means unset
 NAMELESS = frozenset({"tgi", "dummy"})
 """Values of `model` that Hugging Face's clients send if they know only the server's address: the served model."""
 
@@ -50,10 +178,8 @@ def refuse_surrogates(param: str) -> Iterator[None]:
 def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
     """Return the error for a model name that is not served."""
     names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
-    verb = "is" if len(served) == 1 else "are"
-    return NotFound(
-        f"The model {short_repr(name)} is not served here; {names} {verb}.", param=param, code="model_not_found"
-    )
+    message = f"The model {short_repr(name)} is not served here; {names} {'is' if len(served) == 1 else 'are'}."
+    return NotFound(message, param=param, code="model_not_found")
 
 
 def max_forced_drafts(config: ServeConfig, facts: WorkerModelFacts, adapter: str = "") -> int:
@@ -84,17 +210,9 @@ class RequestBuilder:
             raise model_not_found(name, (self.text.name, *self.facts.adapters), param)
         return name
 
-    def prompts(
-        self,
-        value: Any,
-        *,
-        add_special_tokens: bool,
-        truncate: int | None,
-        param: str,
-        max_tokens: int = 1,
-        infill: Infill | None = None,
-    ) -> list[Prompt]:
+    def prompts(self, value: Any, options: PromptOptions, infill: Infill | None = None) -> list[Prompt]:
         """Build prompts from a string, a list of strings, token ids, or a list of these; `infill` adds a suffix."""
+        param = options.param
         if isinstance(value, str):
             values: list[Any] = [value]
         elif isinstance(value, list) and value and all(type(part) is int for part in value):
@@ -111,40 +229,16 @@ class RequestBuilder:
             raise InvalidRequest(
                 f"`{param}` has {len(values)} prompts; at most {self.config.max_choices} in one request.", param=param
             )
-        reserved = 0 if infill is None else infill.num_tokens
-        made = [
-            self.prompt(
-                part,
-                add_special_tokens=add_special_tokens,
-                truncate=truncate,
-                param=param,
-                max_tokens=max_tokens,
-                reserved=reserved,
-            )
-            for part in values
-        ]
-        return made if infill is None else [infill.joined(prompt, self.text.tokenizer) for prompt in made]
+        made = [self.prompt(part, options, 0 if infill is None else infill.num_tokens) for part in values]
+        return made if infill is None else [infill.joined(prompt, self.text.tokenizer.bos_id) for prompt in made]
 
-    def prompt(
-        self,
-        value: Any,
-        *,
-        add_special_tokens: bool,
-        truncate: int | None,
-        param: str,
-        max_tokens: int = 1,
-        reserved: int = 0,
-    ) -> Prompt:
-        """Build one prompt from a string or token ids. With `add_special_tokens` an empty string becomes a BOS.
-
-        `truncate`: keep the last ids, `reserved` ones that are added later included; -1: as many as leave room for
-        `max_tokens`.
-        """
-        tokenizer = self.text.tokenizer
+    def prompt(self, value: Any, options: PromptOptions, reserved: int = 0) -> Prompt:
+        """Build one prompt from a string or token ids; `reserved`: number of ids that are added later."""
+        tokenizer, param, truncate = self.text.tokenizer, options.param, options.truncate
         if isinstance(value, str):
             self._check_characters(value, truncate, param)
             with refuse_surrogates(param):
-                ids = tokenizer.encode(value, add_special_tokens=add_special_tokens)
+                ids = tokenizer.encode(value, add_special_tokens=options.add_special_tokens)
             self._check_rows(ids, param)
         elif all(type(id_) is int for id_ in value):
             ids = self.check_ids(value, param)
@@ -152,23 +246,21 @@ class RequestBuilder:
             raise InvalidRequest(f"`{param}` mixes token ids with other things; got {short_repr(value)}.", param=param)
         self._check_masks(ids, param)
         if not ids and not reserved:
-            may_begin = isinstance(value, str) and add_special_tokens
+            may_begin = isinstance(value, str) and options.add_special_tokens
             if not may_begin or tokenizer.bos_id is None:
                 why = ", and the tokenizer has no BOS to begin with" if may_begin else ""
                 raise InvalidRequest(f"`{param}` has no tokens{why}; give at least one.", param=param)
             self._check_rows([tokenizer.bos_id], param)
             ids = [tokenizer.bos_id]
-        most = self._most_ids(truncate, max_tokens, reserved)
-        cut = most is not None and len(ids) > most
-        kept = ids[len(ids) - most :] if cut and most is not None else ids
+        most = len(ids) if truncate is None else self._room(truncate, options.max_tokens, reserved)
+        cut = len(ids) > most
+        kept = ids[len(ids) - most :] if cut else ids
         text = value if isinstance(value, str) and not cut else tokenizer.decode(kept)
         return Prompt(tuple(kept), text, param)
 
-    def _most_ids(self, truncate: int | None, max_tokens: int, reserved: int) -> int | None:
-        """Return how many of its ids a prompt keeps, or None for all. Raises InvalidRequest if none are left."""
-        if truncate is None:
-            return None
-        room = min(self.facts.window, self.facts.num_slots - 1) - max(1, max_tokens) if truncate == -1 else truncate
+    def _room(self, truncate: int, max_tokens: int, reserved: int) -> int:
+        """Return how many of its ids a truncated prompt keeps at most. Raises InvalidRequest if none are left."""
+        room = self._longest - max(1, max_tokens) if truncate == -1 else truncate
         if room - reserved < (not reserved):
             what = f"{reserved} tokens of `suffix`" if reserved else f"`max_tokens` {max_tokens}"
             raise InvalidRequest(
@@ -177,6 +269,11 @@ class RequestBuilder:
                 param="truncate_prompt_tokens",
             )
         return room - reserved
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest prompt and output together."""
+        return min(self.facts.window, self.facts.num_slots - 1)
 
     def infill(self, suffix: str | None) -> Infill | None:
         """Return the Infill for a suffix, or None. Raises InvalidRequest if the tokenizer has no infill tokens."""
@@ -195,7 +292,7 @@ class RequestBuilder:
             ids = self.text.tokenizer.encode_inside(suffix)
         self._check_rows([*tokens.ids(ids, ())], "suffix")
         self._check_masks(ids, "suffix")
-        return Infill(tokens, tuple(ids))
+        return Infill(tokens, tuple(ids), tokens.num_tokens + len(ids))
 
     def plan(self, prompts: Sequence[Prompt], wanted: Parameters, *, prefix: str) -> GenerationPlan:
         """Build one engine request for each choice of each prompt. Raises InvalidRequest naming the field."""
@@ -251,15 +348,8 @@ class RequestBuilder:
             made = PlannedChoice(index, prompt, request, rules)
             fills_window = len(prompt.ids) == self.facts.window > 1
             choices.append(made.ending_in_prompt() if fills_window and max_tokens == 0 else made)
-        return GenerationPlan(
-            request_id,
-            seed,
-            tuple(prompts),
-            tuple(choices),
-            wanted.num_shown,
-            limit_param=wanted.limit_param,
-            answered=max_tokens != 0,
-        )
+        limit_param, answered = wanted.limit_param, max_tokens != 0
+        return GenerationPlan(request_id, seed, tuple(prompts), tuple(choices), wanted.num_shown, limit_param, answered)
 
     def end_ids(self, more: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the EOS ids, and those of `more` that the model can generate: not masks, and within its vocabulary."""
@@ -268,10 +358,10 @@ class RequestBuilder:
 
     def _limit(self, wanted: Parameters, num_prompt: int) -> int | None:
         """Return the engine's `max_tokens`, at least 1. A default is cut to the window; None: as many as fit."""
-        if wanted.max_tokens is not None or wanted.default_max_tokens is None:
-            return None if wanted.max_tokens is None else max(1, wanted.max_tokens)
-        room = min(self.facts.window, self.facts.num_slots - 1) - num_prompt
-        return max(1, min(wanted.default_max_tokens, room))
+        if wanted.max_tokens is not None:
+            return max(1, wanted.max_tokens)
+        default = wanted.default_max_tokens
+        return None if default is None else max(1, min(default, self._longest - num_prompt))
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
         """Return the ids as a list. Raises InvalidRequest for an id outside the model's vocabulary."""
@@ -359,8 +449,8 @@ class RequestBuilder:
             return ()
         allowed = tuple(dict.fromkeys(self.check_ids(ids, "allowed_token_ids")))
         if self._masks.issuperset(allowed):
-            raise InvalidRequest("`allowed_token_ids` allows mask tokens only, which are never sampled.",
-                                 param="allowed_token_ids")  # fmt: skip
+            message = "`allowed_token_ids` allows mask tokens only, which are never sampled."
+            raise InvalidRequest(message, param="allowed_token_ids")
         return allowed
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

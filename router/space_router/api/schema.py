@@ -14,30 +14,20 @@ from space_router.http_server.responses import is_open
 
 Responses = dict[int | str, dict[str, Any]]
 
-OPENAI_STATUSES = (400, 401, 404, 408, 413, 415, 429, 499, 500, 503)
-"""Error statuses of generation routes."""
-
+STATUSES = (400, 401, 404, 408, 413, 415, 429, 499, 500, 503)  # of errors of generation routes
 TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
-"""Error statuses of TGI's generation routes."""
 
 _MEANING = {
     400: "A field is wrong: `param` names it. Or prompt and answer do not fit the window.",
-    401: "The API key is missing or not known.",
-    403: "The API key is not an operator's.",
-    404: "There is no such model, adapter or request.",
-    408: "The request's own deadline has passed, or would.",
-    409: "Another restart is under way.",
-    413: "The body exceeds `--max-body`.",
-    415: "The body is not announced as JSON.",
-    422: "A field is wrong.",
-    424: "This request alone failed.",
+    401: "The API key is missing or not known.", 403: "The API key is not an operator's.",
+    404: "There is no such model, adapter or request.", 408: "The request's own deadline has passed, or would.",
+    409: "Another restart is under way.", 413: "The body exceeds `--max-body`.",
+    415: "The body is not announced as JSON.", 422: "A field is wrong.", 424: "This request alone failed.",
     429: "The queue is full, or the key has asked too often. `Retry-After` says when to try again.",
     499: "The request was cancelled by its id.",
     500: "The request failed; of an unforeseen error the message gives the id under which the log has it.",
     503: "The server is starting or stopping.",
-}
-
-
+}  # fmt: skip
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -80,10 +70,8 @@ def schema_ref(model: type[BaseModel]) -> dict[str, Any]:
 
 def neutral_fields(neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
     """Return schemas of unsupported fields, which accept only the values that have no effect."""
-    return {
-        name: {"enum": [*values, None], "description": "not supported: leave it out"}
-        for name, values in neutral.items()
-    }
+    note = "not supported: leave it out"
+    return {name: {"enum": [*values, None], "description": note} for name, values in neutral.items()}
 
 
 def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None = None) -> dict[str, Any]:
@@ -143,31 +131,26 @@ class DocumentedApp(FastAPI):
         if self.openapi_schema is None:
             whole = super().openapi()
             components = whole.setdefault("components", {})
-            schemas = components["schemas"] = {
-                name: schema for name, schema in components.get("schemas", {}).items() if name not in _VALIDATION
-            }
+            own = components.get("schemas", {}).items()
+            schemas = components["schemas"] = {name: schema for name, schema in own if name not in _VALIDATION}
             if self.keyed:
                 components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
             for path, operations in whole["paths"].items():
                 for method, operation in operations.items():
-                    _drop_guesses(operation["responses"])
+                    responses = operation["responses"]
+                    # FastAPI adds a generic JSON body, and a 422 to routes with parameters.
+                    content = responses["200"].get("content", {})
+                    if not content.get("application/json", {"schema": True}).get("schema"):
+                        del content["application/json"]
+                    if _VALIDATION[0] in str(responses.get("422")):
+                        del responses["422"]
                     if is_open(path, method.upper()):
-                        operation["responses"].pop("401", None)
+                        responses.pop("401", None)
                     elif self.keyed:
                         operation["security"] = [{"bearer": []}]
             _gather(whole, schemas)
             self.openapi_schema = whole
         return self.openapi_schema
-
-
-def _drop_guesses(responses: dict[str, Any]) -> None:
-    """Remove FastAPI's default responses: a generic JSON body, and a 422 for routes with parameters."""
-    json = responses["200"].get("content", {}).get("application/json")
-    if json is not None and not json.get("schema"):
-        del responses["200"]["content"]["application/json"]
-    wrong = responses.get("422", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    if wrong.get("$ref", "").endswith(_VALIDATION[0]):
-        del responses["422"]
 
 
 def _gather(node: Any, schemas: dict[str, Any]) -> None:

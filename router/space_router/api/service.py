@@ -1,29 +1,41 @@
-"""The state shared by all routes: engine, model text, config and metrics."""
+"""The state shared by all routes, and the ASGI middleware around them: API keys, rate limits, errors, tracing."""
 
+from __future__ import annotations
+
+import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from space_common.tracing import parent_of
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from space_router.api.generation import Generation, translate
-from space_router.api.grammar_fields import check_grammar
-from space_router.api.plan import GenerationPlan
-from space_router.api.request_builder import RequestBuilder
-from space_router.api.usage import end_headers, start_headers
+from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
+from space_router.api.grammar_fields import GrammarCheck
+from space_router.api.request_builder import GenerationPlan, RequestBuilder
 from space_router.api_keys import ApiKeys, KeyLimits, RateLimit, rate_limits
 from space_router.config import ServeConfig
+from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import Grammar
 from space_router.engine.workers.worker_pool import RollingRestart
-from space_router.errors import Unavailable
+from space_router.errors import ApiError, Unauthorized
 from space_router.http_server.body import BodyT, Neutral, read_object, validate
-from space_router.http_server.responses import EventStream, json_response, while_connected
+from space_router.http_server.responses import (
+    GENERATING_PATHS,
+    EventStream,
+    as_api_error,
+    error_response,
+    is_open,
+    json_response,
+    while_connected,
+)
 from space_router.metrics import Metrics
-from space_router.text.grammar import GrammarCheck
 from space_router.text.model_text import ModelText
 
 if TYPE_CHECKING:
@@ -31,16 +43,14 @@ if TYPE_CHECKING:
 
 
 class Reply(Protocol):
-    """The answer to one validated request, whole or as a stream of events."""
+    """The answer to one validated request, whole or as a stream of events; a failure of a stream is an event, too."""
 
     @property
     def plan(self) -> GenerationPlan: ...
 
-    async def whole(self, running: Generation) -> Any:
-        """Return the JSON value of the response."""
+    async def whole(self, running: Generation) -> Any: ...
 
-    def events(self, running: Generation) -> AsyncGenerator[bytes]:
-        """Yield the stream. A failure is an event, too."""
+    def events(self, running: Generation) -> AsyncGenerator[bytes]: ...
 
 
 @dataclass
@@ -55,7 +65,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
     started: bool = False  # the engine has been ready once
     draining: bool = False  # SIGTERM was received
-    tracer: "Tracer | None" = None  # None: tracing is off
+    tracer: Tracer | None = None  # None: tracing is off
     keys: ApiKeys = field(init=False)
     rate_limits: dict[str, RateLimit] = field(init=False)
     restart: RollingRestart = field(init=False)
@@ -75,15 +85,14 @@ class Service:
     def builder(self, key: str = "") -> RequestBuilder:
         """Return a builder for requests of the API key named `key`. Raises Unavailable while starting or draining."""
         if self.draining:
-            raise Unavailable("The server is stopping and takes no new work.", reason="draining")
-        facts = self.engine.facts
-        if facts is None:
-            raise Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
-        return RequestBuilder(self.config, self.text, facts, key)
+            raise translate(engine_errors.Draining())
+        if self.engine.facts is None:
+            raise translate(engine_errors.NotReady())
+        return RequestBuilder(self.config, self.text, self.engine.facts, key)
 
     async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
         """Check a grammar and return it. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
-        return await check_grammar(self.grammars, self.builder().facts, grammar, param)
+        return await self.grammars.checked(self.builder().facts, grammar, param)
 
     def name_of(self, plan: GenerationPlan) -> str:
         """Return the model name for the response: the adapter's, or the model's own."""
@@ -119,3 +128,87 @@ class Service:
         """Raise Overloaded if the queue is full, before the body is read and tokenised."""
         if (full := self.engine.full()) is not None:
             raise translate(full)
+
+
+log = logging.getLogger(__name__)
+
+
+class HttpAccess:
+    """Checks the API key and its limits, and records its name and the arrival time in the scope.
+
+    A full queue refuses requests before their body is read. Unexpected exceptions become errors with a log id.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[RECEIVED] = time.monotonic()
+        begun = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        with ExitStack() as taken:
+            try:
+                self._enter(scope, taken)
+                await self._app(scope, receive, watched_send)
+            except ApiError as error:
+                self._service.metrics.rejected_total.labels(reason=error.reason).inc()
+                await error_response(error, scope["path"])(scope, receive, send)
+            except Exception as error:
+                answer = error_response(as_api_error(error), scope["path"])
+                if not begun:
+                    await answer(scope, receive, send)
+
+    def _enter(self, scope: Scope, taken: ExitStack) -> None:
+        """Check API key, queue and key limits. Raises ApiError. `taken` frees the key's slot when the request ends."""
+        keys = self._service.keys
+        name = keys.name_of(Headers(scope=scope).get("authorization", ""))
+        scope["spaceserve.key"] = name or ""
+        if name is None and not is_open(scope["path"], scope["method"]):
+            raise Unauthorized
+        if name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+            self._service.check_room()
+            taken.enter_context(self._service.rate_limits[name].request())
+
+
+class Traced:
+    """ASGI middleware, installed only if tracing is on. Probes, metric scrapes and web page files get no span."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_open(scope["path"], scope["method"]):
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        headers, method = Headers(scope=scope), scope["method"]
+        parent = parent_of(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        with self._tracer.start_as_current_span(
+            method, parent, SpanKind.SERVER, {"http.request.method": method}, record_exception=False
+        ) as span:
+
+            async def watched_send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_status(StatusCode.ERROR)
+                await send(message)
+
+            try:
+                await self._app(scope, receive, watched_send)
+            finally:
+                route = getattr(scope.get("route"), "path", None)
+                if route is not None:  # other paths have unbounded cardinality
+                    span.set_attribute("http.route", route)
+                    span.update_name(f"{method} {route}")

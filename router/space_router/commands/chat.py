@@ -7,6 +7,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,18 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from space_router.commands.server_client import KEY_VARIABLE, ChatError, ServerClient, own_key
+from space_router.commands.server_client import KEY_VARIABLE, URL, ChatError, ServerClient, own_key
 
-URL = "http://127.0.0.1:8080"
-COMPLETION_TOKENS = 256
-"""Most tokens of a continued text, unless something else is set: a text seldom says where it ends."""
-RETRY_SECONDS = 1.0
-"""Between two questions to a server that is still starting."""
-
-COLOURS = (34, 33, 35, 32, 36)
-"""Foregrounds that steps take turns with, as the terminal's own theme has them: blue, yellow, magenta, green, cyan."""
-DRAFT, OWN, QUIET = "4", "1", "2"
-"""Underlined: an accepted draft. Bold: the step's own token. Dim: what is not the answer."""
+COMPLETION_TOKENS = 256  # most tokens of a continued text if nothing else is set: a text seldom says where it ends
+RETRY_SECONDS = 1.0  # between two questions to a server that is still starting
+COLOURS = (34, 33, 35, 32, 36)  # of steps, in turn, from the terminal's theme: blue, yellow, magenta, green, cyan
+DRAFT, OWN, QUIET = "4", "1", "2"  # underlined: accepted draft; bold: the step's own token; dim: not the answer
 
 _DESCRIPTION = """\
 Talks to a running server. Each colour is one step of the model: underlined are the drafts accepted in it, bold is
@@ -81,7 +76,6 @@ class ChatSettings:
         return "/v1/chat/completions", {**body, "messages": [*system, *before, {"role": "user", "content": text}]}
 
     def describe(self) -> str:
-        """One line."""
         given = [f"{name} {value}" for name, value in self._given().items()]
         return ", ".join(["chat" if self.chat else "completion", *given])
 
@@ -120,12 +114,10 @@ class AnswerStatistics:
         if self.first is None:
             return "no token"
         parts = [f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"]
-        later = self.num_tokens - self.first[1]
-        if self.steps:
-            decoded = self.num_tokens - 1  # the first is the prompt's
-            parts[0] += f" in {len(self.steps)} step{'s' * (len(self.steps) != 1)}"
-            parts.append(f"{decoded / len(self.steps):.2f} per step")
-        if later > 0:
+        if num_steps := len(self.steps):
+            parts[0] += f" in {num_steps} step{'s' * (num_steps != 1)}"
+            parts.append(f"{(self.num_tokens - 1) / num_steps:.2f} per step")  # the first token is the prompt's
+        if (later := self.num_tokens - self.first[1]) > 0:
             parts.append(f"{1000 * (self.last - self.first[0]) / later:.1f} ms per token")
         if self.num_drafted:
             parts.append(f"{self.num_accepted} of {self.num_drafted} drafts accepted")
@@ -156,9 +148,7 @@ def painted_event(text: str, spaceserve: Mapping[str, Any] | None) -> str:
 
 def safe(text: str) -> str:
     """Text whose control characters cannot steer the terminal: a model may write anything."""
-    return "".join(
-        one if one in "\n\t" or not (ord(one) < 32 or 127 <= ord(one) < 160) else f"\\x{ord(one):02x}" for one in text
-    )
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @dataclass
@@ -178,10 +168,9 @@ class ChatHistory:
         Raises ChatError.
         """
         statistics = AnswerStatistics()
-        path, body = self.settings.request(text, self.messages)
         stopped = False
         try:
-            with contextlib.closing(self.server.stream(path, body)) as events:
+            with contextlib.closing(self.server.stream(*self.settings.request(text, self.messages))) as events:
                 for event in events:
                     self._show(event, statistics)
         except KeyboardInterrupt:
@@ -230,7 +219,7 @@ class ChatHistory:
             case "k":
                 changes = {"speculation": _whole("/k", value)}
             case "temperature":
-                changes = {"temperature": _number("/temperature", value) if value else None}
+                changes = {"temperature": _number(value) if value else None}
             case "seed" | "max":
                 changes = {"max_tokens" if name == "max" else name: _whole(f"/{name}", value) if value else None}
             case "system" | "model":
@@ -252,33 +241,22 @@ class ChatHistory:
         going = True
         while going:
             try:
-                line = self._read()
-                going = line is not None and self._run(line)
+                line = input("› ")
+                while line.endswith("\\"):
+                    line = line.removesuffix("\\") + "\n" + input("… ")
+                try:
+                    if line.startswith("/") and not line.startswith("//"):
+                        going = self.obey(line.rstrip())
+                    elif line.strip():
+                        self.ask(line[1:] if line.startswith("//") else line)
+                except ChatError as error:
+                    self.note(f"  {error}")
             except KeyboardInterrupt:  # between an answer and the next line, or within either: back to the prompt
                 self.out.write("\n")
-        return 0
-
-    def _run(self, line: str) -> bool:
-        """A command or a text to answer; False: leave."""
-        try:
-            if line.startswith("/") and not line.startswith("//"):
-                return self.obey(line.rstrip())
-            if line.strip():
-                self.ask(line[1:] if line.startswith("//") else line)
-        except ChatError as error:
-            self.note(f"  {error}")
-        return True
-
-    def _read(self) -> str | None:
-        """What is typed, with the lines that a \\ holds together; None at the end."""
-        lines: list[str] = []
-        while not lines or lines[-1].endswith("\\"):
-            try:
-                lines.append(input("… " if lines else "› "))
             except EOFError:
                 self.out.write("\n")
-                return None
-        return "\n".join(line.removesuffix("\\") for line in lines)
+                going = False
+        return 0
 
 
 def _whole(name: str, text: str) -> int:
@@ -287,18 +265,18 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def _number(name: str, text: str) -> float:
+def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ChatError(f"{name} takes a number; got {text!r}.") from None
+        raise ChatError(f"/temperature takes a number; got {text!r}.") from None
     if not math.isfinite(value):
-        raise ChatError(f"{name} takes a finite number; got {text!r}.")
+        raise ChatError(f"/temperature takes a finite number; got {text!r}.")
     return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags, 130 after Ctrl-C."""
+    """Return the exit code: 0 after a normal end, 1 after a failure, 2 for unusable flags, 130 after Ctrl-C."""
     given = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -320,7 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(conversation: ChatHistory, complete: bool, prompt: str | None) -> int:
-    info = _ready(conversation)
+    is_waiting = False
+    while not (info := conversation.server.info())["ready"]:
+        if not is_waiting:
+            conversation.note("the server is starting; waiting for its model (Ctrl-C gives up)")
+        is_waiting = True
+        time.sleep(RETRY_SECONDS)
     can_chat = bool(info["chat_template"])
     conversation.settings = replace(conversation.settings, chat=can_chat and not complete)
     if prompt is not None:
@@ -334,17 +317,6 @@ def _run(conversation: ChatHistory, complete: bool, prompt: str | None) -> int:
     conversation.note(f"{info['model_id']} on {info['model_device_type']}, {drafts}; {kind}")
     conversation.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
     return conversation.talk()
-
-
-def _ready(conversation: ChatHistory) -> dict[str, Any]:
-    """What the server says of itself, once its model is there."""
-    waiting = False
-    while not (info := conversation.server.info())["ready"]:
-        if not waiting:
-            conversation.note("the server is starting; waiting for its model (Ctrl-C gives up)")
-            waiting = True
-        time.sleep(RETRY_SECONDS)
-    return info
 
 
 def _prompt(given: str | None, stdin: TextIO) -> str | None:
@@ -367,18 +339,14 @@ def _settings(given: argparse.Namespace) -> ChatSettings:
 
 
 def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="spaceserve chat",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="spaceserve chat", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw, allow_abbrev=False
     )
     parser.add_argument("prompt", nargs="?", help="answer this and end; without it, and without a pipe, talk")
     parser.add_argument("--url", default=URL, help=f"where the server is [default: {URL}]")
-    parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help=f"file whose first word is the key [else: {KEY_VARIABLE}]"
-    )
+    file = f"file whose first word is the key [else: {KEY_VARIABLE}]"
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=file)
     parser.add_argument("--complete", action="store_true", help="continue the text instead of answering it")
     parser.add_argument("--model", metavar="NAME", help="the model, or an adapter that drafts for it")
     parser.add_argument("--system", metavar="TEXT", help="the system message of a conversation")

@@ -27,7 +27,11 @@ WORKER_SECONDS = 300.0
 def run(flags: Mapping[str, str | None], environment: Mapping[str, str], *, as_json: bool) -> int:
     """Print the findings; return 0 if the server would start, else 1."""
     findings = sorted(examine(flags, environment), key=lambda finding: PARTS.index(finding.part))
-    sys.stdout.write((report(findings) if not as_json else _json(findings)) + "\n")
+    text = report(findings)
+    if as_json:
+        found = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
+        text = json.dumps({"version": version(), **found}, indent=1)
+    sys.stdout.write(text + "\n")
     return 0 if would_start(findings) else 1
 
 
@@ -89,10 +93,8 @@ def _text(config: ServeConfig) -> Iterator[Finding]:
         yield Finding("model", "fail", str(error))
         return
     if text.chat_template is None:
-        yield Finding(
-            "model", "note", f"{config.model} has no chat template: /v1/chat/completions is refused.",
-            "Give --chat-template, a name or a file.",
-        )  # fmt: skip
+        fact = f"{config.model} has no chat template: /v1/chat/completions is refused."
+        yield Finding("model", "note", fact, "Give --chat-template, a name or a file.")
     else:
         yield Finding("model", "ok", f"tokenizer and chat template of {text.name} can be read")
 
@@ -119,10 +121,9 @@ def _ports(config: ServeConfig) -> Iterator[Finding]:
 def _open_files(num_connections: int) -> Finding:
     room = room_for(num_connections)
     if room < num_connections:
-        return Finding(
-            "ports", "note", f"{room} of --max-connections {num_connections} fit into the files that may be open.",
-            "ulimit -n 65536, or LimitNOFILE= in a unit, or docker run --ulimit nofile=65536.",
-        )  # fmt: skip
+        fact = f"{room} of --max-connections {num_connections} fit into the files that may be open."
+        cure = "ulimit -n 65536, or LimitNOFILE= in a unit, or docker run --ulimit nofile=65536."
+        return Finding("ports", "note", fact, cure)
     return Finding("ports", "ok", f"{num_connections} connections at once fit into the files that may be open")
 
 
@@ -131,10 +132,8 @@ def _reachable(address: str) -> Finding:
     try:
         connected(address, 5.0).close()
     except (OSError, ValueError) as error:
-        return Finding(
-            "workers", "fail", f"No worker answers at {address}: {error}.",
-            "Start `spaceserve worker --listen …` there, and open the port between the machines.",
-        )  # fmt: skip
+        cure = "Start `spaceserve worker --listen …` there, and open the port between the machines."
+        return Finding("workers", "fail", f"No worker answers at {address}: {error}.", cure)
     return Finding("workers", "ok", f"{address} answers")
 
 
@@ -146,37 +145,28 @@ def _worker(config: ServeConfig) -> Sequence[Finding]:
         return [Finding(**found) for found in json.loads(done.stdout)]
     except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
         words = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.strip().splitlines()
-        last = words[-1] if words else str(error)
-        return [
-            Finding("workers", "fail", f"A worker's process cannot begin: {last}", "Install anew: docker/install.sh")
-        ]
+        fact = f"A worker's process cannot begin: {words[-1] if words else error}"
+        return [Finding("workers", "fail", fact, "Install anew: docker/install.sh")]
 
 
 def report(findings: Sequence[Finding]) -> str:
     """Return the findings as one page of text."""
     width = max(60, min(shutil.get_terminal_size((120, 40)).columns, 120))
-    lines = []
+    lines: list[str] = []
+
+    def add(head: str, text: str) -> None:
+        wrapper = textwrap.TextWrapper(width, head, " " * len(head), break_long_words=False, break_on_hyphens=False)
+        lines.extend(wrapper.wrap(text))
+
     for part in PARTS:
         here = [finding for finding in findings if finding.part == part]
         for number, finding in enumerate(here):
             head = part if number == 0 else ""
             mark = {"ok": "ok  ", "note": "note", "fail": "FAIL"}[finding.state]
-            lines += _paragraph(f"{head:<12} {mark}  ", finding.fact, width)
+            add(f"{head:<12} {mark}  ", finding.fact)
             if finding.cure:
-                lines += _paragraph(" " * 19 + "→ ", finding.cure, width)
+                add(" " * 19 + "→ ", finding.cure)
     num = sum(finding.state == "fail" for finding in findings)
     things = "one thing" if num == 1 else f"{num} things"
     conclusion = "The server would start." if num == 0 else f"The server would not start: {things} marked FAIL."
     return "\n".join([*lines, "", conclusion])
-
-
-def _paragraph(head: str, text: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-
-
-def _json(findings: Sequence[Finding]) -> str:
-    result = {"would_start": would_start(findings), "findings": [asdict(finding) for finding in findings]}
-    return json.dumps({"version": version(), **result}, indent=1)

@@ -21,12 +21,10 @@ from space_router.commands.programs import PROGRAMS
 from space_router.config import ENVIRONMENT_PREFIX, settings
 from space_router.http_server.listening import UNIX, connected
 
-PATIENCE = 4.0
-"""Timeout in seconds; Docker's is 5."""
+PATIENCE = 4.0  # seconds; Docker's timeout is 5
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 """Address to ask if the server listens on all addresses."""
-OWN = ("spaceserve", "entrypoint.sh")
-"""Scripts whose first argument is a subcommand of `spaceserve`."""
+OWN = ("spaceserve", "entrypoint.sh")  # scripts whose first argument is a subcommand of `spaceserve`
 
 
 class Unwell(Exception):
@@ -104,7 +102,7 @@ def ask_worker(flags: Sequence[str]) -> None:
 
     Nothing is sent: a session would take the worker from its router.
     """
-    if (listen := _given(flags, "listen")["listen"]) is None:
+    if (listen := _given(flags, "listen")) is None:
         raise Unwell("the worker was given no --listen")
     _connected(listen).close()
 
@@ -120,16 +118,16 @@ def _connected(place: str) -> socket.socket:
 
 def _setting(name: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a setting's text; empty if it has none."""
-    given = _given(flags, name)[name]
-    return given or environment.get(ENVIRONMENT_PREFIX + name.upper()) or str(settings()[name][0].default or "")
+    variable = environment.get(ENVIRONMENT_PREFIX + name.upper())
+    return _given(flags, name) or variable or str(settings()[name][0].default or "")
 
 
-def _given(flags: Sequence[str], *names: str) -> dict[str, str | None]:
-    """Return the texts of these flags; None for one that is absent."""
+def _given(flags: Sequence[str], name: str) -> str | None:
+    """Return the text of a flag, or None if it is absent."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in names:
-        parser.add_argument("--" + name.replace("_", "-"))
-    return dict(vars(parser.parse_known_args(flags)[0]))
+    parser.add_argument("--" + name.replace("_", "-"), dest="value")
+    value: str | None = parser.parse_known_args(flags)[0].value
+    return value
 
 
 if __name__ == "__main__":

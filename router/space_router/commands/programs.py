@@ -16,17 +16,11 @@ class Program:
     @property
     def exists(self) -> bool:
         """Whether it is installed; looked up without importing anything."""
-        package, *names = self.module.split(".")
-        path = "/".join(names)
+        package, _, name = self.module.partition(".")
         spec = importlib.util.find_spec(package)
-        if spec is None:
-            return False
-        folders = [Path(place) for place in spec.submodule_search_locations or ()]
-        return any(
-            (folder / file).is_file()
-            for folder in folders
-            for file in ([f"{path}.py", f"{path}/__main__.py"] if path else ["__main__.py"])
-        )
+        folders = () if spec is None else spec.submodule_search_locations or ()
+        places = [Path(folder, *name.split(".")) for folder in folders]
+        return any(place.with_suffix(".py").is_file() or (place / "__main__.py").is_file() for place in places)
 
 
 PROGRAMS: Mapping[str, Program] = {

@@ -11,22 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-CONNECT_SECONDS = 10.0
-"""For a server to accept a connection, and to answer anything but a generation."""
-
+URL = "http://127.0.0.1:8080"
+CONNECT_SECONDS = 10.0  # for a server to accept a connection, and to answer anything but a generation
 KEY_VARIABLE = "SPACESERVE_API_KEY"
 
 
 class ChatError(Exception):
     """What the terminal shows instead of an answer; the message names the cure."""
-
-
-class NoServer(ChatError):
-    """Nothing listens at the URL."""
-
-
-class BrokenAnswer(ChatError):
-    """The answer ended before its end, or is not JSON."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +37,7 @@ class ServerClient:
             raise ChatError(f"--url is {self.url!r}; it must be like http://127.0.0.1:8080.")
 
     def info(self) -> dict[str, Any]:
-        """The server's /info. Raises ChatError."""
+        """Return the server's /info. Raises ChatError."""
         with self._answer("/info", None, CONNECT_SECONDS) as answer:
             try:
                 value: dict[str, Any] = json.loads(answer.read())
@@ -56,18 +47,18 @@ class ServerClient:
         return value
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of another route, a POST if there is a body. Raises ChatError."""
+        """Return the answer of another route, a POST if there is a body. Raises ChatError."""
         with self._answer(path, body, CONNECT_SECONDS) as answer:
             try:
                 value: dict[str, Any] = json.loads(answer.read())
             except (ValueError, OSError, http.client.HTTPException) as error:
-                raise BrokenAnswer(f"{self.url}{path} answered something else than JSON ({error}).") from None
+                raise ChatError(f"{self.url}{path} answered something else than JSON ({error}).") from None
         return value
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of an answer; closing the iterator closes the connection, which ends the request there.
+        """Yield the events of an answer; closing the iterator closes the connection, which ends the request there.
 
-        Raises ChatError, and BrokenAnswer if the stream ends before it is complete.
+        Raises ChatError, also if the stream ends before it is complete.
         """
         with self._answer(path, body, None) as answer:
             try:
@@ -81,16 +72,14 @@ class ServerClient:
                             raise ChatError(_message(event))
                         yield event
             except (OSError, http.client.HTTPException) as error:
-                raise BrokenAnswer(f"The connection to {self.url} was lost ({error}).") from None
+                raise ChatError(f"The connection to {self.url} was lost ({error}).") from None
             except ValueError:  # half an event
                 pass
-            raise BrokenAnswer(f"{self.url} ended the answer in the middle.")
+            raise ChatError(f"{self.url} ended the answer in the middle.")
 
     @contextmanager
-    def _answer(
-        self, path: str, body: Mapping[str, Any] | None, seconds: float | None
-    ) -> Iterator[http.client.HTTPResponse]:
-        """A successful answer, its connection open for the block; `seconds`: for each read of it."""
+    def _answer(self, path: str, body: Any, seconds: float | None) -> Iterator[http.client.HTTPResponse]:
+        """Yield a successful answer, its connection open for the block; `seconds`: for each read of it."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
@@ -101,7 +90,7 @@ class ServerClient:
             try:
                 connection.connect()
             except (OSError, UnicodeError) as error:
-                raise NoServer(
+                raise ChatError(
                     f"No server answers at {self.url} ({getattr(error, 'strerror', None) or error}). "
                     "Start one with `spaceserve serve`, or say with --url where it is."
                 ) from None
@@ -112,7 +101,7 @@ class ServerClient:
                 answer = connection.getresponse()
                 refusal = b"" if answer.status == 200 else answer.read(65536)
             except (OSError, http.client.HTTPException) as error:
-                raise BrokenAnswer(f"{self.url} took the request and did not answer ({error}).") from None
+                raise ChatError(f"{self.url} took the request and did not answer ({error}).") from None
             if answer.status == 401:
                 raise ChatError(
                     "The server wants an API key that it knows. Put the key into a file and give --api-key-file FILE, "
@@ -128,7 +117,7 @@ class ServerClient:
 
 
 def _message(answer: Any) -> str:
-    """The server's own words, in OpenAI's shape or TGI's. Raises ValueError if there are none."""
+    """Return the server's own words, in OpenAI's shape or TGI's. Raises ValueError if there are none."""
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     if not isinstance(message, str):

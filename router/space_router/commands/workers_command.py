@@ -6,15 +6,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from space_common.process import say
 
-from space_router.commands.server_client import KEY_VARIABLE, ChatError, ServerClient, own_key
+from space_router.commands.server_client import KEY_VARIABLE, URL, ChatError, ServerClient, own_key
 
-URL = "http://127.0.0.1:8080"
 LOOK_SECONDS = 0.2  # between two looks at a restart
 
 _EXAMPLES = """\
@@ -40,19 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def restart(
-    server: ServerClient,
-    numbers: list[int] | None,
-    finish_seconds: float | None,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
+def restart(server: ServerClient, numbers: list[int] | None, finish_seconds: float | None) -> int:
     """Start a rolling restart and print its progress until it ends; return the exit code. Raises ChatError."""
-    body: dict[str, Any] = {}
-    if numbers is not None:
-        body["workers"] = numbers
-    if finish_seconds is not None:
-        body["finish_seconds"] = finish_seconds
+    asked = {"workers": numbers, "finish_seconds": finish_seconds}
+    body = {name: value for name, value in asked.items() if value is not None}
     progress = server.ask("/workers/restart", body)["restart"]
     num_done = 0
     while True:
@@ -61,7 +51,7 @@ def restart(
             say(f"{num_done} of {progress['num_wanted']} workers restarted")
         if progress["state"] != "running":
             break
-        sleep(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
         progress = server.ask("/workers")["restart"]
     if progress["state"] == "done":
         return 0
@@ -71,10 +61,9 @@ def restart(
 
 def table(answer: Mapping[str, Any]) -> str:
     """Return one line per worker, and one for a restart that is running or has failed."""
-    rows = [("", "worker", "state", "starts", "running", "free blocks", "address")]
-    for one in answer["workers"]:
-        numbers = (one["num_incarnations"], one["num_running"], one["num_available_blocks"])
-        rows.append((str(one["number"]), one["name"], one["state"], *map(str, numbers), one["address"] or "-"))
+    rows: list[tuple[str, ...]] = [("", "worker", "state", "starts", "running", "free blocks", "address")]
+    names = ("number", "name", "state", "num_incarnations", "num_running", "num_available_blocks", "address")
+    rows += [tuple("-" if one[name] is None else str(one[name]) for name in names) for one in answer["workers"]]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     away = [one for one in answer["workers"] if one["state"] == "away" and one["trouble"]]
@@ -87,8 +76,7 @@ def table(answer: Mapping[str, Any]) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse worker numbers. Raises ValueError, which argparse reports."""
-    return [int(word) for word in text.split(",")]
+    return [int(word) for word in text.split(",")]  # argparse reports a ValueError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,21 +88,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("command", nargs="?", choices=("list", "restart"), default="list", help="[default: list]")
-    parser.add_argument("--url", default=URL, help=f"where the server is [default: {URL}]")
-    parser.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help=f"file whose first word is the key; to restart, an operator's [else: {KEY_VARIABLE}]",
-    )
-    parser.add_argument("--only", type=_numbers, metavar="N[,N...]", help="restart these workers only")
-    parser.add_argument(
-        "--finish-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="what still runs on a worker after so long goes on elsewhere [default: 10; 0: at once]",
-    )
+    add = parser.add_argument
+    add("command", nargs="?", choices=("list", "restart"), default="list", help="[default: list]")
+    add("--url", default=URL, help=f"where the server is [default: {URL}]")
+    key = f"file whose first word is the key; to restart, an operator's [else: {KEY_VARIABLE}]"
+    add("--api-key-file", type=Path, metavar="FILE", help=key)
+    add("--only", type=_numbers, metavar="N[,N...]", help="restart these workers only")
+    finish = "what still runs on a worker after so long goes on elsewhere [default: 10; 0: at once]"
+    add("--finish-seconds", type=float, metavar="SECONDS", help=finish)
     return parser
 
 

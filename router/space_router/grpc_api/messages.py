@@ -10,14 +10,12 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from space_proto import generate_pb2
 
-from space_router.api.generation import ChoiceState, Generation, mean_logprob
+from space_router.api.generation import ChoiceState, Generation, mean_logprob, statistics, usage
 from space_router.api.openai import chat, completions
 from space_router.api.openai.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, ChatBody, CompletionBody, Count20
-from space_router.api.openai.logprobs import finite
-from space_router.api.plan import GenerationPlan, Prompt
-from space_router.api.request_builder import RequestBuilder
+from space_router.api.openai.stream import finite
+from space_router.api.request_builder import GenerationPlan, Prompt, RequestBuilder
 from space_router.api.service import Service
-from space_router.api.usage import statistics, usage
 from space_router.engine.request.request import TokenLogprobs
 from space_router.errors import InvalidRequest, TimedOut
 from space_router.http_server.body import Body, short_repr, validate
@@ -138,7 +136,7 @@ class Asked:
 
     request: generate_pb2.GenerateRequest
     plan: GenerationPlan
-    shape: chat.ChatShape | None  # separates tool calls from text in chats; None: no chat
+    answer: chat.ChatAnswer | None  # separates tool calls from text in chats; None: no chat
 
 
 class Scores(Body):
@@ -166,7 +164,8 @@ async def read(
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
         made = await in_thread_if_long(size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
-        return Asked(request, made, chat.ChatShape(service.text.tokenizer, unscored, made, tools))
+        model = service.name_of(made)
+        return Asked(request, made, chat.ChatAnswer(service.text.tokenizer, unscored, made, model, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
     return Asked(request, await in_thread_if_long(size, completions.plan, builder, body, grammar), None)
@@ -242,7 +241,7 @@ class Events:
     """Builds the events of one call."""
 
     def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer) -> None:
-        self.request, self.plan, self.shape = asked.request, asked.plan, asked.shape
+        self.request, self.plan, self.answer = asked.request, asked.plan, asked.answer
         self.model, self.tokenizer = model, tokenizer
         self._begun: set[int] = set()  # choices that have had an event
 
@@ -289,10 +288,10 @@ class Events:
         delta = one.delta
         if delta.finish is not None:
             event.finish_reason = _REASONS[delta.finish]
-        if self.shape is None:
+        if self.answer is None:
             event.text += delta.text
         else:
-            self._add_chat_piece(event, self.shape.piece(one.progress, delta, first=first))
+            self._add_chat_piece(event, self.answer.piece(one.progress, delta, first=first))
         event.token_ids.extend(token.span.id for token in delta.tokens)
         event.token_steps.extend(token.step for token in delta.tokens)
         event.token_drafts.extend(token.draft for token in delta.tokens)

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,15 +13,231 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.sandbox
-from jinja2 import meta, nodes
+from jinja2 import Environment, meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.visitor import NodeTransformer
 from space_common.files import NotUtf8, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
-from space_router.text.built_in_templates import BUILT_IN as BUILT_IN
 from space_router.text.checkpoint import read_json
-from space_router.text.template_budget import TemplateBudget, check_arguments, check_operands, check_result, metered
+
+_VICUNA = """\
+{%- if messages[0].role == 'system' -%}
+{%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}
+{%- else -%}
+{%- set system = "A chat between a curious user and an artificial intelligence assistant. \
+The assistant gives helpful, detailed, and polite answers to the user's questions." -%}{%- set turns = messages -%}
+{%- endif -%}
+{{ bos_token or '' }}{{ system }}
+{%- for message in turns -%}
+{%- if message.role == 'user' -%}
+{{ ('' if loop.previtem is defined and loop.previtem.role == 'assistant' else ' ') + 'USER: ' + message.content }}
+{%- elif message.role == 'assistant' -%}{{ ' ASSISTANT: ' + message.content + (eos_token or '') }}
+{%- else -%}{{ raise_exception('The vicuna template knows system (first), user and assistant messages only.') }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ ' ASSISTANT:' }}{%- endif -%}
+"""
+
+_LLAMA_2 = """\
+{%- if messages[0].role == 'system' -%}
+{%- set system = '<<SYS>>\\n' + messages[0].content + '\\n<</SYS>>\\n\\n' -%}{%- set turns = messages[1:] -%}
+{%- else -%}
+{%- set system = '' -%}{%- set turns = messages -%}
+{%- endif -%}
+{%- for message in turns -%}
+{%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') -%}
+{{ raise_exception('The llama-2 template wants user and assistant messages in turn, user first.') }}
+{%- endif -%}
+{%- if message.role == 'user' -%}
+{{ (bos_token or '') + '[INST] ' + (system if loop.first else '') + message.content | trim + ' [/INST]' }}
+{%- else -%}{{ ' ' + message.content | trim + ' ' + (eos_token or '') }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+_CHATML = """\
+{%- set turns = messages -%}
+{%- set system = '' -%}
+{%- if tools -%}
+{%- if messages[0].role == 'system' -%}
+{%- set system = messages[0].content + '\\n\\n' -%}{%- set turns = messages[1:] -%}
+{%- endif -%}
+{{ '<|im_start|>system\\n' + system }}\
+These functions can be called, each described by a JSON schema:
+<tools>
+{% for tool in tools -%}{{ (tool.function if tool.function is defined else tool) | tojson }}
+{% endfor -%}
+</tools>
+To call one, write its name and its arguments as a JSON object between tags, and nothing behind it:
+<tool_call>
+{"name": "the name", "arguments": {"an argument": "its value"}}
+</tool_call>
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in turns -%}
+{%- if message.role == 'tool' -%}
+{{ ('' if loop.previtem is defined and loop.previtem.role == 'tool' else '<|im_start|>user')
+   + '\\n<tool_response>\\n' + message.content + '\\n</tool_response>'
+   + ('' if loop.nextitem is defined and loop.nextitem.role == 'tool' else '<|im_end|>\\n') }}
+{%- elif message.tool_calls -%}
+{{ '<|im_start|>assistant\\n' + message.content + ('\\n' if message.content else '') }}
+{%- for call in message.tool_calls -%}
+{{ ('' if loop.first else '\\n') + '<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": '
+   + call.function.arguments | tojson + '}\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+
+_ALPACA = """\
+{%- if messages[0].role == 'system' -%}
+{%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}
+{%- else -%}
+{%- set system = 'Below is an instruction that describes a task. Write a response that appropriately completes the \
+request.' -%}{%- set turns = messages -%}
+{%- endif -%}
+{{ (bos_token or '') + system }}
+{%- for message in turns -%}
+{%- if message.role == 'user' -%}{{ '\\n\\n### Instruction:\\n' + message.content }}
+{%- elif message.role == 'assistant' -%}{{ '\\n\\n### Response:\\n' + message.content + (eos_token or '') }}
+{%- else -%}{{ raise_exception('The alpaca template knows system (first), user and assistant messages only.') }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '\\n\\n### Response:\\n' }}{%- endif -%}
+"""
+
+BUILT_IN: Mapping[str, str] = {"vicuna": _VICUNA, "llama-2": _LLAMA_2, "chatml": _CHATML, "alpaca": _ALPACA}
+
+
+MAX_STEPS = 500_000  # loop iterations and macro calls: 120 for each of 4096 messages
+MAX_WRITTEN = 64 * 1024**2  # characters, counted each time they are written; far above any context window
+MAX_OPERAND = 4 * 1024**2  # characters, entries or digits in the result of one operator
+MAX_SECONDS = 10.0  # bounds loops that are not counted, such as those inside filters
+STEP, WROTE = "_template_step", "_template_wrote"
+"""Names by which a metered template calls its budget."""
+
+_LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
+_LONG_FIELD = re.compile(r"\{[^}]*:[^}]*(\d{5,}|\{)")
+_PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "lipsum"}
+"""Methods and filters with a result size given by an argument."""
+
+
+class TemplateBudget:
+    """The remaining budget of one rendering. Raises SecurityError when it is exhausted."""
+
+    def __init__(self) -> None:
+        self._steps = MAX_STEPS
+        self._characters = MAX_WRITTEN
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def step(self, num_literal: int) -> None:
+        """Count one execution of a body with `num_literal` characters of plain text."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise SecurityError(f"it loops more than {MAX_STEPS} times.")
+        if time.monotonic() > self._deadline:
+            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds.")
+        self._spend(num_literal)
+
+    def wrote(self, value: Any) -> Any:
+        """Count a value that is written, and return it."""
+        self._spend(len(value) if isinstance(value, str) else 16)
+        return value
+
+    def _spend(self, num_characters: int) -> None:
+        self._characters -= num_characters
+        if self._characters < 0:
+            raise SecurityError(f"it writes more than {MAX_WRITTEN} characters.")
+
+
+class _Meter(NodeTransformer):
+    """Inserts calls to the budget into a template."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        node.nodes = [
+            one if isinstance(one, nodes.TemplateData) else self._call(WROTE, one, one.lineno) for one in node.nodes
+        ]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return self._call(WROTE, node, node.lineno)
+
+    def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        num_literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        report = nodes.ExprStmt(self._call(STEP, nodes.Const(num_literal), node.lineno))
+        node.body.insert(0, report.set_lineno(node.lineno))
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _count
+
+    def _call(self, name: str, argument: nodes.Expr, lineno: int) -> nodes.Call:
+        call = nodes.Call(nodes.Name(name, "load"), [argument], [], None, None)
+        call.set_lineno(lineno).set_environment(self._environment)
+        return call
+
+
+def check_operands(operator: str, left: Any, right: Any) -> None:
+    """Raise SecurityError if the result of an operation would be too large."""
+    size = 0
+    if operator == "+":
+        if hasattr(left, "__len__") and hasattr(right, "__len__"):
+            size = len(left) + len(right)
+    elif operator == "%":
+        size = MAX_WRITTEN if isinstance(left, str) and _LONG_FORMAT.search(left) else 0
+    elif isinstance(left, int) and isinstance(right, int):
+        size = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+    elif operator == "*":
+        sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
+        size = len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 0
+    if size > MAX_OPERAND:
+        raise SecurityError(f"`{operator}` would give something larger than {MAX_OPERAND} characters.")
+
+
+def check_arguments(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Raise SecurityError if the result of a method or filter would be too large.
+
+    `arguments`: the object or filtered value first.
+    """
+    given = [*arguments, *named.values()]
+    size = 0
+    if name in _PADDING:
+        size = max((abs(one) for one in given if isinstance(one, int)), default=0)
+        if name in ("indent", "expandtabs", "tojson") and given:
+            size *= max(1, len(given[0]) if hasattr(given[0], "__len__") else 1)
+    elif name == "replace":
+        texts = [one for one in given if isinstance(one, str)]
+        if len(texts) >= 3:
+            size = len(texts[0]) + len(texts[2]) * (texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1)
+    elif name == "join":
+        glue = next((one for one in given if isinstance(one, str)), "")
+        most = max((len(one) for one in given if isinstance(one, list | tuple)), default=0)
+        size = len(glue) * most
+    elif name in ("format", "format_map"):
+        text = given[0] if given and isinstance(given[0], str) else ""
+        size = MAX_WRITTEN if _LONG_FORMAT.search(text) or _LONG_FIELD.search(text) else 0
+    if size > MAX_OPERAND:
+        raise SecurityError(f"`{name}` would give something larger than {MAX_OPERAND} characters.")
+
+
+def check_result(name: str, value: Any) -> Any:
+    """Return the value. Raises SecurityError if it is too large."""
+    if isinstance(value, str | bytes | list | tuple | dict) and len(value) > MAX_OPERAND:
+        raise SecurityError(f"`{name}` gives something larger than {MAX_OPERAND} characters.")
+    return value
+
 
 _MAX_PROMPT = 16 * 1024**2  # characters a template may produce; far above any context window
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # variables passed to every template
@@ -91,7 +309,6 @@ class ChatTemplate:
         self,
         source: str,
         tokens: Mapping[str, str | None],
-        *,
         name: str = "chat template",
         with_tools: "ChatTemplate | None" = None,
     ) -> None:
@@ -104,7 +321,8 @@ class ChatTemplate:
             parsed = environment.parse(source)
             known = environment.globals.keys() | _GIVEN | self._tokens.keys()
             self.variables = frozenset(meta.find_undeclared_variables(parsed) - known)
-            self._template = environment.from_string(metered(environment, parsed))
+            _Meter(environment).visit(parsed)
+            self._template = environment.from_string(parsed)
         except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
             # Some errors, such as a `break` outside a loop, are found only by Python's compiler.
             raise ConfigError(f"{name} is no valid Jinja template: {str(error)[:300]}.") from error
@@ -134,7 +352,8 @@ class ChatTemplate:
             "messages": _marked(messages) if continue_final_message else list(messages),
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
-            **budget.names,
+            STEP: budget.step,
+            WROTE: budget.wrote,
         }
         pieces: list[str] = []
         length = 0
@@ -148,9 +367,8 @@ class ChatTemplate:
             jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
             AssertionError, MemoryError,
         ) as error:  # fmt: skip
-            raise InvalidRequest(
-                f"The chat template does not take these messages: {str(error)[:300]}", param="messages"
-            ) from error
+            message = f"The chat template does not take these messages: {str(error)[:300]}"
+            raise InvalidRequest(message, param="messages") from error
         text = "".join(pieces)
         return _cut(text) if continue_final_message else text
 
@@ -170,9 +388,8 @@ class ChatTemplate:
             assistant = {"role": "assistant", "content": "" if takes_text else [], "tool_calls": [call]}
             return self._tries([user, assistant, {"role": "tool", "content": content, "tool_call_id": "abcdefghi"}])
 
-        arguments_as_text = "spaceprobe" not in called({"x": "spaceprobe"}) and "spaceprobe" in called(
-            '{"spaceprobe":1}'
-        )
+        as_object, as_text = called({"x": "spaceprobe"}), called('{"spaceprobe":1}')
+        arguments_as_text = "spaceprobe" not in as_object and "spaceprobe" in as_text
         return Habits("spaceprobe" in shown, takes_text, takes_parts, arguments_as_text)
 
     def _tries(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -214,33 +431,18 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
         except NotUtf8 as error:
             raise ConfigError(f"--chat-template={choice!r}: {error}") from error
         except OSError as error:
-            raise ConfigError(
-                f"--chat-template={choice!r}: neither one of {', '.join(BUILT_IN)} nor a readable file."
-            ) from error
+            known = ", ".join(BUILT_IN)
+            raise ConfigError(f"--chat-template={choice!r}: neither one of {known} nor a readable file.") from error
         return ChatTemplate(source, tokens, name=choice)
     found = _own(folder)
-    default = found.get("default")
-    if default is None:
+    if "default" not in found:
         return None
-    other = found.get("tool_use")
-    return ChatTemplate(
-        default.source,
-        tokens,
-        name=default.name,
-        with_tools=None if other is None else ChatTemplate(other.source, tokens, name=other.name),
-    )
+    (source, name), other = found["default"], found.get("tool_use")
+    return ChatTemplate(source, tokens, name, None if other is None else ChatTemplate(other[0], tokens, other[1]))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A template of the checkpoint and the file it is from."""
-
-    source: str
-    name: str
-
-
-def _own(folder: Path) -> dict[str, _Source]:
-    """Return the checkpoint's templates by name, found as transformers does.
+def _own(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the checkpoint's templates, and where each is from, by name, found as transformers does.
 
     chat_template.jinja replaces those of tokenizer_config.json; additional template files add to them;
     chat_template.json (multimodal models) is used if there are no others.
@@ -248,30 +450,23 @@ def _own(folder: Path) -> dict[str, _Source]:
     config = "chat_template of tokenizer_config.json"
     found = _parts(read_json(folder, "tokenizer_config.json").get("chat_template"), config)
     file = folder / "chat_template.jinja"
-    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    if file.is_file():
-        found = {"default": _Source(_text(file), str(file))}
-    found |= {other.stem: _Source(_text(other), str(other)) for other in others}
-    if not found:
-        processor = "chat_template.json"
-        found = _parts(read_json(folder, processor).get("chat_template"), processor)
-    return found
-
-
-def _parts(own: Any, name: str) -> dict[str, _Source]:
-    """Parse a template entry: one template, or several by name as a list of objects or as one object."""
-    if isinstance(own, str):
-        return {"default": _Source(own, name)}
-    if isinstance(own, list):
-        own = {entry["name"]: entry["template"] for entry in own}
-    return {key: _Source(template, f"{name} ({key})") for key, template in (own or {}).items()}
-
-
-def _text(file: Path) -> str:
     try:
-        return read_text(file)
+        if file.is_file():
+            found = {"default": (read_text(file), str(file))}
+        for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            found[other.stem] = (read_text(other), str(other))
     except NotUtf8 as error:
         raise ConfigError(str(error)) from error
+    return found or _parts(read_json(folder, "chat_template.json").get("chat_template"), "chat_template.json")
+
+
+def _parts(own: Any, name: str) -> dict[str, tuple[str, str]]:
+    """Parse a template entry: one template, or several by name as a list of objects or as one object."""
+    if isinstance(own, str):
+        return {"default": (own, name)}
+    if isinstance(own, list):
+        own = {entry["name"]: entry["template"] for entry in own}
+    return {key: (template, f"{name} ({key})") for key, template in (own or {}).items()}
 
 
 def _raise(message: str) -> NoReturn:

@@ -38,8 +38,7 @@ def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
 
 
 def _folder(model: str, hub: Hub) -> Path:
-    packaged = default_model.packaged(model)
-    if packaged is not None:
+    if (packaged := default_model.packaged(model)) is not None:
         return packaged
     place = Path(model).expanduser()
     if not place.exists():
@@ -61,10 +60,7 @@ def _folder(model: str, hub: Hub) -> Path:
 def _view_of(place: Path) -> Path | None:
     """Return a folder with the files in the header of the GGUF file at or in `place`, or None if there is none."""
     section = read_json(place, "config.json").get("space") if place.is_dir() else None
-    if isinstance(section, dict) and section.get("base"):
-        return None
-    file = find_gguf(place)
-    if file is None:
+    if (isinstance(section, dict) and section.get("base")) or (file := find_gguf(place)) is None:
         return None
     from space_common.gguf.view import view_folder  # imported here because other formats do not need the gguf package
 

@@ -6,12 +6,12 @@ space that SentencePiece puts before a first word, and `<EOT>` ends the middle);
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from space_router.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """Names of one model family's fill-in-the-middle tokens."""
 
     prefix: str
@@ -55,13 +55,13 @@ class FillInTheMiddle:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "FillInTheMiddle | None":
         """Find the tokens of this tokenizer; None if it has none."""
+        id_of = tokenizer.token_to_id
         for names in _FAMILIES:
-            prefix, suffix = tokenizer.token_to_id(names.prefix), tokenizer.token_to_id(names.suffix)
-            middle = None if names.middle is None else tokenizer.token_to_id(names.middle)
-            if prefix is None or suffix is None or (names.middle is not None and middle is None):
-                continue
-            ends = (tokenizer.token_to_id(name) for name in names.ends)
-            return cls(prefix, suffix, middle, names.suffix_first, tuple(id_ for id_ in ends if id_ is not None))
+            prefix, suffix = id_of(names.prefix), id_of(names.suffix)
+            middle = None if names.middle is None else id_of(names.middle)
+            if prefix is not None and suffix is not None and (middle is not None or names.middle is None):
+                ends = tuple(id_ for name in names.ends if (id_ := id_of(name)) is not None)
+                return cls(prefix, suffix, middle, names.suffix_first, ends)
         return None
 
     @property

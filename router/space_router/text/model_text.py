@@ -1,7 +1,7 @@
 """The text side of a checkpoint: tokenizer, chat template and default sampling parameters."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,61 +27,47 @@ def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...
     Tokens that the template also writes inside a turn (between reasoning and answer, or text and call) are excluded.
     Empty if the template rejects the probe conversations.
     """
+    behind: list[str] = []  # what follows an answer
+    inside: list[str] = []  # what is between the parts of a turn
+    for one in (template, template.with_tools):
+        if one is not None:
+            _probe(one, behind, inside)
     found: dict[str, None] = {}
-    templates = [template] if template.with_tools is None else [template, template.with_tools]
-    for one in templates:
-        for text in _rendered(one):
-            if (token := _first_token(text.rpartition(_ANSWER)[2], tokenizer)) is not None:
-                found[token] = None
-    inside = [piece for one in templates for piece in _insides(one)]
+    for text in behind:
+        fitting = [token for token in tokenizer.added_texts if token.strip() and text.startswith(token.strip())]
+        found |= {max(fitting, key=len): None} if fitting else {}
     ids = (tokenizer.token_to_id(token) for token in found if not any(token in piece for piece in inside))
     return tuple(id_ for id_ in ids if id_ is not None)
 
 
-def _first_token(behind: str, tokenizer: Tokenizer) -> str | None:
-    """Return the longest added token that the text begins with, white space aside, or None."""
-    behind = behind.lstrip()
-    fitting = [token for token in tokenizer.added_texts if token.strip() and behind.startswith(token.strip())]
-    return max(fitting, key=len, default=None)
+def _probe(template: ChatTemplate, behind: list[str], inside: list[str]) -> None:
+    """Render conversations that end with an answer or go on after it, and ones whose turn has several parts."""
 
+    def message(role: str, text: str) -> dict[str, Any]:
+        return {"role": role, "content": text if template.habits.takes_text else [{"type": "text", "text": text}]}
 
-def _rendered(template: ChatTemplate) -> Iterator[str]:
-    """Yield conversations that end with an answer, and ones that continue after it."""
-    user, answer = _message(template, "user", _QUESTION), _message(template, "assistant", _ANSWER)
-    for messages in ([user, answer], [user, answer, _message(template, "user", _NEXT)]):
-        text = _try(template, messages)
-        if _ANSWER in text:
-            yield text
+    def rendered(*messages: Mapping[str, Any]) -> str:
+        try:
+            return template.render(messages, add_generation_prompt=False)
+        except InvalidRequest:
+            return ""
 
-
-def _insides(template: ChatTemplate) -> Iterator[str]:
-    """Yield what the template writes between the parts of one assistant turn."""
-    user, answer = _message(template, "user", _QUESTION), _message(template, "assistant", _ANSWER)
+    user, answer = message("user", _QUESTION), message("assistant", _ANSWER)
+    for text in (rendered(user, answer), rendered(user, answer, message("user", _NEXT))):
+        behind += [text.rpartition(_ANSWER)[2].lstrip()] if _ANSWER in text else []
     thought = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), _THOUGHT)
     function = {"name": _CALLED, "arguments": "{}" if template.habits.arguments_as_text else {}}
     call = {"tool_calls": [{"id": "abcdefghi", "type": "function", "function": function}]}
     for more, before, after in ((thought, _THOUGHT, _ANSWER), (call, _ANSWER, _CALLED)):
-        text = _try(template, [user, {**answer, **more}])
+        text = rendered(user, {**answer, **more})
         start, end = text.find(before), text.find(after)
-        if 0 <= start < end:
-            yield text[start:end]
-
-
-def _message(template: ChatTemplate, role: str, text: str) -> dict[str, Any]:
-    content: Any = text if template.habits.takes_text else [{"type": "text", "text": text}]
-    return {"role": role, "content": content}
-
-
-def _try(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
-    try:
-        return template.render(messages, add_generation_prompt=False)
-    except InvalidRequest:
-        return ""
+        inside += [text[start:end]] if 0 <= start < end else []
 
 
 log = logging.getLogger(__name__)
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+"""What generation_config.json may set; the other parameters keep the API's defaults."""
 
 
 @contextmanager
@@ -90,10 +76,8 @@ def malformed_is_unusable() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        words = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"A text file of the model says what cannot be: {type(error).__name__}: {words}. Fetch it again."
-        ) from error
+        words = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(f"A text file of the model says what cannot be: {words}. Fetch it again.") from error
 
 
 @dataclass(frozen=True)
@@ -117,7 +101,8 @@ class ModelText:
         folder = checkpoint.locate(config.model, hub_of(config))
         tokenizer = Tokenizer.load(folder)
         template = chat_template.find(folder, config.chat_template, tokenizer.named_tokens)
-        defaults = _defaults(folder) if config.generation_config == "auto" else {}
+        values = checkpoint.read_json(folder, "generation_config.json") if config.generation_config == "auto" else {}
+        defaults = {key: values[key] for key in _SAMPLING_DEFAULTS if type(values.get(key)) in (int, float)}
         made = cls(config.model_name, tokenizer, template, MappingProxyType(defaults))
         log.debug("token ids that end an answer: %s", made.turn_end_ids)  # computed now: no request waits
         return made
@@ -148,13 +133,3 @@ def hub_of(config: ServeConfig) -> Hub:
         offline=config.offline == "on",
         say=log.info,
     )
-
-
-def _defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters in generation_config.json; the others keep the API's defaults."""
-    values = checkpoint.read_json(folder, "generation_config.json")
-    return {
-        key: value
-        for key in _SAMPLING_DEFAULTS
-        if isinstance(value := values.get(key), int | float) and not isinstance(value, bool)
-    }

@@ -11,6 +11,17 @@ from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class TextRules:
+    """How ids are detokenised, and where the text ends."""
+
+    stops: tuple[str, ...] = ()
+    keep_stop: bool = False  # include_stop_str_in_output
+    min_tokens: int = 0  # stop strings are searched for only after this many tokens
+    skip_special_tokens: bool = True
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
+
+
 class TokenSpan(NamedTuple):
     """The span of one token in the text of its stream: [start, end) in characters.
 
@@ -27,15 +38,10 @@ class Detokenizer:
     """Detokenises one stream. Each character is returned once, whole, with the token that completes it."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        shown_ids: frozenset[int] = frozenset(),
-    ) -> None:
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), rules: TextRules = TextRules()
+    ) -> None:  # frozen
         self._bytes_of = tokenizer.bytes_of
-        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids - rules.shown_ids if rules.skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = False  # bytes of an incomplete character are buffered
         self._length = 0  # characters returned so far
@@ -182,17 +188,6 @@ class TextStatistics:
     num_predicted: int = 0  # number of `prediction` ids matched
 
 
-@dataclass(frozen=True)
-class TextRules:
-    """How ids are detokenised, and where the text ends."""
-
-    stops: tuple[str, ...] = ()
-    keep_stop: bool = False  # include_stop_str_in_output
-    min_tokens: int = 0  # stop strings are searched for only after this many tokens
-    skip_special_tokens: bool = True
-    shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
-
-
 @dataclass
 class TextStream:
     """Converts engine Deltas to TextDeltas. A stop string ends the text; the caller must close the engine's stream."""
@@ -203,12 +198,7 @@ class TextStream:
     statistics: TextStatistics = field(default_factory=TextStatistics)
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(
-            self.tokenizer,
-            self.prompt_ids,
-            skip_special_tokens=self.rules.skip_special_tokens,
-            shown_ids=self.rules.shown_ids,
-        )
+        self._detokenizer = Detokenizer(self.tokenizer, self.prompt_ids, self.rules)
         self._search = StopStrings(self.rules.stops)
         self._searched_from = 0  # characters before the search began
         self._text = ""  # text not yet given out; starts at character self._given
@@ -227,7 +217,9 @@ class TextStream:
         elif delta.finish is not None:
             made = self._end(delta)
         else:
-            made = self._give(self._certain(), delta.prompt_logprobs)
+            # Later text cannot remove what is given now.
+            certain = self._searched_from + self._search.num_certain if self.rules.stops else self._length
+            made = self._give(certain, delta.prompt_logprobs)
         self._count(delta, made)
         return made if made.text or made.tokens or made.prompt_logprobs or made.finish else None
 
@@ -264,10 +256,6 @@ class TextStream:
     @property
     def _length(self) -> int:
         return self._given + len(self._text)
-
-    def _certain(self) -> int:
-        """Return the number of characters that later text cannot remove."""
-        return self._searched_from + self._search.num_certain if self.rules.stops else self._length
 
     def _cut(self, match: StopMatch, prompt_logprobs: tuple[TokenLogprobs, ...]) -> TextDelta:
         place = self._searched_from + (match.end if self.rules.keep_stop else match.start)

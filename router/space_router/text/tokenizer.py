@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -58,10 +58,9 @@ class TokenBytes:
         try:
             return self._texts[id_]
         except KeyError:
-            try:
+            known = None
+            with suppress(UnicodeDecodeError):
                 known = self[id_].decode("utf-8")
-            except UnicodeDecodeError:
-                known = None
             self._texts[id_] = known
             return known
 
@@ -170,7 +169,9 @@ class Tokenizer:
         """
         inner.no_truncation()
         inner.no_padding()
-        named = {**_known(inner, defaults, config), **named_tokens(config, special_map)}
+        # Defaults count that are in the vocabulary and that the config does not mention, not even as null.
+        fitting = {name for name, text in defaults.items() if inner.token_to_id(text) is not None} - config.keys()
+        named = {**{name: defaults[name] for name in sorted(fitting)}, **named_tokens(config, special_map)}
         _add_tokens(inner, config, [*named.values(), *further_tokens(config, special_map)])
         self._inner = inner
         self.content_hash = content_hash
@@ -182,10 +183,8 @@ class Tokenizer:
         """Texts of added tokens, special or not; the tokenizer never splits them."""
         self.named_tokens: Mapping[str, str] = {name: token_text(entry) or "" for name, entry in named.items()}
         """Special tokens by the names that chat templates use: `bos_token`, `eos_token`, …"""
-        self.bos_token = self.named_tokens.get("bos_token")
-        self.eos_token = self.named_tokens.get("eos_token")
-        self.pad_token = self.named_tokens.get("pad_token")
-        self.unk_token = self.named_tokens.get("unk_token")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = map(self.named_tokens.get, names)
         # Older Llama checkpoints ask for a BOS before the prompt only in tokenizer_config.json.
         self._bos_id = None
         self.bos_id: int | None = None if self.bos_token is None else inner.token_to_id(self.bos_token)
@@ -254,11 +253,8 @@ class Tokenizer:
 
     def token_text(self, id_: int) -> str:
         """Return a token's text for a logprobs list, or `bytes:\\xe2\\x82` if the token is not valid UTF-8."""
-        content = self.bytes_of[id_]
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+        text = self.bytes_of.text(id_)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of[id_]) if text is None else text
 
     def token_to_id(self, token: str) -> int | None:
         id_: int | None = self._inner.token_to_id(token)
@@ -282,11 +278,6 @@ def _of_llama_class(text: str, config: Mapping[str, Any], folder: Path) -> dict[
         return None  # avoids parsing a large file
     parsed: dict[str, Any] = json.loads(text)
     return parsed if is_llama_class(parsed, config, model_config) else None
-
-
-def _known(inner: tokenizers.Tokenizer, defaults: Mapping[str, str], config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the defaults that are in the vocabulary and that the config does not mention, not even as null."""
-    return {name: text for name, text in defaults.items() if name not in config and inner.token_to_id(text) is not None}
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], special: Sequence[Any]) -> None:

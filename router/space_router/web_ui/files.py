@@ -14,17 +14,9 @@ CONTENT_TYPES = {
 }
 """Content type by file extension; files with other extensions are not served."""
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
 """The page may load only these files and connect only to this server."""
 
@@ -57,13 +49,9 @@ def _read() -> dict[str, PageFile]:
     """Read the page's files by URL path: index.html is `/`, the others are in `/page/`."""
     found = {}
     for file in importlib.resources.files(__package__).iterdir():
-        content_type = CONTENT_TYPES.get("." + file.name.rpartition(".")[2])
-        if content_type is None:
-            continue
-        path = "/" if file.name == "index.html" else f"/page/{file.name}"
-        content = file.read_bytes()
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        found[path] = PageFile(path, content_type, content, tag)
+        if (content_type := CONTENT_TYPES.get("." + file.name.rpartition(".")[2])) is not None:
+            path, content = "/" if file.name == "index.html" else f"/page/{file.name}", file.read_bytes()
+            found[path] = PageFile(path, content_type, content, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return found
 
 

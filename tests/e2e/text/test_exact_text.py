@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
+from space_eval.bench.server_process import ServerProcess
+from space_model.testing import tiny_adapter
+from space_proto import worker_pb2 as pb
 from space_router.text.tokenizer import Tokenizer
 
 K = 4
@@ -345,3 +353,218 @@ def test_an_end_on_the_last_place_is_an_end_and_not_the_limit(exact: Exact, rout
     if route != "tgi":
         told = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **LAWS["greedy"])
         assert (told.finish, told.stop_reason, told.num_generated) == ("stop", base.ids[at], at + 1)
+
+
+NUM_STREAMS = 64
+
+
+def request(number: int) -> dict[str, Any]:
+    """Unequal prompts, lengths and laws."""
+    sampling_params = {"temperature": 0} if number % 2 else {"temperature": 0.9, "seed": number, "top_p": 0.9}
+    bound = ("auto", "off", 1, 3)[number // 2 % 4]
+    return {
+        "prompt": f"{number} " * (1 + number % 7),
+        "max_tokens": 20 + number % 13,
+        "speculation": bound,
+        **sampling_params,
+    }
+
+
+def test_64_streams_equal_their_solo_runs_and_leave_every_block_free_or_cached(live: Any) -> None:
+    def read(number: int) -> str:
+        return "".join(event["choices"][0]["text"] for event in live.stream(**request(number), cache_salt="together"))
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        together = list(pool.map(read, range(NUM_STREAMS)))
+    live.wait_idle()
+    alone = [live.complete(**request(i), cache_salt="alone")["choices"][0]["text"] for i in range(NUM_STREAMS)]
+    assert together == alone
+    assert len(set(together)) > NUM_STREAMS // 2
+    live.wait_idle()
+
+
+def test_choices_of_one_request_share_its_prompt_and_differ(live: Any) -> None:
+    before = live.wait_idle()["spaceserve_prefix_cache_hit_tokens_total"]
+    prompt = "def the_same_prompt_for_all(of, the, choices):\n    '''It is longer than a block.'''\n"
+    answer = live.complete(prompt, n=4, temperature=1.0, seed=5, cache_salt="choices")
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) == 4
+    assert texts[0] == live.complete(prompt, temperature=1.0, seed=5, cache_salt="choices")["choices"][0]["text"]
+    assert live.wait_idle()["spaceserve_prefix_cache_hit_tokens_total"] > before
+
+
+def wanted(number: int) -> dict[str, Any]:
+    """Needs 15 of the 24 blocks before it is done."""
+    sampling_params = {"temperature": 0} if number == 0 else {"temperature": 0.9, "seed": number}
+    return {"prompt": f"{number}: ", "max_tokens": 110, **sampling_params}
+
+
+def test_preempted_streams_give_the_text_they_give_alone(small: Any) -> None:
+    alone = [small.complete(**wanted(number))["choices"][0]["text"] for number in range(3)]
+    before = small.wait_idle()["spaceserve_preemptions_total"]
+
+    def read(number: int) -> str:
+        return "".join(event["choices"][0]["text"] for event in small.stream(**wanted(number)))
+
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(read, range(3)))
+    assert together == alone
+    assert small.wait_idle()["spaceserve_preemptions_total"] > before
+
+
+def test_a_full_queue_answers_429_with_retry_after_and_harms_nobody(small: Any) -> None:
+    alone = small.complete(**wanted(0))["choices"][0]["text"]
+    before = small.wait_idle()["spaceserve_rejected_total{reason=queue_full}"]
+    body = {"ignore_eos": True, "stream": True, **wanted(0)}
+    connections = [small.connect(body) for _ in range(8)]  # three run, two wait
+    texts, refused = [], 0
+    for connection in connections:
+        with closing(connection), connection.makefile("rb") as answer:
+            head, _, content = answer.read().partition(b"\r\n\r\n")
+        if head.startswith(b"HTTP/1.1 429"):
+            refused += 1
+            error = json.loads(content)["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert b"\r\nretry-after: " in head.lower()
+        else:
+            assert head.startswith(b"HTTP/1.1 200")
+            events = [line for line in content.split(b"\n") if line.startswith(b"data: {")]
+            texts.append("".join(json.loads(event[6:])["choices"][0]["text"] for event in events))
+    assert refused >= 1
+    assert len(texts) >= 3
+    assert set(texts) == {alone}
+    assert small.wait_idle()["spaceserve_rejected_total{reason=queue_full}"] - before == refused
+
+
+def test_what_can_never_fit_is_refused_at_once(small: Any) -> None:
+    answer = small.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 192})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 1, 192)
+
+
+AREA = "def area(width, height):\n    return "
+DRAFTED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 0.9, "seed": 11, "top_p": 0.95},
+    "penalised": {
+        "temperature": 1.0,
+        "seed": 2**63 + 5,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.3,
+        "top_k": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("sampling_params", DRAFTED)
+def test_the_text_is_the_same_with_speculation_off_auto_and_each_k(drafting: Any, sampling_params: str) -> None:
+    most = drafting.get("/info")["speculation"]["max_request"]
+    answers = {
+        bound: drafting.complete(
+            AREA, max_tokens=48, speculation=bound, return_token_ids=True, **DRAFTED[sampling_params]
+        )
+        for bound in ("off", "auto", *range(most + 1))
+    }
+    assert most >= 1
+    plain = answers["off"]["choices"][0]["token_ids"]
+    assert [bound for bound, one in answers.items() if one["choices"][0]["token_ids"] != plain] == []
+    assert {one["choices"][0]["text"] for one in answers.values()} == {answers["off"]["choices"][0]["text"]}
+    for bound, one in answers.items():
+        figures = one["spaceserve"]
+        assert figures["steps"] + figures["accepted"] == 47, "the prefill gives the first token"
+        assert figures["tokens_per_step"] == pytest.approx(47 / figures["steps"], abs=1e-4)
+        assert figures["accepted"] <= figures["drafted"] <= figures["steps"] * most
+        assert (figures["drafted"] == 0) == (bound in ("off", 0))
+        if isinstance(bound, int):  # a command: only the last steps, near max_tokens, have fewer
+            assert bound * (figures["steps"] - bound) <= figures["drafted"] <= bound * figures["steps"]
+
+
+def test_drafts_that_are_right_give_several_tokens_per_step(drafting: Any) -> None:
+    # With one id allowed every draft must be right, whatever the weights.
+    allowed = drafting.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
+    before = drafting.metrics()
+    figures = drafting.complete(AREA, max_tokens=61, allowed_token_ids=allowed, speculation=2)["spaceserve"]
+    assert figures["accepted"] == figures["drafted"] > 0
+    assert figures["tokens_per_step"] > 2.5
+    after = drafting.metrics()
+    for name, key in (("tokens_per_step_count", "steps"), ("drafted_tokens_total", "drafted"),
+                      ("accepted_tokens_total", "accepted")):  # fmt: skip
+        assert after[f"spaceserve_{name}"] - before[f"spaceserve_{name}"] == figures[key]
+    assert after["spaceserve_accepted_by_position_total{position=2}"] > 0
+
+
+def test_stop_strings_cut_at_the_character_whatever_the_drafts(live: Any) -> None:
+    allowed = live.http.post("/tokenize", json={"prompt": "a"}).json()["tokens"][-1:]
+    for bound in ("off", 1, "auto"):
+        answer = live.complete(AREA, allowed_token_ids=allowed, stop="aaaaa", speculation=bound)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", "aaaaa")
+
+
+def test_a_prediction_is_taken_where_it_is_right_counted_and_changes_no_text(live: Any) -> None:
+    plain = live.complete(AREA, max_tokens=48, speculation="off", return_token_ids=True)["choices"][0]
+    before = live.metrics()
+    for content, most in ((plain["text"], 48), ("nothing of the kind. " * 9, 4)):
+        prediction = {"type": "content", "content": content}
+        answer = live.complete(AREA, max_tokens=48, prediction=prediction, return_token_ids=True)
+        assert answer["choices"][0]["token_ids"] == plain["token_ids"]
+        counts = answer["usage"]["completion_tokens_details"]
+        accepted, rejected = counts["accepted_prediction_tokens"], counts["rejected_prediction_tokens"]
+        assert 0 <= accepted <= most
+        assert accepted + rejected == len(live.http.post("/tokenize", json={"prompt": content}).json()["tokens"])
+    after = live.metrics()
+    for kind in ("drafted", "accepted"):
+        by_source = [name for name in after if name.startswith(f"spaceserve_{kind}_tokens_by_source_total")]
+        total = f"spaceserve_{kind}_tokens_total"
+        assert len(by_source) == len(pb.DraftSource.values())
+        assert sum(after[name] - before[name] for name in by_source) == after[total] - before[total]
+
+
+Serve = Callable[..., AbstractContextManager[ServerProcess]]
+
+
+def test_requests_choose_an_adapter_and_all_get_the_base_s_text(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
+    code = tiny_adapter(tmp_path / "code", checkpoint, num_masks=3, rank=8)
+    prose = tiny_adapter(tmp_path / "prose", checkpoint, num_masks=5, seed=2, draft_head=False)
+    flags = ["--served-model-name", "base", "--speculation", "3", "--adapter", f"code={code}"]
+    with (
+        serve(*flags, "--adapter", f"prose={prose}") as server,
+        httpx.Client(base_url=server.url, timeout=60.0) as http,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["base", "code", "prose"]
+
+        def complete(name: str, **sampling_params: Any) -> dict[str, Any]:
+            body = {"model": name, "prompt": "def f(x):", "max_tokens": 40, "ignore_eos": True, **sampling_params}
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == name
+            return dict(answer.json())
+
+        for sampling_params in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}):
+            plain = complete("base", **sampling_params, speculation="off")["choices"][0]["text"]
+            names = ["base", "code", "prose"] * 2
+            answers = list(
+                pool.map(lambda name, sampling_params=sampling_params: complete(name, **sampling_params), names)
+            )
+            assert {answer["choices"][0]["text"] for answer in answers} == {plain}
+            assert all(answer["spaceserve"]["drafted"] > 0 for answer in answers)
+        assert http.post("/v1/completions", json={"model": "verse", "prompt": "x"}).status_code == 404
+
+
+def test_an_adapter_folder_is_served_as_a_model_on_its_base(serve: Serve, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tiny_adapter(tmp_path / "gated", checkpoint, num_masks=4)
+    with (
+        serve("--model", str(folder), "--speculation", "4") as server,
+        httpx.Client(base_url=server.url, timeout=60.0) as http,
+    ):
+        info = http.get("/info").json()
+        assert (info["model_id"], info["speculation"]["num_masks"], info["adapters"]) == ("gated", 4, [])
+        body = {"prompt": "def f(x):", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        texts = {
+            speculation: http.post("/v1/completions", json=body | {"speculation": speculation}).json()
+            for speculation in ("off", 4)
+        }
+        assert texts["off"]["choices"][0]["text"] == texts[4]["choices"][0]["text"]
+        assert texts[4]["spaceserve"]["drafted"] > 0

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from space_router.text.tokenizer import Tokenizer
+from transformers import AutoModelForCausalLM
 
 NUM_AT_ONCE = 10
 PROMPTS = (
@@ -181,3 +186,308 @@ def test_forty_random_requests_are_told_the_same(drafting: Any, capsys: pytest.C
 @pytest.mark.timeout(3600)
 def test_five_hundred_random_requests_are_told_the_same(drafting: Any, capsys: pytest.CaptureFixture[str]) -> None:
     check(Tally(drafting), range(1000, 1500), capsys)
+
+
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+WAYS: list[tuple[str | int, bool]] = [("off", False), ("auto", True), (1, False), (2, True), (4, True)]
+"""(speculation, streamed)."""
+
+CHARACTERS = "中文é😀"
+LETTERS_PROMPT = "# 中文 é 😀\nx = '中文中文中文'\ny = 'éé😀é😀é😀'\nz = '中文é😀中文é"
+NUM_TOKENS = 28
+
+
+class Bytes:
+    """Asks the steady server for texts of CHARACTERS' bytes: every token is one of them."""
+
+    def __init__(self, live: Any, tokenizer: Tokenizer, route: str) -> None:
+        self.live, self.tokenizer, self.route = live, tokenizer, route
+        self.allowed = sorted({id_ for one in CHARACTERS for id_ in tokenizer.encode(one, add_special_tokens=False)})
+        assert {len(tokenizer.bytes_of[id_]) for id_ in self.allowed} == {1}
+
+    def ask(self, drafts: str | int, stream: bool, **fields: Any) -> tuple[dict[str, Any], list[int]]:
+        """The choice that a seed gives, with its usage; and the steps of its tokens, where it is streamed."""
+        body = {"prompt": LETTERS_PROMPT, "logprobs": 1}
+        if self.route == "chat":
+            body = {"messages": [{"role": "user", "content": LETTERS_PROMPT}], "logprobs": True, "top_logprobs": 1}
+        body |= {"allowed_token_ids": self.allowed, "temperature": 0.9, "max_tokens": NUM_TOKENS}
+        body |= {"return_token_ids": True, "speculation": drafts, "stream": stream, **fields}
+        if stream:
+            body["stream_options"] = {"include_steps": True}
+        answer = self.live.answer(ROUTES[self.route], body)
+        (choice,) = answer["choices"]
+        return {**choice, "num_tokens": answer["usage"]["completion_tokens"]}, answer["steps"]
+
+    def every_way(self, **fields: Any) -> dict[str, Any]:
+        """The choice that every way of asking gives."""
+        told = {way: self.ask(*way, **fields)[0] for way in WAYS}
+        assert told == dict.fromkeys(WAYS, told["off", False])
+        return told["off", False]
+
+    def content(self, ids: list[int]) -> bytes:
+        return b"".join(self.tokenizer.bytes_of[id_] for id_ in ids)
+
+
+def characters(content: bytes) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the valid characters of several bytes."""
+    begin = 0
+    while begin < len(content):
+        lengths = (length for length in (2, 3, 4) if is_character(content[begin : begin + length]))
+        length = next(lengths, 1)
+        if length > 1:
+            yield begin, begin + length
+        begin += length
+
+
+def is_character(content: bytes) -> bool:
+    try:
+        return len(content.decode()) == 1
+    except UnicodeDecodeError:
+        return False
+
+
+class Across(NamedTuple):
+    """A character of which one step gave a part and a later one the rest; at least one of them gave several tokens."""
+
+    seed: int
+    ids: list[int]
+    begin: int  # tokens before it
+    end: int
+    character: str
+
+
+def character_across_steps(asked: Bytes) -> Across:
+    """The first one among the seeds that stands nowhere before in its text."""
+    for seed in range(60):
+        asked.live.wait_idle()  # what runs alone takes the same steps each time
+        told, steps = asked.ask(4, True, seed=seed)
+        content = asked.content(told["token_ids"])
+        for begin, end in characters(content):
+            character = content[begin:end].decode()
+            if content.decode(errors="replace").index(character) < len(content[:begin].decode(errors="replace")):
+                continue
+            first, last = steps[begin], steps[end - 1]
+            if first < last and max(steps.count(first), steps.count(last)) > 1:
+                return Across(seed, told["token_ids"], begin, end, character)
+    raise AssertionError("no character lay across two steps")
+
+
+@pytest.fixture(scope="module", params=["completions", pytest.param("chat", marks=pytest.mark.slow)])
+def asked(steady: Any, request: pytest.FixtureRequest) -> Bytes:
+    with resources.as_file(resources.files("space_demo")) as folder:
+        return Bytes(steady, Tokenizer.load(folder), request.param)
+
+
+def test_a_character_across_steps_is_told_once_and_whole(asked: Bytes) -> None:
+    seed, ids, begin, end, character = character_across_steps(asked)
+    told = asked.every_way(seed=seed)
+    assert told["token_ids"] == ids
+    assert told["text"] == asked.content(ids).decode(errors="replace")
+    for limit in range(max(begin, 1), end + 1):  # the bytes of a cut character stand for nothing, and stay tokens
+        cut, _ = asked.ask(4, True, seed=seed, max_tokens=limit)
+        assert cut == asked.ask("off", False, seed=seed, max_tokens=limit)[0]
+        assert cut["token_ids"] == ids[:limit]
+        assert cut["text"] == asked.content(ids[:limit]).decode(errors="replace")
+        assert cut["text"].endswith(character) == (limit == end)
+    stopped = asked.every_way(seed=seed, stop=character)
+    assert stopped["text"] == told["text"][: told["text"].index(character)]
+    assert stopped["token_ids"] == ids[:begin]
+    assert (stopped["finish_reason"], stopped["stop_reason"], stopped["num_tokens"]) == ("stop", character, begin)
+    kept = asked.every_way(seed=seed, stop=character, include_stop_str_in_output=True)
+    assert kept["text"] == stopped["text"] + character
+    assert kept["token_ids"] == ids[:end]
+
+
+NEAR = 1e-4
+AREA = "def area(width, height):\n    return"
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 4, "top_p": 0.9, "frequency_penalty": 0.5},  # the logits stay raw all the same
+]
+NUM_TOP = 5
+
+
+class Oracle:
+    """The checkpoint under stock transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        self._model = model.eval()
+        self.tokenizer = Tokenizer.load(folder)
+        self._ids: dict[str, list[int]] = {}  # by text: several ids may have the same
+        for id_ in range(model.config.vocab_size):
+            self._ids.setdefault(self.tokenizer.token_text(id_), []).append(id_)
+
+    @torch.inference_mode()
+    def logprobs(self, ids: Sequence[int]) -> torch.Tensor:
+        """[len(ids) - 1, V]: row i is about id i+1."""
+        logits: torch.Tensor = self._model(torch.tensor([list(ids)]), use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits, dim=1)
+
+    def check(self, row: torch.Tensor, id_: int, logprob: float, top: dict[str, float]) -> None:
+        """A token's log-probability and its alternatives, which are the most probable ones; others may stand beside."""
+        assert logprob == pytest.approx(float(row[id_]), abs=NEAR)
+        assert top[self.tokenizer.token_text(id_)] == pytest.approx(logprob, abs=0) or self._is_shared(id_)
+        best = torch.topk(row, NUM_TOP)
+        values = sorted(top.values(), reverse=True)
+        texts = {self.tokenizer.token_text(int(one)) for one in best.indices}
+        if len(texts) == NUM_TOP:
+            assert values[:NUM_TOP] == pytest.approx(best.values.tolist(), abs=NEAR)
+            assert len(top) in (NUM_TOP, NUM_TOP + 1)
+        for text, value in top.items():
+            assert any(value == pytest.approx(float(row[one]), abs=NEAR) for one in self._ids[text]), text
+
+    def _is_shared(self, id_: int) -> bool:
+        return len(self._ids[self.tokenizer.token_text(id_)]) > 1
+
+
+@pytest.fixture(scope="module", params=["small", "steady"])
+def served(request: pytest.FixtureRequest) -> tuple[Any, Oracle]:
+    """A server that drafts, of a tiny checkpoint or of the embedded model, and the oracle of its model."""
+    live = request.getfixturevalue(request.param)
+    if request.param == "small":
+        return live, Oracle(request.getfixturevalue("checkpoint"))
+    with resources.as_file(resources.files("space_demo")) as folder:
+        return live, Oracle(folder)
+
+
+def prompts(oracle: Oracle) -> list[str | list[int]]:
+    """A text, its ids, and ids that are nobody's text."""
+    return [AREA, oracle.tokenizer.encode(AREA), [65, 20, 33, 97, 20, 33, 97, 20]]
+
+
+def ways() -> Iterator[dict[str, Any]]:
+    for sampling_params in LAWS:
+        for speculation in ("off", "auto"):
+            yield {"speculation": speculation, **sampling_params}
+
+
+def test_completions_tell_transformers_logprobs_of_prompt_and_answer(served: tuple[Any, Oracle]) -> None:
+    live, oracle = served
+    accepted = 0
+    for prompt in prompts(oracle):
+        for way in ways():
+            body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "logprobs": NUM_TOP, "echo": True, **way}
+            answer = live.answer("/v1/completions", body | {"return_token_ids": True})
+            accepted += answer["spaceserve"]["accepted"]
+            (choice,) = answer["choices"]
+            ids = choice["prompt_token_ids"] + choice["token_ids"]
+            lists = choice["logprobs"]
+            assert len(ids) == len(lists["tokens"]) == len(choice["prompt_token_ids"]) + 12
+            assert lists["tokens"] == [oracle.tokenizer.token_text(id_) for id_ in ids]
+            assert lists["token_logprobs"][0] is None
+            assert lists["top_logprobs"][0] is None
+            rows = oracle.logprobs(ids)
+            for at, row in enumerate(rows, start=1):
+                oracle.check(row, ids[at], lists["token_logprobs"][at], lists["top_logprobs"][at])
+            without = live.answer("/v1/completions", body | {"echo": False, "return_token_ids": True})
+            generated = without["choices"][0]
+            assert generated["token_ids"] == choice["token_ids"]
+            begin = len(choice["prompt_token_ids"])
+            for name in ("tokens", "token_logprobs", "top_logprobs"):  # the same path: the same bits
+                assert generated["logprobs"][name] == lists[name][begin:]
+            if isinstance(prompt, str):
+                assert lists["text_offset"][0] == 0
+                assert choice["text"].startswith(prompt)
+                assert lists["text_offset"][begin] == len(prompt)
+    assert accepted > 0 or "demo" not in live.model
+
+
+def test_chat_tells_transformers_logprobs_and_the_bytes_of_each_token(served: tuple[Any, Oracle]) -> None:
+    live, oracle = served
+    for way in ways():
+        for stream in (False, True):
+            body = {"messages": [{"role": "user", "content": "Say something."}], "max_completion_tokens": 12, **way}
+            body |= {"logprobs": True, "top_logprobs": NUM_TOP, "return_token_ids": True, "ignore_eos": True}
+            (choice,) = live.answer("/v1/chat/completions", body | {"stream": stream})["choices"]
+            prompt, made = choice["prompt_token_ids"], choice["token_ids"]
+            content = choice["logprobs"]["content"]
+            assert len(content) == len(made) == 12
+            for row, id_, entry in zip(oracle.logprobs(prompt + made)[len(prompt) - 1 :], made, content, strict=True):
+                assert bytes(entry["bytes"]) == oracle.tokenizer.bytes_of[id_]
+                assert len(entry["top_logprobs"]) == NUM_TOP
+                ours = [one["logprob"] for one in entry["top_logprobs"]]
+                best = torch.topk(row, NUM_TOP).values.tolist()
+                assert ours == pytest.approx(best, abs=NEAR)
+                top = {one["token"]: one["logprob"] for one in entry["top_logprobs"]}
+                oracle.check(row, id_, entry["logprob"], {entry["token"]: entry["logprob"]} | top)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_are_transformers_with_ranks(served: tuple[Any, Oracle], route: str) -> None:
+    live, oracle = served
+    for speculation in ("off", "auto"):
+        body = {"max_tokens": 3, "prompt_logprobs": NUM_TOP, "return_token_ids": True, "speculation": speculation}
+        asked = {"prompt": AREA} if "chat" not in route else {"messages": [{"role": "user", "content": AREA}]}
+        for _ in range(2):  # the prefix cache has nothing to say about it
+            (choice,) = live.answer(route, body | asked)["choices"]
+            ids, told = choice["prompt_token_ids"], choice["prompt_logprobs"]
+            assert len(told) == len(ids)
+            assert told[0] is None
+            for row, id_, entries in zip(oracle.logprobs(ids), ids[1:], told[1:], strict=True):
+                assert entries[str(id_)]["logprob"] == pytest.approx(float(row[id_]), abs=NEAR)
+                ranked = sorted((one["rank"], one["logprob"]) for one in entries.values() if one["rank"] is not None)
+                best = torch.topk(row, NUM_TOP).values.tolist()
+                assert [value for _, value in ranked][:NUM_TOP] == pytest.approx(best, abs=NEAR)
+                for other, one in entries.items():
+                    assert one["logprob"] == pytest.approx(float(row[int(other)]), abs=NEAR)
+                    assert one["decoded_token"] == oracle.tokenizer.token_text(int(other))
+
+
+def test_a_prompt_of_ids_has_the_logprobs_of_its_text(served: tuple[Any, Oracle]) -> None:
+    live, oracle = served
+    ids = oracle.tokenizer.encode(AREA)
+    body = {"max_tokens": 8, "temperature": 0, "logprobs": NUM_TOP, "echo": True, "prompt_logprobs": 1}
+    text, same = (live.answer("/v1/completions", body | {"prompt": prompt})["choices"][0] for prompt in (AREA, ids))
+    assert text == same
+
+
+PROMPT = "def first_word(text):\n    return text.split()[0]\n\n\ndef last_word(text):\n    " * 3
+
+
+def echoed(**fields: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 8, "temperature": 0.7, "seed": 4, "logprobs": 3, "echo": True, **fields}
+
+
+def completion(live: Any, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """How many tokens came from the cache, and the first choice."""
+    answer = live.http.post("/v1/completions", json=echoed(**fields)).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]
+
+
+def test_the_same_request_has_the_same_values_before_and_after_its_prompt_is_cached(live: Any) -> None:
+    num_cached, first = completion(live)
+    assert num_cached == 0
+    num_cached, plain = completion(live, echo=False)
+    assert num_cached > 0  # what was computed for the log-probabilities serves others
+    assert plain["text"] == first["text"].removeprefix(PROMPT)
+    num_prompt = len(first["logprobs"]["tokens"]) - len(plain["logprobs"]["tokens"])
+    assert plain["logprobs"]["token_logprobs"] == first["logprobs"]["token_logprobs"][num_prompt:]
+    assert completion(live) == (0, first)
+    num_cached, again = completion(live, prompt_logprobs=3)
+    assert (num_cached, again["logprobs"]) == (0, first["logprobs"])
+    for entries, value in zip(again["prompt_logprobs"][1:], first["logprobs"]["token_logprobs"][1:], strict=False):
+        assert value in [entry["logprob"] for entry in entries.values()]
+
+
+def test_a_stream_joins_to_the_whole_answer(live: Any) -> None:
+    _, whole = completion(live, n=2, prompt_logprobs=1)
+    events = live.stream(**echoed(n=2, prompt_logprobs=1, ignore_eos=False))
+    pieces = [event["choices"][0] for event in events if event["choices"]]
+    mine = [piece for piece in pieces if piece["index"] == 0]
+    assert "".join(piece["text"] for piece in mine) == whole["text"]
+    assert [one for piece in mine for one in piece.get("prompt_logprobs", [])] == whole["prompt_logprobs"]
+    for name, values in whole["logprobs"].items():
+        assert [one for piece in mine for one in piece["logprobs"][name]] == values
+
+
+def test_the_last_token_of_a_prompt_that_fills_the_window_has_the_value_it_has_as_an_answer(live: Any) -> None:
+    window = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    ids = (live.http.post("/tokenize", json={"prompt": PROMPT * 40}).json()["tokens"] * window)[: window - 1]
+    greedy = echoed(prompt=ids, max_tokens=1, temperature=0, return_token_ids=True, ignore_eos=True)
+    answered = live.http.post("/v1/completions", json=greedy).json()["choices"][0]
+    full = echoed(prompt=ids + answered["token_ids"], max_tokens=0)
+    scored = live.http.post("/v1/completions", json=full).json()["choices"][0]
+    assert len(scored["logprobs"]["token_logprobs"]) == window
+    assert scored["logprobs"]["token_logprobs"] == answered["logprobs"]["token_logprobs"]
+    assert scored["logprobs"]["top_logprobs"] == answered["logprobs"]["top_logprobs"]

@@ -1,5 +1,6 @@
 """A whole router in one process: HTTP over ASGI in front, a scripted worker over gRPC behind."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,6 +19,7 @@ from space_router.api.service import Service
 from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
+from space_router.engine.queueing.admission import LoadFigures
 from space_router.metrics import Metrics
 from space_router.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
@@ -48,6 +50,22 @@ class Router:
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.service.metrics.value(name, **labels)
+
+    async def refuses(self, path: str, param: str, words: str, status: int = 400, **body: Any) -> None:
+        """A wrong field is named, in few words."""
+        answer = await self.post(path, **body)
+        shown = (str(body)[:200], answer.text)
+        assert answer.status_code == status, shown
+        assert answer.json()["error"]["param"] == param, shown
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert words in answer.json()["error"]["message"], shown
+        assert len(answer.content) < 1000
+
+    async def until(self, condition: Callable[[LoadFigures], object]) -> None:
+        """Let everything else run until a condition of the engine's load holds."""
+        async with asyncio.timeout(30):
+            while not condition(self.service.engine.load()):  # noqa: ASYNC110  none of the conditions is an event
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager

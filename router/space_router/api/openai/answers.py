@@ -89,17 +89,20 @@ StopReason = Annotated[
 TokenIds = list[Count]
 
 
-class CompletionChoice(ResponseModel):
+class _Choice(ResponseModel):
+    index: Count
+    token_ids: TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionChoice(_Choice):
     """One completion."""
 
-    index: Count
     text: str
     logprobs: CompletionLogprobLists | None
     finish_reason: FinishReason | None
     stop_reason: StopReason
-    token_ids: TokenIds | None = None
-    prompt_token_ids: TokenIds | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class _Response(ResponseModel):
@@ -137,25 +140,6 @@ class CompletionEvent(_Event):
     __doc__ = _Event.__doc__
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-
-
-class ModelCard(ResponseModel):
-    """A model, or an adapter that drafts for it."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: Count | None
-
-
-class ModelList(ResponseModel):
-    """`GET /v1/models`."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
 
 
 Byte = Annotated[int, Field(ge=0, le=255)]
@@ -207,17 +191,13 @@ class AnswerMessage(ResponseModel):
     tool_calls: list[MessageToolCall] | None = None
 
 
-class ChatChoice(ResponseModel):
+class ChatChoice(_Choice):
     """One answer."""
 
-    index: Count
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: StopReason
-    token_ids: TokenIds | None = None
-    prompt_token_ids: TokenIds | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletion(_WholeResponse):
@@ -251,17 +231,13 @@ class MessagePiece(ResponseModel):
     tool_calls: list[ToolCallPiece] | None = None
 
 
-class ChatPiece(ResponseModel):
+class ChatPiece(_Choice):
     """A piece of one answer."""
 
-    index: Count
     delta: MessagePiece
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: StopReason
-    token_ids: TokenIds | None = None
-    prompt_token_ids: TokenIds | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatEvent(_Event):

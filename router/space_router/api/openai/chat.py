@@ -1,29 +1,337 @@
 """`POST /v1/chat/completions`."""
 
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import ChoiceState, CompletedChoice
+from space_router.api.openai import fields
 from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
-from space_router.api.openai.conversation import PromptOptions
-from space_router.api.openai.conversation import prompt_text as prompt_text
-from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
-from space_router.api.openai.logprobs import chat_logprobs
-from space_router.api.openai.stream import OpenAIAnswer
-from space_router.api.openai.tools import ToolUse, tool_use
-from space_router.api.plan import GenerationPlan, PlannedChoice
-from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
+from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, Message, Tool, ToolChoice
+from space_router.api.openai.stream import OpenAIAnswer, chat_logprobs
+from space_router.api.request_builder import GenerationPlan, PlannedChoice, PromptOptions, RequestBuilder
+from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
+from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
+from space_router.http_server.body import short_repr
 from space_router.http_server.responses import in_thread_if_long, key_of
+from space_router.text import tool_calls
+from space_router.text.chat_template import ChatTemplate, Habits
 from space_router.text.text_stream import FinishReason, TextDelta
-from space_router.text.tokenizer import Tokenizer
-from space_router.text.tool_calls.parser import CallPiece, ToolCallReader
+from space_router.text.tool_calls import CallPiece, ToolCallReader, ToolFormat
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Options of a request for its prompt, besides the messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()  # in the form that templates expect
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # template variables by name
+
+    @classmethod
+    def of(cls, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> "TemplateOptions":
+        """Read the options of a body. Raises InvalidRequest if they contradict each other."""
+        if body.continue_final_message and body.add_generation_prompt:
+            raise InvalidRequest(
+                "`continue_final_message` and `add_generation_prompt` are both true: the prompt ends with the last "
+                "message or with the beginning of a new one. Set one of them.",
+                param="continue_final_message",
+            )
+        variables = dict(body.chat_template_kwargs or {})
+        effort = body.reasoning_effort
+        if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
+            raise InvalidRequest(
+                f'`reasoning_effort` is "{effort}", and `chat_template_kwargs` has another; give one.',
+                param="reasoning_effort",
+            )
+        return cls(
+            tools,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=bool(body.continue_final_message),
+            variables=variables,
+        )
+
+
+def template_for(builder: RequestBuilder, tools: Sequence[object]) -> ChatTemplate:
+    """Return the chat template for a request with these tools. Raises InvalidRequest if there is none."""
+    template = builder.text.chat_template
+    if template is None:
+        raise InvalidRequest(
+            f"`{builder.text.name}` has no chat template. Use /v1/completions, or start the server with "
+            "`--chat-template` (vicuna, llama-2, chatml, alpaca or a file).",
+            param="messages",
+            code="no_chat_template",
+        )
+    return template.of(tools)
+
+
+def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: TemplateOptions) -> str:
+    """Return the messages as rendered by the chat template. Raises InvalidRequest."""
+    template = template_for(builder, options.tools)
+    variables = {key: value for key, value in options.variables.items() if _is_heeded(template, key, value)}
+    if options.continue_final_message and not messages[-1].content:
+        raise InvalidRequest(
+            "`continue_final_message` needs a last message with `content` to continue.", param="continue_final_message"
+        )
+    return template.render(
+        _plain(messages, template.habits),
+        tools=options.tools,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final_message=options.continue_final_message,
+        variables=variables,
+    )
+
+
+def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
+    """Return whether a variable is passed to the template. Raises InvalidRequest if it would have no effect."""
+    if key in template.variables:
+        return True
+    if key == "reasoning_effort" and value == "none":
+        return False
+    names = ", ".join(sorted(template.variables)[:16]) or "none"
+    raise InvalidRequest(
+        f"{short_repr(key)} is no variable of this model's chat template, so that it would change nothing; its "
+        f"variables are: {names}. Leave it out.",
+        param="reasoning_effort" if key == "reasoning_effort" else "chat_template_kwargs",
+        code="unsupported_parameter",
+    )
+
+
+def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
+    """Return messages in the form that the template expects, without absent fields."""
+    names: dict[str, str] = {}  # function name by call id
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        one: dict[str, Any] = {"role": role, "content": _content(message, habits)}
+        if message.tool_calls:
+            one["tool_calls"] = [_call(call, habits) for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = message.tool_call_id
+        if (name := message.name or names.get(message.tool_call_id or "")) is not None:
+            one["name"] = name
+        plain.append(one)
+    return plain
+
+
+def _content(message: Message, habits: Habits) -> Any:
+    """Return the content as text, or as a list of parts if the template requires it."""
+    content = message.refusal or "" if message.content is None else message.content
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [part.refusal if isinstance(part, fields.RefusalPart) else part.text for part in content]
+    if habits.takes_text and (isinstance(content, str) or not habits.takes_parts):
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts if text or len(texts) > 1]
+
+
+def _call(call: fields.ToolCall, habits: Habits) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
+    arguments = text if habits.arguments_as_text else _parsed(text)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _parsed(text: str) -> Any:
+    """Return call arguments as an object, or unchanged if they are invalid, as in a truncated call."""
+    try:
+        arguments = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Validated tool use: the tools that the model sees and may call, and the grammar that enforces it."""
+
+    shown: tuple[Mapping[str, Any], ...] = ()  # tools passed to the chat template
+    names: frozenset[str] = frozenset()  # tools that the model may call
+    format: ToolFormat | None = None  # None: calls are not parsed
+    grammar: Grammar | None = None
+    markers: frozenset[int] = frozenset()  # special ids that the parser needs in the text
+
+    def reader(self) -> ToolCallReader | None:
+        """Return a parser for one text, or None if calls are not parsed."""
+        return None if self.format is None else ToolCallReader(self.format.form, self.names)
+
+    def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
+        """Return a call's id: reproducible for a request and seed, and unique within a conversation."""
+        place = f"{seed}/{choice.index}/{index}/".encode() + str(choice.prompt.ids).encode()
+        digest = hashlib.blake2b(place, digest_size=12).hexdigest()
+        return digest[:9] if self.format is not None and self.format.short_ids else f"call_{digest}"
+
+
+def tool_use(
+    builder: RequestBuilder, tools: Sequence[Tool], choice: ToolChoice | None, *, parallel: bool, answer: Grammar | None
+) -> ToolUse:
+    """Validate tools and tool_choice. `answer`: grammar of an answer without a call. Raises InvalidRequest."""
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("`tool_choice` asks for a call, and there are no `tools`.", param="tool_choice")
+        return ToolUse(grammar=answer)
+    functions = _functions(tools)
+    mode, callable_ = _chosen(choice, list(functions))
+    if mode == "none":
+        return ToolUse(grammar=answer)
+    template = template_for(builder, tools)
+    if not template.habits.takes_tools:
+        raise InvalidRequest(
+            f"The chat template ({template.name}) does not show tools to the model. Start the server with "
+            "`--chat-template chatml` or a file with a template that does, or leave `tools` out.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    known = _format(builder, template.source)
+    called = [functions[name] for name in callable_]
+    markers = (_special_id(builder, text) for text in (known.markers if known else ()))
+    return ToolUse(
+        shown=tuple(_shown(tool) for tool in tools),
+        names=frozenset(callable_),
+        format=known,
+        grammar=_grammar(builder, known, called, mode, parallel=parallel, answer=answer),
+        markers=frozenset(id_ for id_ in markers if id_ is not None),
+    )
+
+
+def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
+    functions = {tool.function.name: tool for tool in tools}
+    if len(functions) < len(tools):
+        raise InvalidRequest("`tools` has two functions of one name; names must differ.", param="tools")
+    for place, tool in enumerate(tools):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise InvalidRequest(
+                f"`tools.{place}.function.parameters` must be a JSON schema of the type object; got the type "
+                f"{short_repr((tool.function.parameters or {})['type'])}.",
+                param="tools",
+            )
+    return functions
+
+
+def _chosen(choice: ToolChoice | None, names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the mode (none, auto, required or named) and the tools that may be called."""
+    match choice:
+        case fields.NamedTool():
+            mode, wanted = "named", [choice.function.name]
+        case fields.AllowedToolChoice():
+            allowed = choice.allowed_tools
+            mode, wanted = allowed.mode, list(dict.fromkeys(tool.function.name for tool in allowed.tools))
+        case _:
+            return choice or "auto", list(names)
+    if unknown := [name for name in wanted if name not in names]:
+        raise InvalidRequest(
+            f"`tool_choice` names {short_repr(unknown[0])}, which is none of `tools`: {short_repr(', '.join(names))}.",
+            param="tool_choice",
+        )
+    return mode, wanted
+
+
+def _shown(tool: Tool) -> Mapping[str, Any]:
+    """Return a tool as models are trained to see it: without OpenAI's `strict`, always with parameters."""
+    function = tool.function
+    described = {} if function.description is None else {"description": function.description}
+    return {"type": "function", "function": {"name": function.name, **described, "parameters": _schema(tool)}}
+
+
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    """Return the JSON schema of a tool's arguments, always an object."""
+    schema = tool.function.parameters
+    return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
+
+
+def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
+    """Return the tool call format, or None if the server's flags turn parsing off. Raises InvalidRequest."""
+    match builder.config.tool_call_parser:
+        case "off":
+            return None
+        case "auto":
+            known = tool_calls.recognised(template)
+        case name:
+            known = tool_calls.named(name, template)
+    if known is None:
+        raise InvalidRequest(
+            "The chat template tells of no format of tool calls that is known here. Start the server with "
+            f"`--tool-call-parser` ({', '.join(tool_calls.FORMATS)}, or off to leave calls in the text).",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return known
+
+
+def _special_id(builder: RequestBuilder, text: str) -> int | None:
+    """Return the id of a special token, or None for other text."""
+    id_ = builder.text.tokenizer.token_to_id(text)
+    return id_ if id_ in builder.text.tokenizer.special_ids else None
+
+
+def _grammar(
+    builder: RequestBuilder,
+    known: ToolFormat | None,
+    tools: Sequence[Tool],
+    mode: str,
+    *,
+    parallel: bool,
+    answer: Grammar | None,
+) -> Grammar | None:
+    """Return the grammar of the output, or None if it is not constrained. Raises InvalidRequest."""
+    strict = any(tool.function.strict for tool in tools)
+    if mode == "auto" and parallel and not strict and (answer is None or known is None):
+        return answer
+    param = "tool_choice" if mode != "auto" else "tools" if strict else "parallel_tool_calls" if not parallel else ""
+    if known is None or known.layout is None:
+        what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
+        raise InvalidRequest(
+            f"With {what} the model cannot be made to call tools in one way or another. Leave out `tool_choice` (or "
+            'send "auto"), `strict`, `parallel_tool_calls` and `response_format` beside `tools`.',
+            param=param or "response_format",
+            code="unsupported_parameter",
+        )
+    schemas = {
+        tool.function.name: _schema(tool) if mode != "auto" or tool.function.strict else {"type": "object"}
+        for tool in tools
+    }
+    special_id = partial(_special_id, builder)
+    if mode != "auto":
+        if answer is not None:
+            raise InvalidRequest(
+                '`tool_choice` asks for a call, and `response_format` for an answer. Send `tool_choice` "auto" or '
+                '"none", or leave `response_format` out.',
+                param="response_format",
+            )
+        many = parallel and mode != "named"
+        return Grammar("lark", tool_calls.calls_only(known.layout, schemas, special_id, many=many))
+    written = tool_calls.calls_or(_schema_of(answer, known), known.layout, schemas, special_id, many=parallel)
+    return Grammar("lark", written)
+
+
+def _schema_of(answer: Grammar | None, known: ToolFormat) -> Mapping[str, Any] | None:
+    """Return the JSON schema of an answer without a call, or None."""
+    if answer is None:
+        return None
+    if known.layout is None or not known.layout.trigger or answer.kind not in ("json_schema", "json_object"):
+        raise InvalidRequest(
+            f"A structured answer beside tools must be JSON, and calls must begin with a marker; got {answer.kind} and "
+            f'the format of tool calls {known.name}. Send `tool_choice` "none" or "required".',
+            param="response_format",
+            code="unsupported_parameter",
+        )
+    schema: Mapping[str, Any] = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.source)
+    return schema
 
 
 def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
@@ -36,13 +344,13 @@ def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
                 param=old,
                 code="unsupported_parameter",
             )
-    return tool_use(builder, body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls is not False,
-                    answer=body.wanted_grammar())  # fmt: skip
+    parallel = body.parallel_tool_calls is not False
+    return tool_use(builder, body.tools or (), body.tool_choice, parallel=parallel, answer=body.wanted_grammar())
 
 
 def conversation_text(builder: RequestBuilder, body: ChatBody) -> str:
     """Return the request's messages and tools as rendered by the chat template. Raises InvalidRequest."""
-    return prompt_text(builder, body.messages, PromptOptions.of(body, tools_of(builder, body).shown))
+    return prompt_text(builder, body.messages, TemplateOptions.of(body, tools_of(builder, body).shown))
 
 
 def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) -> GenerationPlan:
@@ -60,20 +368,15 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
     if max_tokens == 0:
         raise InvalidRequest(f"`{limit_param}` must be at least 1; got 0.", param=limit_param)
     tools = tools_of(builder, body) if tools is None else tools
-    prompt = builder.prompt(
-        prompt_text(builder, body.messages, PromptOptions.of(body, tools.shown)),
-        add_special_tokens=bool(body.add_special_tokens),  # the template already writes special tokens
-        truncate=body.truncate_prompt_tokens,
-        param="messages",
-        max_tokens=max_tokens or 1,
-    )
-    shown = body.n or 1
+    text = prompt_text(builder, body.messages, TemplateOptions.of(body, tools.shown))
+    special = bool(body.add_special_tokens)  # the template already writes special tokens
+    prompt = builder.prompt(text, PromptOptions("messages", special, body.truncate_prompt_tokens, max_tokens or 1))
     wanted = common_parameters(
         body,
         max_tokens=max_tokens,
         limit_param=limit_param,
-        num_choices=shown,
-        num_shown=shown,
+        num_choices=body.n or 1,
+        num_shown=body.n or 1,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         num_prompt_logprobs=body.prompt_logprobs,
         adapter=adapter,
@@ -85,18 +388,15 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
 
 
 @dataclass
-class ChatShape:
-    """Builds the choices of a chat completion."""
+class ChatAnswer(OpenAIAnswer):
+    """The response to a chat completion."""
 
-    tokenizer: Tokenizer
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
     body: ChatBody
-    plan: GenerationPlan
     tools: ToolUse
-    object: str = "chat.completion"
-    chunk_object: str = "chat.completion.chunk"
     _readers: dict[int, ToolCallReader | None] = field(default_factory=dict)  # by index of streamed choice
 
-    def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
+    def choice(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         progress = written.progress
         message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
         body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
@@ -138,7 +438,7 @@ class ChatShape:
 
     def _reason(self, reader: ToolCallReader, finish: FinishReason | None) -> dict[str, Any]:
         ended = finish in (FinishReason.EOS, FinishReason.STOP)
-        called = ended and reader.num_calls and reader.is_whole  # an incomplete call must not be executed
+        called = ended and reader.output.num_calls and reader.output.is_whole  # an incomplete call must not be executed
         return {"finish_reason": "tool_calls"} if called else {}
 
     def _logprobs(self, tokens: Any) -> dict[str, Any] | None:
@@ -148,13 +448,9 @@ class ChatShape:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post(
-        "/v1/chat/completions",
-        openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
-        responses=describe_responses(
-            ChatCompletion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ChatEvent, done=True
-        ),
-    )
+    answers = describe_responses(ChatCompletion, errors=OpenAIError, event=ChatEvent, done=True, statuses=STATUSES)
+
+    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatBody, CHAT_NEUTRAL), responses=answers)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
@@ -162,8 +458,7 @@ def routes(service: Service) -> APIRouter:
         tools = tools_of(builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
         made = await in_thread_if_long(size, plan, builder, body, tools)
-        shape = ChatShape(service.text.tokenizer, body, made, tools)
-        reply = OpenAIAnswer(shape, made, service.name_of(made), body)
+        reply = ChatAnswer(service.text.tokenizer, body, made, service.name_of(made), tools)
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

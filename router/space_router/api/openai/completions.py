@@ -9,20 +9,16 @@ from starlette.responses import Response
 from space_router.api.generation import ChoiceState, CompletedChoice
 from space_router.api.openai.answers import Completion, CompletionEvent
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody, GenerationFields
-from space_router.api.openai.logprobs import CompletionLogprobs, Echo
-from space_router.api.openai.stream import OpenAIAnswer
-from space_router.api.plan import GenerationPlan, Parameters
-from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
+from space_router.api.openai.stream import CompletionLogprobs, Echo, OpenAIAnswer
+from space_router.api.request_builder import GenerationPlan, Parameters, PromptOptions, RequestBuilder
+from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.responses import in_thread_if_long, key_of
 from space_router.text.text_stream import TextDelta
-from space_router.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def common_parameters(body: GenerationFields, **rest: Any) -> Parameters:
@@ -45,17 +41,13 @@ def plan(builder: RequestBuilder, body: CompletionBody, grammar: Grammar | None 
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest("`max_tokens` must be at least 1 (0 goes with `echo` only); got 0.", param="max_tokens")
     if body.suffix and body.echo and body.logprobs is not None:
-        raise InvalidRequest("`echo` with `logprobs` does not go with `suffix`: the prompt is not read in its order.",
-                             param="echo")  # fmt: skip
+        message = "`echo` with `logprobs` does not go with `suffix`: the prompt is not read in its order."
+        raise InvalidRequest(message, param="echo")
     infill = builder.infill(body.suffix)
-    prompts = builder.prompts(
-        body.prompt,
-        add_special_tokens=body.add_special_tokens is not False,
-        truncate=body.truncate_prompt_tokens,
-        param="prompt",
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        infill=infill,
-    )
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    special = body.add_special_tokens is not False
+    options = PromptOptions("prompt", special, body.truncate_prompt_tokens, max_tokens)
+    prompts = builder.prompts(body.prompt, options, infill)
     echoed = body.logprobs if body.echo else None
     asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
     wanted = common_parameters(
@@ -73,17 +65,14 @@ def plan(builder: RequestBuilder, body: CompletionBody, grammar: Grammar | None 
 
 
 @dataclass
-class CompletionShape:
-    """Builds the choices of a completion."""
+class CompletionAnswer(OpenAIAnswer):
+    """The response to a completion."""
 
-    tokenizer: Tokenizer
+    object = chunk_object = "text_completion"
     body: CompletionBody
-    plan: GenerationPlan
-    object: str = "text_completion"
-    chunk_object: str = "text_completion"
     _echoes: dict[int, Echo] = field(default_factory=dict)  # by index of streamed choice
 
-    def whole(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
+    def choice(self, written: CompletedChoice, prompt: CompletedChoice) -> dict[str, Any]:
         choice = written.progress.choice
         echo = choice.prompt.text if self.body.echo else ""
         text, tokens = (written.text, written.tokens) if self.plan.answered else ("", [])
@@ -115,20 +104,15 @@ class CompletionShape:
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post(
-        "/v1/completions",
-        openapi_extra=json_body(CompletionBody, COMPLETION_NEUTRAL),
-        responses=describe_responses(
-            Completion, errors=OpenAIError, statuses=OPENAI_STATUSES, event=CompletionEvent, done=True
-        ),
-    )
+    answers = describe_responses(Completion, errors=OpenAIError, event=CompletionEvent, done=True, statuses=STATUSES)
+
+    @router.post("/v1/completions", openapi_extra=json_body(CompletionBody, COMPLETION_NEUTRAL), responses=answers)
     async def completions(request: Request) -> Response:
         """Continue a text."""
         body, size = await service.read(request, CompletionBody, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
         made = await in_thread_if_long(size, plan, service.builder(key_of(request)), body, grammar)
-        shape = CompletionShape(service.text.tokenizer, body, made)
-        reply = OpenAIAnswer(shape, made, service.name_of(made), body)
+        reply = CompletionAnswer(service.text.tokenizer, body, made, service.name_of(made))
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

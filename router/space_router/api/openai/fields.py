@@ -1,4 +1,4 @@
-"""Fields of `/v1/completions` and `/v1/chat/completions`; `request_builder` checks limits that depend on the model."""
+"""Request fields of the OpenAI routes; `request_builder` checks limits that depend on the model."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from space_router.api.grammar_fields import GrammarFields
+from space_router.api.grammar_fields import GrammarFields, JsonSchemaFormat, ResponseFormat
 from space_router.http_server.body import Body
 
 # Known fields of OpenAI and of other servers that this server does not support, with the values that mean "off".
@@ -38,7 +38,7 @@ def _few_entries(value: Any) -> Any:
     return value
 
 
-def _not_zero(value: int) -> int:
+def _is_not_zero(value: int) -> int:
     if value == 0:
         raise ValueError("must be at least 1, or -1 for as many as there is room for")
     return value
@@ -49,19 +49,10 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 
 # Validated in `request_builder`, so that an error names only one of many invalid parts.
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP}, {"type": "null"}]})]
+_PROMPTS = [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]
+_PROMPTS += [_IDS, {"type": "array", "items": _IDS, "minItems": 1}]
 PromptValue = Annotated[
-    Any,
-    Field(description="a text, several, token ids, or several lists of them"),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                _IDS,
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ]
-        }
-    ),
+    Any, Field(description="a text, several, token ids, or several lists of them"), WithJsonSchema({"anyOf": _PROMPTS})
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count20 = Annotated[int, Field(ge=0, le=20)]
@@ -85,6 +76,9 @@ class TextPart(Body):
     text: str
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class PredictedOutput(Body):
     """What the client expects most of the answer to be: drafted from where the answer agrees."""
 
@@ -100,16 +94,14 @@ class PredictedOutput(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(GrammarFields):
-    """What /v1/completions and /v1/chat/completions have in common."""
+class SamplingFields(Body):
+    """What all OpenAI routes have in common."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stream: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     stop: Stop = None
-    include_stop_str_in_output: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -118,6 +110,20 @@ class GenerationFields(GrammarFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+
+class GenerationFields(SamplingFields, GrammarFields):
+    """What /v1/completions and /v1/chat/completions have in common."""
+
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)
     ] | None = None  # fmt: skip
@@ -126,21 +132,14 @@ class GenerationFields(GrammarFields):
     ] | None = None  # fmt: skip
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Count20 | None = None
     prediction: PredictedOutput | None = None
-    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[
-        int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
+        int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_is_not_zero)
     ] | None = None  # fmt: skip
 
 
@@ -305,6 +304,10 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
+ToolChoice = str | NamedTool | AllowedToolChoice
+"""none, auto, required, one tool, or some of them."""
+
+
 class ChatBody(GenerationFields):
     """`POST /v1/chat/completions`."""
 
@@ -324,4 +327,211 @@ class ChatBody(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
+
+
+# Known fields that this server does not support, with the values that mean "off".
+RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "truncation": ("disabled",),
+    "max_tool_calls": (), "prompt_cache_retention": (), "moderation": (),
+}  # fmt: skip
+
+
+class InputTextPart(Body):
+    """Text, as it goes in or as it came out."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None  # returned with it earlier; has no effect
+
+
+class InputRefusalPart(RefusalPart):
+    """Why an earlier message did not answer."""
+
+
+Status = Literal["in_progress", "completed", "incomplete"] | None
+InputPart = Annotated[InputTextPart | InputRefusalPart, Field(discriminator="type")]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class InputMessage(Body):
+    """A message."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Annotated[Annotated[str, Tag("text")] | Annotated[InputParts, Tag("parts")], TEXT_OR_PARTS]
+    id: str | None = None
+    status: Status = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text if isinstance(part, InputTextPart) else part.refusal for part in self.content)
+
+
+class FunctionCallItem(Body):
+    """A call that the model made earlier."""
+
+    type: Literal["function_call"]
+    call_id: ToolCallId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str
+    id: str | None = None
+    status: Status = None
+
+
+class FunctionCallOutput(Body):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: ToolCallId
+    output: Annotated[
+        Annotated[str, Tag("text")] | Annotated[list[InputTextPart], Field(fail_fast=True), Tag("parts")], TEXT_OR_PARTS
+    ]
+    id: str | None = None
+    status: Status = None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(lambda value: str(value.get("type") or "message") if isinstance(value, dict) else "message"),
+]
+
+
+class TextFormat(JsonSchemaFormat):
+    """What the text of the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    def chat_format(self) -> ResponseFormat:
+        """The same as `response_format` says it."""
+        return ResponseFormat(type=self.type, json_schema=self if self.type == "json_schema" else None)
+
+
+class TextOptions(Body):
+    """About the text of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """How much to think, for templates that know."""
+
+    effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
+class ResponseTool(Body):
+    """A function the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments")
+    strict: bool | None = None
+
+    def chat_tool(self) -> Tool:
+        return Tool(type="function", function=FunctionDefinition(**self.model_dump(exclude={"type"})))
+
+
+class NamedFunction(Body):
+    """One of the functions."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+    def chat_tool(self) -> NamedTool:
+        return NamedTool(type="function", function=FunctionReference(name=self.name))
+
+
+class AllowedFunctions(Body):
+    """Some of the functions, and whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class ResponseStreamOptions(Body):
+    """What else a stream carries: nothing yet."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+InputItems = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
+
+
+class ResponseBody(SamplingFields):
+    """`POST /v1/responses`; sampling and scheduling as chat completions have them."""
+
+    input: Annotated[Annotated[str, Tag("text")] | Annotated[InputItems, Tag("parts")], TEXT_OR_PARTS]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top_logprobs: Count20 | None = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+        Field(fail_fast=True, max_length=16, description="reasoning is never given, so that it has no content"),
+    ] | None = None  # fmt: skip
+    stream_options: ResponseStreamOptions | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
+        | None
+    ) = None  # fmt: skip
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        return [tool.chat_tool() for tool in self.tools or ()]
+
+    @property
+    def chat_choice(self) -> ToolChoice | None:
+        match self.tool_choice:
+            case NamedFunction():
+                return self.tool_choice.chat_tool()
+            case AllowedFunctions():
+                tools = [tool.chat_tool() for tool in self.tool_choice.tools]
+                allowed = AllowedTools(mode=self.tool_choice.mode, tools=tools)
+                return AllowedToolChoice(type="allowed_tools", allowed_tools=allowed)
+            case choice:
+                return choice
+
+    def messages(self) -> list[Message]:
+        """Return instructions and input as chat messages; calls are part of the preceding assistant message."""
+        items: list[InputMessage | FunctionCallItem | FunctionCallOutput]
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
+        system = [self.instructions] if self.instructions else []
+        while system and items and isinstance(items[0], InputMessage) and items[0].role in ("system", "developer"):
+            system.append(items[0].text)
+            del items[0]
+        messages = [Message(role="system", content="\n\n".join(system))] if system else []
+        for item in items:
+            match item:
+                case InputMessage():
+                    messages.append(Message(role=item.role, content=item.text))
+                case FunctionCallOutput():
+                    output = item.output if isinstance(item.output, str) else "".join(one.text for one in item.output)
+                    messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+                case FunctionCallItem():
+                    call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+                    if messages and messages[-1].role == "assistant":
+                        assistant = messages.pop()
+                    else:
+                        assistant = Message(role="assistant", content="")
+                    calls = [*(assistant.tool_calls or ()), call]
+                    messages.append(Message(role="assistant", content=assistant.content, tool_calls=calls))
+        return messages

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -10,23 +10,20 @@ from typing import Any, TypeAlias
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from space_router.api.generation import Generation
+from space_router.api.generation import Generation, statistics, usage
 from space_router.api.openai.answers import ResponseEvent, ResponseObject
-from space_router.api.openai.conversation import PromptOptions, prompt_text
-from space_router.api.openai.logprobs import chat_logprobs
-from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
-from space_router.api.openai.tools import ToolUse, tool_use
-from space_router.api.plan import GenerationPlan, Parameters
-from space_router.api.request_builder import RequestBuilder
-from space_router.api.schema import OPENAI_STATUSES, OpenAIError, describe_responses, json_body
+from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, tool_use
+from space_router.api.openai.fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.stream import chat_logprobs
+from space_router.api.request_builder import GenerationPlan, Parameters, PromptOptions, RequestBuilder
+from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
-from space_router.api.usage import statistics, usage
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import read_object, short_repr, validate
 from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long, key_of
-from space_router.text.text_stream import FinishReason, TextDelta
+from space_router.text.text_stream import FinishReason
 from space_router.text.tokenizer import Tokenizer
-from space_router.text.tool_calls.parser import CallPiece
+from space_router.text.tool_calls import CallPiece
 
 Event: TypeAlias = dict[str, Any]
 """An event without its sequence number."""
@@ -45,23 +42,21 @@ class OutputItems:
         """Add text to the open message, or begin one."""
         if not (self._open and self.items[-1]["type"] == "message"):
             yield from self.close()
-            item = {"type": "message", "id": self._id("msg"), "status": "in_progress", "role": "assistant"}
-            yield from self._add({**item, "content": []})
+            yield from self._add("message", "msg", role="assistant", content=[])
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield self._part_event("response.content_part.added", part=part)
+            yield self._event("response.content_part.added", content_index=0, part=part)
             self.items[-1]["content"].append(part)
         part = self.items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def call(self, piece: CallPiece) -> Iterator[Event]:
         """Add a piece of a call."""
         if piece.name is not None:
             yield from self.close()
-            item = {"type": "function_call", "id": self._id("fc"), "status": "in_progress", "name": piece.name}
             call_id = self.tools.call_id(self.plan.seed, self.plan.choices[0], piece.index)
-            yield from self._add({**item, "call_id": call_id, "arguments": ""})
+            yield from self._add("function_call", "fc", name=piece.name, call_id=call_id, arguments="")
         if piece.arguments:
             self.items[-1]["arguments"] += piece.arguments
             yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
@@ -74,29 +69,23 @@ class OutputItems:
         item = self.items[-1]
         if item["type"] == "message":
             part = item["content"][0]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            yield self._part_event("response.output_text.done", **done)
-            yield self._part_event("response.content_part.done", part=part)
+            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **done)
+            yield self._event("response.content_part.done", content_index=0, part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **done)
         item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _add(self, item: dict[str, Any]) -> Iterator[Event]:
-        self.items.append(item)
+    def _add(self, kind: str, prefix: str, **values: Any) -> Iterator[Event]:
+        digest = hashlib.blake2b(f"{self.plan.request_id}/{len(self.items)}".encode(), digest_size=16).hexdigest()
+        self.items.append({"type": kind, "id": f"{prefix}_{digest}", "status": "in_progress", **values})
         self._open = True
-        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**item}}
+        yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": {**self.items[-1]}}
 
     def _event(self, kind: str, **values: Any) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **values}
-
-    def _part_event(self, kind: str, **values: Any) -> Event:
-        return self._event(kind, content_index=0, **values)
-
-    def _id(self, prefix: str) -> str:
-        digest = hashlib.blake2b(f"{self.plan.request_id}/{len(self.items)}".encode(), digest_size=16).hexdigest()
-        return f"{prefix}_{digest}"
 
 
 _PARAMS = {
@@ -106,26 +95,19 @@ _PARAMS = {
 """Names of chat completion fields in this API."""
 
 
-@dataclass(frozen=True)
-class Notes:
-    """Fields that are returned unchanged with the response and have no other effect."""
-
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Notes":
-        """Raises InvalidRequest."""
-        metadata = values.get("metadata") or {}
-        fits = isinstance(metadata, dict) and len(metadata) <= 16
-        if not fits or not all(
-            isinstance(value, str) and len(key) <= 64 and len(value) <= 512 for key, value in metadata.items()
-        ):
-            raise InvalidRequest(
-                "`metadata` must have at most 16 texts of at most 512 characters, by names of at most 64; got "
-                f"{short_repr(metadata)}.",
-                param="metadata",
-            )
-        return cls(metadata)
+def metadata_of(values: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return a body's `metadata`: returned unchanged with the response, without any other effect."""
+    metadata = values.get("metadata") or {}
+    fits = isinstance(metadata, dict) and len(metadata) <= 16
+    if not fits or not all(
+        isinstance(value, str) and len(key) <= 64 and len(value) <= 512 for key, value in metadata.items()
+    ):
+        raise InvalidRequest(
+            "`metadata` must have at most 16 texts of at most 512 characters, by names of at most 64; got "
+            f"{short_repr(metadata)}.",
+            param="metadata",
+        )
+    return dict(metadata)
 
 
 def tools_of(builder: RequestBuilder, body: ResponseBody) -> ToolUse:
@@ -149,12 +131,8 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    prompt = builder.prompt(
-        prompt_text(builder, body.messages(), PromptOptions(tools.shown, variables=variables)),
-        add_special_tokens=False,  # the template already writes special tokens
-        truncate=None,
-        param="input",
-    )
+    text = prompt_text(builder, body.messages(), TemplateOptions(tools.shown, variables=variables))
+    prompt = builder.prompt(text, PromptOptions("input"))
     same = Parameters.__dataclass_fields__.keys() & ResponseBody.model_fields.keys()
     wanted = Parameters(
         **{name: getattr(body, name) for name in same},
@@ -175,7 +153,7 @@ class ResponseAnswer:
 
     tokenizer: Tokenizer
     body: ResponseBody
-    notes: Notes
+    metadata: Mapping[str, str]
     plan: GenerationPlan
     tools: ToolUse
     model: str
@@ -217,30 +195,35 @@ class ResponseAnswer:
         logprobs: list[dict[str, Any]] = []
         yield {"type": "response.created", "response": self._response("in_progress", [])}
         yield {"type": "response.in_progress", "response": self._response("in_progress", [])}
-        async for delta in _deltas(running):
+        deltas = (delta async for step in running.steps() for _, delta in step)  # of the only choice
+        async for delta in deltas:
             finish = delta.finish
             if self.body.wants_logprobs:
                 logprobs += chat_logprobs(self.tokenizer, delta.tokens)["content"]
             parts = (delta.text,) if reader is None else reader.push(delta.text, ended=finish is not None).parts
             for part in parts:
-                if not isinstance(part, str):
-                    for event in output.call(part):
+                if part:
+                    for event in output.text(part, logprobs) if isinstance(part, str) else output.call(part):
                         yield event
-                elif part:
-                    for event in output.text(part, logprobs):
-                        yield event
+                if part and isinstance(part, str):
                     logprobs = []
         if not output.items or logprobs:
             for event in output.text("", logprobs):
                 yield event
-        whole = finish is not FinishReason.LENGTH and (reader is None or reader.is_whole)
+        whole = finish is not FinishReason.LENGTH and (reader is None or reader.output.is_whole)
         status = "completed" if whole else "incomplete"
         for event in output.close(status):
             yield event
-        response = self._response(status, output.items) | {
-            "usage": _usage(usage(self.plan, running.choices)),
-            "spaceserve": statistics(self.plan, running.choices),
+        response = self._response(status, output.items)
+        figures = usage(self.plan, running.choices)
+        response["usage"] = {
+            "input_tokens": figures["prompt_tokens"],
+            "input_tokens_details": {**figures["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": figures["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": figures["total_tokens"],
         }
+        response["spaceserve"] = statistics(self.plan, running.choices)
         if finish is FinishReason.LENGTH:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if whole:
@@ -248,8 +231,9 @@ class ResponseAnswer:
         yield {"type": f"response.{status}", "response": response}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        request, body = self.plan.choices[0].request, self.body
+        sampling, body = self.plan.choices[0].request.sampling, self.body
         form = None if body.text is None or body.text.format is None else body.text.format
+        choice = body.tool_choice or "auto"
         return {
             "id": self.plan.request_id,
             "object": "response",
@@ -268,52 +252,28 @@ class ResponseAnswer:
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": request.sampling.temperature,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": _plain(body.tool_choice) or "auto",
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": request.sampling.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
-            "metadata": dict(self.notes.metadata),
+            "metadata": self.metadata,
         }
-
-
-def _plain(choice: Any) -> Any:
-    return choice if choice is None or isinstance(choice, str) else choice.model_dump()
-
-
-async def _deltas(running: Generation) -> AsyncIterator[TextDelta]:
-    """Yield the deltas of the only choice."""
-    async for step in running.steps():
-        for _, delta in step:
-            yield delta
-
-
-def _usage(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `usage` with the field names of the Responses API."""
-    return {
-        "input_tokens": figures["prompt_tokens"],
-        "input_tokens_details": {**figures["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": figures["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": figures["total_tokens"],
-    }
 
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
-    @router.post(
-        "/v1/responses",
-        openapi_extra=json_body(ResponseBody, RESPONSE_NEUTRAL),
-        responses=describe_responses(ResponseObject, errors=OpenAIError, statuses=OPENAI_STATUSES, event=ResponseEvent),
-    )
+    answers = describe_responses(ResponseObject, errors=OpenAIError, event=ResponseEvent, statuses=STATUSES)
+
+    @router.post("/v1/responses", openapi_extra=json_body(ResponseBody, RESPONSE_NEUTRAL), responses=answers)
     async def responses(request: Request) -> Response:
         """Answer an input, in OpenAI's newer API."""
         received = await read_object(request, service.config)
-        notes = Notes.of(received.values)
+        metadata = metadata_of(received.values)
         body = validate(ResponseBody, received.values, RESPONSE_NEUTRAL)
         builder = service.builder(key_of(request))
         try:
@@ -323,7 +283,7 @@ def routes(service: Service) -> APIRouter:
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise
-        reply = ResponseAnswer(service.text.tokenizer, body, notes, made, tools, service.name_of(made))
+        reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, service.name_of(made))
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

@@ -1,4 +1,4 @@
-"""Operator routes: health, readiness, version, metrics, load, info, and cancelling requests."""
+"""What the server is and does: models, health, metrics, load, info; cancelling requests and restarting workers."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -7,11 +7,10 @@ from pydantic import Field
 from space_common.version import version
 from starlette.responses import Response
 
-from space_router.api.request_builder import choice_id, max_forced_drafts
+from space_router.api.request_builder import choice_id, max_forced_drafts, model_not_found
 from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
-from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.workers.worker_connection import WorkerConnection
 from space_router.engine.workers.worker_pool import FINISH_SECONDS
 from space_router.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unavailable
@@ -19,8 +18,6 @@ from space_router.http_server.body import Body, short_repr
 from space_router.http_server.responses import json_response, key_of
 
 VERSION = version()
-
-
 StepCostSource = Literal["file", "measured", "learned"]
 
 
@@ -154,6 +151,54 @@ class Info(ResponseModel):
     ready: bool
 
 
+class ModelCard(ResponseModel):
+    """A model, or an adapter that drafts for it."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count | None
+
+
+class ModelList(ResponseModel):
+    """`GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+def model_routes(service: Service) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    def cards() -> dict[str, dict[str, Any]]:
+        """Return the cards by name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
+        facts, name = service.engine.facts, service.text.name
+        card = {"object": "model", "created": service.created, "owned_by": "spaceserve"}
+        card |= {"max_model_len": None if facts is None else facts.window}
+        folders = dict(service.config.adapter)
+        adapters = {one: card | {"id": one, "root": folders.get(one, one), "parent": name} for one in service.adapters}
+        return {name: card | {"id": name, "root": service.config.model, "parent": None}, **adapters}
+
+    @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))
+    async def models() -> Response:
+        """All models served here."""
+        return json_response({"object": "list", "data": list(cards().values())})
+
+    @router.get("/v1/models/{name:path}", responses=describe_responses(ModelCard, errors=OpenAIError, statuses=(404,)))
+    async def model(name: str) -> Response:
+        """One model."""
+        known = cards()
+        name = name.removeprefix(f"{service.text.name}:")
+        if name not in known:
+            raise model_not_found(name, list(known))
+        return json_response(known[name])
+
+    return router
+
+
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["operating"])
 
@@ -197,9 +242,9 @@ def routes(service: Service) -> APIRouter:
         figures = service.engine.load()
         return json_response({name: getattr(figures, name) for name in figures.__dataclass_fields__})
 
-    @router.delete(
-        "/v1/requests/{request_id}", responses=describe_responses(Cancelled, errors=OpenAIError, statuses=(404,))
-    )
+    cancelled = describe_responses(Cancelled, errors=OpenAIError, statuses=(404,))
+
+    @router.delete("/v1/requests/{request_id}", responses=cancelled)
     async def cancel(request: Request, request_id: str) -> Response:
         """End a request by the id it was given (`request_id`, header `x-request-id`), with all its choices.
 
@@ -224,6 +269,9 @@ def describe(service: Service) -> dict[str, Any]:
     config, facts = service.config, service.engine.facts
     window = None if facts is None else facts.window
     num_workers = len(service.engine.connections)
+    step_costs = None
+    if facts is not None and facts.step_cost_source in get_args(StepCostSource):  # some workers do not report it
+        step_costs = {"source": facts.step_cost_source, "reason": facts.step_cost_reason or None}
     return {
         "model_id": service.text.name,
         "model_sha": None if facts is None else facts.model_hash,
@@ -253,7 +301,7 @@ def describe(service: Service) -> dict[str, Any]:
             "max_request": None if facts is None else max_forced_drafts(config, facts),
             "draft_head": None if facts is None else facts.has_draft_head,
         },
-        "step_costs": None if facts is None else _step_costs(facts),
+        "step_costs": step_costs,
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
@@ -262,13 +310,6 @@ def describe(service: Service) -> dict[str, Any]:
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,
     }
-
-
-def _step_costs(facts: WorkerModelFacts) -> dict[str, str | None] | None:
-    """Return the origin of a worker's step cost estimates, or None if the worker does not report it."""
-    if facts.step_cost_source not in get_args(StepCostSource):
-        return None
-    return {"source": facts.step_cost_source, "reason": facts.step_cost_reason or None}
 
 
 class RestartBody(Body):
@@ -286,16 +327,21 @@ class RestartBody(Body):
 def worker_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["operating"])
 
+    def state() -> Response:
+        restart = service.restart
+        progress = {"state": restart.state.value, "num_done": restart.num_done, "num_wanted": restart.num_wanted}
+        workers = [_describe_worker(connection) for connection in service.engine.connections]
+        return json_response({"workers": workers, "restart": {**progress, "error": restart.error or None}})
+
     @router.get("/workers", responses=describe_responses(Workers, errors=OpenAIError))
     async def workers() -> Response:
         """Every worker, and how far a rolling restart is."""
-        return json_response(describe_workers(service))
+        return state()
 
-    @router.post(
-        "/workers/restart",
-        responses=describe_responses(Workers, errors=OpenAIError, statuses=(400, 403, 408, 409, 413, 415, 499, 503)),
-        openapi_extra=json_body(RestartBody),
-    )
+    statuses = (400, 403, 408, 409, 413, 415, 499, 503)
+    restarted = describe_responses(Workers, errors=OpenAIError, statuses=statuses)
+
+    @router.post("/workers/restart", responses=restarted, openapi_extra=json_body(RestartBody))
     async def restart(request: Request) -> Response:
         """Restart workers one after the other without losing a stream; GET /workers says how far it is.
 
@@ -316,23 +362,9 @@ def worker_routes(service: Service) -> APIRouter:
             if refused.is_busy:
                 raise Conflict(str(refused), code="restart_under_way") from refused
             raise InvalidRequest(str(refused), param="workers") from refused
-        return json_response(describe_workers(service))
+        return state()
 
     return router
-
-
-def describe_workers(service: Service) -> dict[str, Any]:
-    """Return the body of `GET /workers`."""
-    restart = service.restart
-    return {
-        "workers": [_describe_worker(connection) for connection in service.engine.connections],
-        "restart": {
-            "state": restart.state.value,
-            "num_done": restart.num_done,
-            "num_wanted": restart.num_wanted,
-            "error": restart.error or None,
-        },
-    }
 
 
 def _describe_worker(connection: WorkerConnection) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
 from space_router.api.schema import TgiError, describe_responses
-from space_router.web_ui.files import PAGE_FILES, PageFile
+from space_router.web_ui.files import PAGE_FILES
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
@@ -27,6 +28,8 @@ table { border-collapse: collapse } td, th { text-align: left; vertical-align: t
 b { display: inline-block; min-width: 4.5rem }
 """
 
+_LIMITS = {"minimum": "from {}", "exclusiveMinimum": "above {}", "maximum": "to {}", "exclusiveMaximum": "below {}"}
+_LIMITS |= {"maxLength": "of at most {} characters"}
 Json = Mapping[str, Any]
 
 
@@ -57,7 +60,8 @@ def _html(document: Json) -> Iterator[str]:
     yield "<h2>schemas</h2>"
     for name, schema in sorted(document["components"]["schemas"].items()):
         yield f'<details id="{escape(name)}"><summary><code>{escape(name)}</code> {_text(schema)}</summary>'
-        yield f"{_fields(schema)}<details><summary>JSON schema</summary>{_linked(schema)}</details></details>"
+        whole = f"<pre>{escape(json.dumps(schema, indent=2, ensure_ascii=False))}</pre>"
+        yield f"{_fields(schema)}<details><summary>JSON schema</summary>{whole}</details></details>"
 
 
 def _operation(path: str, method: str, operation: Json) -> Iterator[str]:
@@ -92,20 +96,12 @@ def _type(schema: Any) -> str:
     if choices := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(dict.fromkeys(_type(one) for one in choices))
     if "enum" in schema or "const" in schema:
-        return " or ".join(
-            f"<code>{escape(json.dumps(one))}</code>" for one in schema.get("enum", [schema.get("const")])
-        )
+        values = schema.get("enum", [schema.get("const")])
+        return " or ".join(f"<code>{escape(json.dumps(one))}</code>" for one in values)
     kind = escape(str(schema.get("type", "anything")))
     if kind == "array":
         return f"array of {_type(schema.get('items', {}))}"
-    words = (
-        ("minimum", "from {}"),
-        ("exclusiveMinimum", "above {}"),
-        ("maximum", "to {}"),
-        ("exclusiveMaximum", "below {}"),
-        ("maxLength", "of at most {} characters"),
-    )
-    return " ".join([kind, *(form.format(schema[word]) for word, form in words if word in schema)])
+    return " ".join([kind, *(form.format(schema[word]) for word, form in _LIMITS.items() if word in schema)])
 
 
 def _names(schema: Any) -> str:
@@ -118,32 +114,17 @@ def _text(schema: Any) -> str:
     return escape(schema.get("description", "")) if isinstance(schema, dict) else ""
 
 
-def _linked(schema: Json) -> str:
-    return f"<pre>{escape(json.dumps(schema, indent=2, ensure_ascii=False))}</pre>"
-
-
 def web_ui_routes() -> APIRouter:
     """Return one route for each file. Only `/`, which is also a TGI route, is in the OpenAPI document."""
     router = APIRouter()
     described = describe_responses({"type": "string"}, errors=TgiError, media="text/html")
     described[304] = {"description": "The client has it: `If-None-Match` names it."}
 
-    def add(file: PageFile) -> None:
-        async def get(request: Request) -> Response:
-            return file.answer(request.headers.get("if-none-match"))
+    async def get(request: Request) -> Response:
+        """A page to try the model in."""
+        return PAGE_FILES[request.scope["route"].path].answer(request.headers.get("if-none-match"))
 
-        shown = file.path == "/"
-        router.add_api_route(
-            file.path,
-            get,
-            methods=["GET"],
-            name="the page",
-            description="A page to try the model in.",
-            response_class=Response,
-            responses=described,
-            include_in_schema=shown,
-        )
-
-    for file in PAGE_FILES.values():
-        add(file)
+    for path in PAGE_FILES:
+        add = partial(router.add_api_route, methods=["GET"], name="the page", response_class=Response)
+        add(path, get, responses=described, include_in_schema=path == "/")
     return router

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, TokenId
-from space_router.api.request_builder import RequestBuilder, refuse_surrogates
+from space_router.api.request_builder import PromptOptions, RequestBuilder, refuse_surrogates
 from space_router.api.schema import (
     Count,
     OpenAIError,
@@ -83,13 +83,11 @@ class Detokenized(ResponseModel):
     prompt: str
 
 
-def _spans(
-    builder: RequestBuilder, text: str, param: str, *, add_special_tokens: bool, truncate: int | None
-) -> list[dict[str, Any]]:
-    """Return the tokens of a text in TGI's format; only the last `truncate` if it is set."""
-    with refuse_surrogates(param):
-        spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=add_special_tokens)
-    kept = spans if truncate is None else spans[-truncate:]
+def _spans(builder: RequestBuilder, text: str, options: PromptOptions) -> list[dict[str, Any]]:
+    """Return the tokens of a text in TGI's format."""
+    with refuse_surrogates(options.param):
+        spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=options.add_special_tokens)
+    kept = spans if options.truncate is None else spans[-options.truncate :]
     return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
 
 
@@ -97,7 +95,7 @@ def _conversation(builder: RequestBuilder, body: ChatBody) -> dict[str, Any]:
     """Return a conversation as rendered by the chat template, and its tokens."""
     text = conversation_text(builder, body)
     special = bool(body.add_special_tokens)  # the template already writes special tokens
-    spans = _spans(builder, text, "messages", add_special_tokens=special, truncate=body.truncate_prompt_tokens)
+    spans = _spans(builder, text, PromptOptions("messages", special, body.truncate_prompt_tokens))
     return {"tokenize_response": spans, "templated_text": text}
 
 
@@ -105,13 +103,11 @@ def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
     placed = {"type": "array", "items": schema_ref(PlacedToken)}
-    either = {"anyOf": [placed, schema_ref(TokenIds)]}
+    either = describe_responses({"anyOf": [placed, schema_ref(TokenIds)]}, errors=TgiError, statuses=STATUSES)
+    conversation = describe_responses(ConversationTokens, errors=TgiError, statuses=STATUSES)
+    detokenized = describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 503))
 
-    @router.post(
-        "/tokenize",
-        openapi_extra=json_body(TokenizeBody),
-        responses=describe_responses(either, errors=TgiError, statuses=STATUSES),
-    )
+    @router.post("/tokenize", openapi_extra=json_body(TokenizeBody), responses=either)
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
         body, size = await service.read(request, TokenizeBody)
@@ -121,17 +117,8 @@ def routes(service: Service) -> APIRouter:
         if (body.inputs is None) == (body.prompt is None):
             raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
         if body.inputs is not None:
-            return json_response(
-                await in_thread_if_long(
-                    size,
-                    _spans,
-                    builder,
-                    body.inputs,
-                    "inputs",
-                    add_special_tokens=special,
-                    truncate=parameters.truncate,
-                )
-            )
+            options = PromptOptions("inputs", special, parameters.truncate)
+            return json_response(await in_thread_if_long(size, _spans, builder, body.inputs, options))
         if body.parameters:
             raise InvalidRequest("`parameters` go with `inputs`, not with `prompt`.", param="parameters")
         encode = service.text.tokenizer.encode
@@ -139,21 +126,13 @@ def routes(service: Service) -> APIRouter:
             ids = await in_thread_if_long(size, encode, body.prompt or "", add_special_tokens=special)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
 
-    @router.post(
-        "/chat_tokenize",
-        openapi_extra=json_body(ChatBody, CHAT_NEUTRAL),
-        responses=describe_responses(ConversationTokens, errors=TgiError, statuses=STATUSES),
-    )
+    @router.post("/chat_tokenize", openapi_extra=json_body(ChatBody, CHAT_NEUTRAL), responses=conversation)
     async def chat_tokenize(request: Request) -> Response:
         """A chat request as the prompt it becomes: {tokenize_response: [{id, text, start, stop}], templated_text}."""
         body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
         return json_response(await in_thread_if_long(size, _conversation, service.builder(key_of(request)), body))
 
-    @router.post(
-        "/detokenize",
-        openapi_extra=json_body(DetokenizeBody),
-        responses=describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 503)),
-    )
+    @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody), responses=detokenized)
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body, size = await service.read(request, DetokenizeBody)
@@ -165,9 +144,8 @@ def routes(service: Service) -> APIRouter:
     @router.get("/tokenizer_info", responses=describe_responses(TokenizerInfo, errors=OpenAIError))
     async def tokenizer_info() -> Response:
         """What clients ask that leave tokenising to the server, such as lm-eval."""
-        tokenizer, template = service.text.tokenizer, service.text.chat_template
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {name: getattr(tokenizer, name) for name in names}
+        named, template = service.text.tokenizer.named_tokens, service.text.chat_template
+        special = {name: named.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         return json_response({**special, "chat_template": None if template is None else template.source})
 
     return router

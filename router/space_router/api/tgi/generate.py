@@ -11,32 +11,17 @@ from pydantic import Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from starlette.responses import Response
 
+from space_router.api import schema
 from space_router.api.generation import ChoiceState, CompletedChoice, Generation, most_probable
 from space_router.api.grammar_fields import TgiGrammar, tgi_grammar
-from space_router.api.openai.logprobs import finite
-from space_router.api.plan import GenerationPlan
-from space_router.api.request_builder import Parameters, RequestBuilder
-from space_router.api.schema import (
-    TGI_STATUSES,
-    Count,
-    ResponseModel,
-    TgiError,
-    describe_responses,
-    json_body,
-    neutral_fields,
-    schema_ref,
-)
+from space_router.api.openai.stream import finite
+from space_router.api.request_builder import GenerationPlan, Parameters, PromptOptions, RequestBuilder
+from space_router.api.schema import TGI_STATUSES, Count, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar, TokenLogprobs
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, read_object, validate
-from space_router.http_server.responses import (
-    as_api_error,
-    event_json,
-    in_thread_if_long,
-    key_of,
-    tgi_error,
-)
+from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long, key_of, tgi_error
 from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
 
@@ -77,9 +62,9 @@ class _Described:
     """The OpenAPI schema of a field that is validated by hand."""
 
     def __get_pydantic_json_schema__(self, _: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler(GenerateParameters.__pydantic_core_schema__)
-        handler.resolve_ref_schema(schema)["properties"] |= neutral_fields(GENERATE_NEUTRAL)
-        return schema
+        described = handler(GenerateParameters.__pydantic_core_schema__)
+        handler.resolve_ref_schema(described)["properties"] |= schema.neutral_fields(GENERATE_NEUTRAL)
+        return described
 
 
 Settings = Annotated[dict[str, Any], _Described()]
@@ -168,9 +153,6 @@ class GeneratedEvent(ResponseModel):
     details: StreamDetails | None
 
 
-DEFAULT_MAX_NEW_TOKENS = 100
-"""TGI's default."""
-
 _FINISH = {FinishReason.EOS: "eos_token", FinishReason.STOP: "stop_sequence", FinishReason.LENGTH: "length"}
 
 
@@ -190,14 +172,9 @@ class TgiGeneration:
 
     @classmethod
     def read(
-        cls,
-        builder: RequestBuilder,
-        body: GenerateBody,
-        options: GenerateParameters,
-        grammar: Grammar | None,
-        *,
-        stream: bool,
-    ) -> "TgiGeneration":
+        cls, builder: RequestBuilder, body: GenerateBody, options: GenerateParameters, grammar: Grammar | None,
+        *, stream: bool,
+    ) -> "TgiGeneration":  # fmt: skip
         """Build from a body. `options`: its parameters; `grammar`: their grammar, already checked."""
         chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
         sampled = bool(options.do_sample) or any(value is not None for value in chosen)
@@ -207,12 +184,13 @@ class TgiGeneration:
             raise InvalidRequest(f"`best_of` is {best_of}, which {how}.", param="best_of")
         if stream and options.decoder_input_details:
             raise InvalidRequest("`decoder_input_details` cannot be streamed.", param="decoder_input_details")
-        prompt = builder.prompt(body.inputs, add_special_tokens=True, truncate=options.truncate, param="inputs")
+        wanted_prompt = PromptOptions("inputs", add_special_tokens=True, truncate=options.truncate)
+        prompt = builder.prompt(body.inputs, wanted_prompt)
         detailed = stream or options.detailed or best_of > 1
         wanted = Parameters(
             max_tokens=options.max_new_tokens,
             limit_param="max_new_tokens",
-            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+            default_max_tokens=100,  # TGI's default
             stop=options.stop,
             temperature=(1.0 if options.temperature is None else options.temperature) if sampled else 0.0,
             top_p=1.0 if options.top_p is None else options.top_p,
@@ -234,10 +212,6 @@ class TgiGeneration:
         is_compat = isinstance(body, CompatBody)
         full_text = is_compat if options.return_full_text is None else options.return_full_text
         return cls(plan, options, builder.text.tokenizer, sampled, full_text, is_compat)
-
-    @property
-    def seed(self) -> int | None:
-        return self.plan.seed if self.sampled else None
 
     def _shown(self, text: str) -> str:
         return self.plan.prompts[0].text + text if self.full_text else text
@@ -264,11 +238,8 @@ class TgiGeneration:
                 value = None if logprobs is None else finite(logprobs.logprob)
                 prefill.append({"id": id_, "text": self.tokenizer.token_text(id_), "logprob": value})
         texts = _token_texts(written.text, written.tokens, 0)
-        details: dict[str, Any] = {
-            **self._end(written.progress),
-            "prefill": prefill,
-            "tokens": [self._token(token, text) for token, text in zip(written.tokens, texts, strict=True)],
-        }
+        tokens = [self._token(token, text) for token, text in zip(written.tokens, texts, strict=True)]
+        details: dict[str, Any] = {**self._end(written.progress), "prefill": prefill, "tokens": tokens}
         if self.options.top_n_tokens:
             details["top_tokens"] = [self._top(token) for token in written.tokens]
         return details
@@ -277,7 +248,7 @@ class TgiGeneration:
         return {
             "finish_reason": None if progress.finish is None else _FINISH[progress.finish],
             "generated_tokens": progress.statistics.num_tokens,
-            "seed": self.seed,
+            "seed": self.plan.seed if self.sampled else None,
         }
 
     async def events(self, running: Generation) -> AsyncGenerator[bytes]:
@@ -310,8 +281,10 @@ class TgiGeneration:
                     index += 1
                     end = given if ended and token is tokens[-1] else None
                     chunk += self._event(index, progress, self._token(token, text), self._top(token), end)
-                if ended and not pairs:
-                    chunk += self._event(index + 1, progress, self._no_token(progress), [], given)
+                if ended and not pairs:  # a stop string removed every token; clients require one
+                    id_ = next(iter(progress.choice.request.eos_ids), 0)
+                    placeholder = {"id": id_, "text": "", "logprob": 0.0, "special": True}
+                    chunk += self._event(index + 1, progress, placeholder, [], given)
             if chunk:
                 yield bytes(chunk)
 
@@ -327,28 +300,18 @@ class TgiGeneration:
         return b"data:" + event_json(event) + b"\n\n"
 
     def _token(self, token: TextToken, text: str) -> dict[str, Any]:
-        id_ = token.span.id
-        logprob = None if token.logprobs is None else finite(token.logprobs.logprob)
-        return {"id": id_, "text": text, "logprob": logprob, "special": id_ in self.tokenizer.special_ids}
-
-    def _no_token(self, progress: ChoiceState) -> dict[str, Any]:
-        """Return a placeholder token for the last event if a stop string removed every token; clients require one."""
-        id_ = next(iter(progress.choice.request.eos_ids), 0)
-        return {"id": id_, "text": "", "logprob": 0.0, "special": True}
+        return self._entry(token.span.id, text, None if token.logprobs is None else token.logprobs.logprob)
 
     def _top(self, token: TextToken) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": id_,
-                "text": self.tokenizer.token_text(id_),
-                "logprob": finite(value),
-                "special": id_ in self.tokenizer.special_ids,
-            }
-            for id_, value in (token.logprobs.top if token.logprobs is not None else ())
-        ]
+        top = token.logprobs.top if token.logprobs is not None else ()
+        return [self._entry(id_, self.tokenizer.token_text(id_), value) for id_, value in top]
+
+    def _entry(self, id_: int, text: str, logprob: float | None) -> dict[str, Any]:
+        value = None if logprob is None else finite(logprob)
+        return {"id": id_, "text": text, "logprob": value, "special": id_ in self.tokenizer.special_ids}
 
 
-def _token_texts(text: str, tokens: list[TextToken] | tuple[TextToken, ...], offset: int) -> list[str]:
+def _token_texts(text: str, tokens: list[TextToken], offset: int) -> list[str]:
     """Return the text of each token; joined they give `text`, which begins at character `offset` of the stream.
 
     A character belongs to the last of its tokens; text of a token that was returned earlier goes with the next token.
@@ -377,7 +340,7 @@ def routes(service: Service) -> APIRouter:
 
     whole_answers = describe_responses(Generated, errors=TgiError, statuses=TGI_STATUSES)
     stream_answers = describe_responses(event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
-    listed = {"type": "array", "items": schema_ref(Generated)}
+    listed = {"type": "array", "items": schema.schema_ref(Generated)}
     compat_answers = describe_responses(listed, event=GeneratedEvent, errors=TgiError, statuses=TGI_STATUSES)
 
     @router.post("/generate", openapi_extra=json_body(GenerateBody), responses=whole_answers)

@@ -1,8 +1,18 @@
-"""The prompt that a conversation becomes, and what a request can say about it."""
+"""The prompt that a conversation becomes, where its answer ends, and the adapter that drafts it."""
 
+from __future__ import annotations
+
+import asyncio
+import json
 from typing import Any
 
-from doubles.router.whole_router import USER
+import pytest
+from doubles.router import Script
+from doubles.router.script import listed
+from doubles.router.whole_router import USER, Start
+from doubles.tokenizers import EOS_ID, VOCAB_SIZE, byte_level
+from space_router.text.tokenizer import Tokenizer
+from tokenizers import AddedToken
 
 ROOM = {"window": 4096, "num_blocks": 2048}
 TEMPLATE = (
@@ -85,3 +95,186 @@ async def test_a_tools_message_has_the_name_of_the_function_that_was_called(star
     )
     async with start("ok", chat=template, **ROOM) as router:
         assert await prompt(router, messages=messages) == ":Hi;{}:;now:9;"
+
+
+REPLY = "STOP hello<|im_end|>\nuser"
+"""`hello` is one token, as `ST`, `OP`; the token that ends the turn is the sixth."""
+IM_END = 2
+RUNS = [(0,), (1,), (2,), (3,), (3, 0), (0, 2)]
+
+
+def fast(accepted: tuple[int, ...]) -> dict[str, Any]:
+    return {**ROOM, "accepts": listed(accepted)}
+
+
+@pytest.mark.parametrize("accepted", RUNS)
+async def test_a_turn_end_ends_an_answer_wherever_in_an_accepted_run_it_comes(
+    start: Any, accepted: tuple[int, ...]
+) -> None:
+    body = {"messages": USER, "max_tokens": 24, "logprobs": True, "return_token_ids": True, "temperature": 0}
+    async with start(REPLY, **fast(accepted)) as router:
+        answer = (await router.post("/v1/chat/completions", **body)).json()
+        choice = answer["choices"][0]
+        num_tokens = answer["usage"]["completion_tokens"]
+        assert choice["message"]["content"] == "STOP hello"
+        assert choice["finish_reason"] == "stop"
+        assert choice["token_ids"][-1] == IM_END
+        assert num_tokens == len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+
+        events = []
+        async with router.client.stream(
+            "POST", "/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
+        ) as stream:
+            async for line in stream.aiter_lines():
+                if line.startswith("data: {"):
+                    events.append(json.loads(line[6:]))
+        assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"]) == "STOP hello"
+        assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "stop"
+        assert events[-1]["usage"]["completion_tokens"] == num_tokens
+
+
+async def test_a_response_ends_there_too(start: Any) -> None:
+    async with start(REPLY, **fast((3,))) as router:
+        answer = (await router.post("/v1/responses", input="Hi", max_output_tokens=24)).json()
+        assert answer["output"][-1]["content"][0]["text"] == "STOP hello"
+        assert answer["status"] == "completed"
+
+
+async def test_a_completion_goes_on_behind_it_and_so_does_a_chat_that_ignores_eos(start: Any) -> None:
+    async with start(REPLY, **fast((3,))) as router:
+        whole = await router.complete(prompt="Hi", max_tokens=8)
+        assert whole["choices"][0]["text"].startswith("STOP hello\nu")
+        generated = (await router.post("/generate", inputs="Hi", parameters={"max_new_tokens": 8})).json()
+        assert generated["generated_text"].startswith("STOP hello\nu")
+        answer = await router.post("/v1/chat/completions", messages=USER, max_tokens=8, ignore_eos=True)
+        choice = answer.json()["choices"][0]
+        assert choice["message"]["content"].startswith("STOP hello\nu")
+        assert choice["finish_reason"] == "length"
+
+
+async def test_info_lists_what_ends_a_text_and_what_ends_an_answer(start: Any) -> None:
+    async with start("ok", **ROOM) as router:
+        info = (await router.client.get("/info")).json()
+        assert (info["eos_token_ids"], info["turn_end_token_ids"]) == ([EOS_ID], [IM_END])
+    async with start("ok", chat=None, **ROOM) as router:
+        assert (await router.client.get("/info")).json()["turn_end_token_ids"] == []
+
+
+async def test_a_turn_end_without_a_row_in_the_model_ends_nothing_and_is_no_error(start: Any) -> None:
+    inner = byte_level()
+    inner.add_special_tokens([AddedToken("<|beyond|>", special=True)])
+    tokenizer = Tokenizer(inner, {"eos_token": "<|endoftext|>"})
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|beyond|>{% endif %}{% endfor %}"
+    async with start("ok", chat=template, tokenizer=tokenizer, **ROOM) as router:
+        assert (await router.client.get("/info")).json()["turn_end_token_ids"] == [VOCAB_SIZE]
+        answer = await router.post("/v1/chat/completions", messages=USER, max_tokens=4)
+        assert answer.status_code == 200, answer.text
+
+
+BODIES: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": "a <|beyond|> b"}, "prompt"),
+    ("/v1/completions", {"prompt": [1, VOCAB_SIZE]}, "prompt"),
+    ("/v1/completions", {"prompt": "a", "bad_words": ["<|beyond|>"]}, "bad_words"),
+    ("/v1/completions", {"prompt": "a", "prediction": {"type": "content", "content": "<|beyond|>"}}, "prediction"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|beyond|>"}]}, "messages"),
+    ("/v1/responses", {"input": "<|beyond|>"}, "input"),
+    ("/generate", {"inputs": "<|beyond|>"}, "inputs"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), BODIES)
+async def test_a_text_whose_token_the_model_has_no_row_for_is_the_request_s_error(
+    start: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    inner = byte_level()
+    inner.add_special_tokens([AddedToken("<|beyond|>", special=True)])
+    tokenizer = Tokenizer(inner, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"})
+    async with start("ok", tokenizer=tokenizer, **ROOM) as router:
+        answer = await router.post(path, **body)
+        assert answer.status_code == (422 if path == "/generate" else 400), answer.text
+        assert f"ids of this model are 0 to {VOCAB_SIZE - 1}" in answer.text
+        assert param in answer.text
+
+
+def test_the_scripted_worker_says_what_the_tests_count_on() -> None:
+    assert Script().draft_length == 3
+
+
+ADAPTERS = ("code", "prose")
+
+
+async def test_the_model_field_chooses_the_adapter_and_comes_back(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        texts = set()
+        for name in ("tiny", "code", "prose", None):
+            answer = await router.complete(prompt="hello", max_tokens=20, seed=1, **({"model": name} if name else {}))
+            assert answer["model"] == (name or "tiny")
+            texts.add(answer["choices"][0]["text"])
+        assert len(texts) == 1
+        assert router.worker.figures.num_admits_by_adapter == {"": 2, "code": 1, "prose": 1}
+
+
+async def test_chat_streams_and_several_choices_carry_the_adapter(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        chat = {"messages": [{"role": "user", "content": "hello"}], "model": "prose", "max_tokens": 8}
+        answer = (await router.post("/v1/chat/completions", **chat, n=3)).json()
+        assert (answer["model"], len(answer["choices"])) == ("prose", 3)
+        streamed = await router.post("/v1/chat/completions", **chat, stream=True)
+        assert streamed.text.count('"model":"prose"') == streamed.text.count("data: {")
+        assert router.worker.figures.num_admits_by_adapter == {"prose": 4}
+
+
+async def test_tgi_chooses_by_adapter_id(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        for name in ("code", None):
+            asked = {"adapter_id": name, "max_new_tokens": 4}
+            assert (await router.post("/generate", inputs="hello", parameters=asked)).status_code == 200
+        assert router.worker.figures.num_admits_by_adapter == {"code": 1, "": 1}
+        wrong = await router.post("/generate", inputs="hello", parameters={"adapter_id": "verse"})
+        assert (wrong.status_code, "`tiny`, `code` and `prose` are" in wrong.text) == (404, True)
+
+
+async def test_an_unknown_name_is_the_model_error_with_the_names_there_are(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        answer = await router.post("/v1/completions", prompt="hello", model="verse")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["message"] == "The model 'verse' is not served here; `tiny`, `code` and `prose` are."
+
+
+async def test_adapters_share_the_prefix_cache(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        prompt = "a prompt of several blocks, which is computed once"
+        await router.complete(prompt=prompt, max_tokens=4, model="code")
+        before = router.worker.figures.num_cached_ids
+        await router.complete(prompt=prompt, max_tokens=4, model="prose")
+        assert router.worker.figures.num_cached_ids > before
+
+
+async def test_a_request_goes_on_with_its_adapter_after_a_lost_worker(start: Start) -> None:
+    async with start(adapters=ADAPTERS, step_seconds=0.005) as router:
+        asked = {"prompt": "hello", "max_tokens": 60, "seed": 1, "ignore_eos": True}
+        plain = await router.complete(**asked)
+        running = asyncio.create_task(router.complete(**asked, model="code"))
+        for _ in range(2000):
+            if router.worker.figures.num_admits_by_adapter["code"]:
+                break
+            await asyncio.sleep(0.005)
+        router.worker.kill()
+        assert (await running)["choices"][0]["text"] == plain["choices"][0]["text"]
+        assert router.worker.figures.num_admits_by_adapter["code"] == 2
+
+
+async def test_a_worker_that_comes_back_with_other_adapters_is_not_taken(start: Start) -> None:
+    async with start(adapters=ADAPTERS) as router:
+        router.worker.script.adapters = ("code",)
+        router.worker.kill()
+        for _ in range(2000):
+            if not router.service.engine.ready:
+                break
+            await asyncio.sleep(0.005)
+        answer = await router.post("/v1/completions", prompt="hello", model="prose", max_tokens=2, timeout=0.3)
+        assert answer.status_code >= 400
+        assert router.worker.figures.num_admits_by_adapter["prose"] == 0
+        router.worker.script.adapters = ADAPTERS
+        router.worker.kill()

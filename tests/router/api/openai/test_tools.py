@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from space_router.api.openai import tools
 from space_router.api.openai.chat import plan, tools_of
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
 from space_router.config import ServeConfig
 from space_router.http_server.body import validate
-from space_router.text.tool_calls import forms as tool_call_forms
-from space_router.text.tool_calls.format import FORMATS
+from space_router.text import tool_calls as tool_call_forms
+from space_router.text.tool_calls import FORMATS
 
 USER = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {
@@ -234,7 +233,7 @@ async def test_special_tokens_that_mark_a_call_are_seen_although_they_are_skippe
     """The test's vocabulary has <|im_start|> as a special token: here it is Mistral's marker."""
     monkeypatch.setattr(tool_call_forms, "TOOL_CALLS", "<|im_start|>")
     marked = replace(FORMATS["mistral"], markers=("<|im_start|>",))
-    monkeypatch.setattr(tools, "named", lambda name, template: marked)
+    monkeypatch.setattr(tool_call_forms, "named", lambda name, template: marked)
     reply = '<|im_end|><|im_start|>[{"name": "now", "arguments": {}}]'
     async with start(reply + END, config=ServeConfig(tool_call_parser="mistral"), chat=TEMPLATE, **ROOM) as router:
         message = (await chat(router))["choices"][0]["message"]
@@ -253,10 +252,7 @@ async def test_a_template_without_tools_or_a_known_format_refuses_them(start: An
         (ServeConfig(tool_call_parser="off"), "vicuna", "does not show tools"),
     ]:
         async with start(CALL + END, config=config, chat=chat_, **ROOM) as router:
-            answer = await router.post("/v1/chat/completions", messages=USER, tools=[WEATHER])
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "tools"
-            assert words in answer.json()["error"]["message"]
+            await router.refuses("/v1/chat/completions", "tools", words, messages=USER, tools=[WEATHER])
 
 
 async def test_the_flag_names_the_format_or_leaves_calls_in_the_text(start: Any) -> None:
@@ -348,11 +344,7 @@ async def test_what_is_wrong_about_tools_and_messages_is_named(router: Any) -> N
     for body, param, words in WRONG:
         for stream in (False, True):
             asked = {"messages": USER, "tools": [WEATHER, NOW], "stream": stream, **body}
-            answer = await router.post("/v1/chat/completions", **asked)
-            assert answer.status_code == 400, (body, answer.text)
-            assert answer.json()["error"]["param"] == param, (body, answer.text)
-            assert words in answer.json()["error"]["message"], (body, answer.text)
-            assert len(answer.content) < 2000
+            await router.refuses("/v1/chat/completions", param, words, **asked)
 
 
 async def test_without_a_parser_nobody_can_be_made_to_call(start: Any) -> None:
@@ -362,6 +354,4 @@ async def test_without_a_parser_nobody_can_be_made_to_call(start: Any) -> None:
                 ({"tool_choice": "required"}, "tool_choice"),
                 ({"parallel_tool_calls": False}, "parallel_tool_calls"),
             ]:
-                answer = await router.post("/v1/chat/completions", messages=USER, tools=[WEATHER], **body)
-                assert answer.status_code == 400
-                assert answer.json()["error"]["param"] == param
+                await router.refuses("/v1/chat/completions", param, "", messages=USER, tools=[WEATHER], **body)

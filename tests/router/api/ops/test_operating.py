@@ -1,24 +1,18 @@
 """What operators and clients ask beside generating; and what happens when a client goes away."""
 
 import asyncio
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from doubles.router import never
+from doubles.router import ScriptedWorker, never
 from doubles.router.whole_router import Start
-from space_router.api_keys import plain_keys
+from space_router.api_keys import ApiKey, plain_keys, read_keys
 from space_router.config import ServeConfig
+from space_router.engine.workers.worker_pool import RestartState
+from space_router.errors import ConfigError
 from space_router.metrics import Metrics
-
-
-async def test_models_are_listed_and_found(router: Any) -> None:
-    listed = (await router.client.get("/v1/models")).json()["data"]
-    assert [card["id"] for card in listed] == ["tiny"]
-    assert listed[0]["max_model_len"] == 512
-    assert (await router.client.get("/v1/models/tiny")).json() == listed[0]
-    assert (await router.client.get("/v1/models/other/one")).json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -74,24 +68,10 @@ async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
 
 
 TGI_INFO = {
-    "model_id",
-    "model_sha",
-    "model_dtype",
-    "model_device_type",
-    "model_pipeline_tag",
-    "max_concurrent_requests",
-    "max_best_of",
-    "max_stop_sequences",
-    "max_input_tokens",
-    "max_total_tokens",
-    "max_batch_total_tokens",
-    "max_client_batch_size",
-    "validation_workers",
-    "router",
-    "version",
-    "sha",
-    "docker_label",
-}
+    "model_id", "model_sha", "model_dtype", "model_device_type", "model_pipeline_tag", "max_concurrent_requests",
+    "max_best_of", "max_stop_sequences", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens",
+    "max_client_batch_size", "validation_workers", "router", "version", "sha", "docker_label",
+}  # fmt: skip
 
 
 async def test_info_says_what_runs(router: Any) -> None:
@@ -186,19 +166,11 @@ class Client:
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         self.scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-            "client": ("127.0.0.1", 1),
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
-        }
+        }  # fmt: skip
         self.gone = asyncio.Event()
         self.answered = asyncio.Event()
         self.status: int | None = None
@@ -221,13 +193,6 @@ class Client:
             self.answered.set()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let everything else run until a condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110  conditions of every kind, none of which is an event
-            await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate_stream", "/generate"])
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
@@ -236,23 +201,20 @@ async def test_a_client_that_goes_away_frees_its_pages(start: Start, path: str, 
         body: dict[str, Any] = {"prompt": "x", "max_tokens": 4000, "stream": stream}
         if path.startswith("/generate"):
             body = {"inputs": "x", "parameters": {"max_new_tokens": 4000}}
-        first, second = (
-            Client("/v1/completions", {"prompt": "y", "max_tokens": 4000, "stream": True}),
-            Client(path, body),
-        )
+        first = Client("/v1/completions", {"prompt": "y", "max_tokens": 4000, "stream": True})
+        second = Client(path, body)
         tasks = []
         if queued:
             tasks.append(asyncio.create_task(router.app(first.scope, first.receive, first.send)))
             await first.answered.wait()
         tasks.append(asyncio.create_task(router.app(second.scope, second.receive, second.send)))
         expected = 1 + queued
-        load = router.service.engine.load
-        await until(lambda: load().num_running + load().num_queued == expected)
+        await router.until(lambda load: load.num_running + load.num_queued == expected)
         for client in (first, second):
             client.gone.set()
         await asyncio.gather(*tasks)
-        assert load().num_queued == 0
-        await until(lambda: not load().blocks_held)
+        assert router.service.engine.load().num_queued == 0
+        await router.until(lambda load: not load.blocks_held)
         assert router.value("spaceserve_requests_total", outcome="cancelled") == expected
 
 
@@ -260,10 +222,13 @@ async def test_a_request_is_cancelled_by_its_id_with_all_its_choices(start: Star
     async with start("yes", step_seconds=0.005) as router:
         body = {"prompt": "x", "max_tokens": 500, "n": 2, "request_id": "mine"}
         asking = asyncio.create_task(router.post("/v1/completions", **body))
-        await until(lambda: router.service.engine.load().num_running == 2)
-        assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
-        assert (await asking).status_code == 499
-        assert (await router.client.delete("/v1/requests/mine")).status_code == 404
+        await router.until(lambda load: load.num_running == 2)
+        cancelled = await router.client.delete("/v1/requests/mine")
+        assert cancelled.json() == {"id": "mine", "object": "request", "cancelled": True}
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
+        gone = await router.client.delete("/v1/requests/mine")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
 
 
 async def test_a_request_is_cancelled_by_its_own_key_only(start: Start) -> None:
@@ -274,7 +239,7 @@ async def test_a_request_is_cancelled_by_its_own_key_only(start: Start) -> None:
             asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
             for headers in (mine, yours)
         ]
-        await until(lambda: router.service.engine.load().num_running == 4)
+        await router.until(lambda load: load.num_running == 4)
         assert (await router.client.delete("/v1/requests/other", headers=mine)).status_code == 404
         assert (await router.client.delete("/v1/requests/same", headers=mine)).json()["cancelled"]
         assert (await router.client.delete("/v1/requests/same", headers=mine)).status_code == 404
@@ -301,7 +266,7 @@ async def test_cancelling_one_request_leaves_those_with_similar_names(start: Sta
             asyncio.create_task(router.post("/v1/completions", prompt="x", max_tokens=200, request_id=name))
             for name in names
         ]
-        await until(lambda: router.service.engine.load().num_running == 3)
+        await router.until(lambda load: load.num_running == 3)
         assert (await router.client.delete("/v1/requests/mine")).json()["cancelled"]
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [499, 200, 200]
 
@@ -321,3 +286,77 @@ async def test_a_long_prompt_is_tokenised_beside_the_loop_with_the_same_ids(star
         answer = await router.complete(prompt=text, max_tokens=1, return_token_ids=True)
         assert answer["choices"][0]["prompt_token_ids"] == router.service.text.tokenizer.encode(text)
         assert (await router.post("/tokenize", prompt=text)).json()["count"] == answer["usage"]["prompt_tokens"]
+
+
+KEYS = (ApiKey.of("ops-key", "ops", is_operator=True), ApiKey.of("plain-key", "plain"))
+OPERATOR, PLAIN = ({"authorization": f"Bearer {key}"} for key in ("ops-key", "plain-key"))
+
+
+async def test_workers_are_listed_with_what_they_run(router: Any) -> None:
+    (worker,) = (await router.client.get("/workers")).json()["workers"]
+    assert (worker["number"], worker["state"], worker["address"]) == (0, "up", router.worker.address)
+    assert worker["incarnation"].startswith("life 1 of ")
+    assert (worker["num_incarnations"], worker["num_running"]) == (1, 0)
+    assert worker["num_available_blocks"] == 256
+    assert worker["trouble"] is None
+
+
+async def test_only_an_operator_restarts_workers(start: Start) -> None:
+    async with start("yes", config=ServeConfig(api_keys=KEYS)) as router:
+        for headers, status in (({}, 401), (PLAIN, 403)):
+            answer = await router.client.post("/workers/restart", json={}, headers=headers)
+            assert answer.status_code == status
+        assert "operator=yes" in answer.json()["error"]["message"]
+        assert router.service.restart.state is RestartState.NONE
+
+
+async def test_without_keys_nobody_is_an_operator(router: Any) -> None:
+    answer = await router.post("/workers/restart")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_an_operator")
+    assert "kill -USR1" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"workers": [1]}, {"workers": []}, {"workers": [-1]}, {"finish_seconds": -1}, {"finish_seconds": "1"}, {"all": 1}],
+)
+async def test_what_cannot_be_restarted_is_refused(start: Start, body: dict[str, Any]) -> None:
+    async with start("yes", config=ServeConfig(api_keys=KEYS)) as router:
+        answer = await router.client.post("/workers/restart", json=body, headers=OPERATOR)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == next(iter(body))
+
+
+async def test_a_restart_is_seen_to_its_end_and_only_one_at_a_time(start: Start) -> None:
+    async def kept_alive(worker: ScriptedWorker) -> None:
+        await worker.drained.wait()
+        worker.drained.clear()
+        worker.kill()  # the next incarnation listens at once
+
+    async with start("yes", config=ServeConfig(api_keys=KEYS), step_seconds=0.01) as router:
+        keeping = asyncio.create_task(kept_alive(router.worker))
+        asking = asyncio.create_task(
+            router.client.post(
+                "/v1/completions", json={"prompt": "x", "max_tokens": 60, "ignore_eos": True}, headers=PLAIN
+            )
+        )
+        await router.service.engine.connections[0].until(lambda: router.service.engine.load().num_running == 1)
+        told = await router.client.post("/workers/restart", json={"finish_seconds": 0}, headers=OPERATOR)
+        assert told.json()["restart"] == {"state": "running", "num_done": 0, "num_wanted": 1, "error": None}
+        again = await router.client.post("/workers/restart", json={}, headers=OPERATOR)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "restart_under_way")
+        await router.service.restart.wait()
+        await keeping
+        seen = (await router.client.get("/workers", headers=PLAIN)).json()
+        assert seen["restart"] == {"state": "done", "num_done": 1, "num_wanted": 1, "error": None}
+        assert seen["workers"][0]["incarnation"].startswith("life 2 of ")
+        assert (await asking).json()["usage"]["completion_tokens"] == 60
+
+
+def test_the_key_file_says_who_is_an_operator(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-1 name=ops operator=yes concurrency=2\nsk-2 name=plain\n")
+    assert [(key.name, key.is_operator) for key in read_keys(str(file), "")] == [("ops", True), ("plain", False)]
+    file.write_text("sk-1 operator=no\n")
+    with pytest.raises(ConfigError, match="operator must be yes, or not be there"):
+        read_keys(str(file), "")

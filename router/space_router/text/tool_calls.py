@@ -1,0 +1,649 @@
+"""Tool calls in text: an incremental parser, the formats of model families, and the grammars that require calls.
+
+A reader splits text into content and calls. Its output is final: a call is given out once its name matches a tool and
+its arguments have begun, content once it cannot become a call. Text that only resembles a call is content. White space
+next to a call is content only between two pieces of content.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+"""A coroutine that yields when it needs more text and resumes where it stopped."""
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """A piece of one call. The first piece has the name; the arguments are JSON as the model wrote it."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ParsedText:
+    """Parsed output: content and pieces of calls, in order."""
+
+    parts: tuple[str | CallPiece, ...]
+
+    @property
+    def content(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[CallPiece, ...]:
+        return tuple(part for part in self.parts if isinstance(part, CallPiece))
+
+
+class Cursor:
+    """The text so far and the read position."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self._kept: int | None = None  # position that `back` returns to
+
+    def add(self, text: str) -> None:
+        """Append text. Positions stay valid between `keep` and `let_go`; otherwise text already read is dropped."""
+        if self._kept is None:
+            self.text, self.at = self.text[self.at :], 0
+        self.text += text
+
+    def keep(self) -> None:
+        """Mark the current position, for `back`."""
+        self._kept = self.at
+
+    def let_go(self) -> None:
+        """Drop the mark."""
+        self._kept = None
+
+    def back(self) -> None:
+        """Return to the mark."""
+        if self._kept is not None:
+            self.at, self._kept = self._kept, None
+
+    def peek(self) -> Reading[str]:
+        """Return the next character without consuming it; "" at the end of the text."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def takes(self, word: str) -> Reading[bool]:
+        """Consume `word` if it comes next; return whether it did."""
+        while True:
+            there = self.text[self.at : self.at + len(word)]
+            if there == word:
+                self.at += len(word)
+                return True
+            if self.ended or not word.startswith(there):
+                return False
+            yield
+
+    def skip(self, characters: str = " \t\r\n") -> Reading[None]:
+        """Consume all following characters that are in `characters`."""
+        while (char := (yield from self.peek())) and char in characters:
+            self.at += 1
+
+    def run(self, holds: Callable[[str], bool], most: int) -> Reading[str]:
+        """Consume and return the following characters for which `holds` is true, `most` at most."""
+        found = ""
+        while len(found) < most and (char := (yield from self.peek())) and holds(char):
+            self.at += 1
+            found += char
+        return found
+
+
+class CallCollector:
+    """Collects parsed output until `take` is called."""
+
+    def __init__(self) -> None:
+        self._space = ""  # after the latest content; dropped if only calls follow
+        self._space_behind = ""  # white space after the latest call
+        self._spoken = False  # there was content
+        self._behind_call = False
+        self._parts: list[str | CallPiece] = []
+        self.num_calls = 0  # calls begun so far
+        self.is_whole = True  # the latest call's arguments are complete
+
+    def content(self, text: str) -> None:
+        """Add text that is not part of a call."""
+        if self._behind_call:
+            words = text.lstrip()
+            self._space_behind += text[: len(text) - len(words)]
+            if not words:
+                return
+            self._space = (self._space or self._space_behind) if self._spoken else ""
+            self._behind_call, text = False, words
+        words = text.rstrip()
+        if words:
+            self._parts.append(self._space + words)
+            self._space, self._spoken = "", True
+        self._space += text[len(words) :]
+
+    def call(self, name: str, arguments: str = "") -> None:
+        """Begin a call. Empty `arguments`: they follow."""
+        self._behind_call, self._space_behind = True, ""
+        self._parts.append(CallPiece(self.num_calls, name, arguments))
+        self.num_calls += 1
+        self.is_whole = arguments != ""
+
+    def arguments(self, text: str) -> None:
+        """Add to the latest call's arguments."""
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, CallPiece):
+            self._parts[-1] = replace(last, arguments=last.arguments + text)
+        elif text:
+            self._parts.append(CallPiece(self.num_calls - 1, None, text))
+
+    def take(self, *, ended: bool) -> ParsedText:
+        """Return the output since the last call. `ended`: the text is complete."""
+        if ended and not self._behind_call and self._space:
+            self._parts.append(self._space)
+        parsed = ParsedText(tuple(self._parts))
+        self._parts = []
+        return parsed
+
+
+Form: TypeAlias = Callable[[Cursor, CallCollector, frozenset[str]], Reading[None]]
+"""Parser of one model family's format: reads the cursor to its end and reports to the collector."""
+
+
+class ToolCallReader:
+    """Splits one streamed text into content and calls of known tools."""
+
+    def __init__(self, form: Form, tools: frozenset[str]) -> None:
+        self._cursor = Cursor()
+        self.output = CallCollector()
+        self._reading: Iterator[None] = form(self._cursor, self.output, tools)
+
+    def push(self, text: str, *, ended: bool = False) -> ParsedText:
+        """Read text; return the output that is now certain. `ended`: the text is complete."""
+        self._cursor.add(text)
+        self._cursor.ended = ended
+        next(self._reading, None)
+        return self.output.take(ended=ended)
+
+
+def content_until(cursor: Cursor, output: CallCollector, marker: str) -> Reading[bool]:
+    """Report the text before `marker` as content. Returns True at the marker, False at the end of the text."""
+    while True:
+        place = cursor.text.find(marker, cursor.at)
+        if place < 0:
+            place = len(cursor.text) if cursor.ended else _start_of(marker, cursor.text, cursor.at)
+        output.content(cursor.text[cursor.at : place])
+        cursor.at = place
+        if cursor.text.startswith(marker, place):
+            return True
+        if cursor.ended:
+            return False
+        yield
+
+
+def _start_of(marker: str, text: str, at: int) -> int:
+    """Return the start of the longest suffix of `text` that is a prefix of `marker`."""
+    for length in range(min(len(marker) - 1, len(text) - at), 0, -1):
+        if text.endswith(marker[:length]):
+            return len(text) - length
+    return len(text)
+
+
+NAME_KEYS = frozenset({"name", "function"})
+ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+OTHER_KEYS = frozenset({"type", "id"})
+
+MAX_UNCERTAIN = 16 * 1024
+"""A candidate that is still not known to be a call after this many characters is content."""
+
+
+def call_object(
+    cursor: Cursor, output: CallCollector, tools: frozenset[str], *, needs_arguments: bool
+) -> Reading[bool]:
+    """Parse one call and report its arguments as they arrive. Returns False, reporting nothing, if it is not a call.
+
+    The caller marks the start with `cursor.keep`; the mark is dropped once the object is known to be a call.
+    """
+    limit = cursor.at + MAX_UNCERTAIN
+    name: str | None = None
+    early: str | None = None  # arguments that precede the name
+    reported = False
+
+    def report(arguments: str) -> None:
+        """Report a call. Empty `arguments`: they follow."""
+        nonlocal reported
+        if name is not None:
+            output.call(name, arguments)
+            cursor.let_go()
+            reported = True
+
+    if not (yield from cursor.takes("{")):
+        return False
+    while True:
+        yield from cursor.skip()
+        key = yield from _string(cursor, None if reported else limit)
+        yield from cursor.skip()
+        if not (yield from cursor.takes(":")):
+            return reported
+        yield from cursor.skip()
+        if key in NAME_KEYS and name is None:
+            name = yield from _string(cursor, limit)
+            if name not in tools:
+                return False
+            if early is not None:
+                report(early)
+        elif key in ARGUMENT_KEYS and not reported and early is None:
+            if name is not None and (yield from cursor.peek()) == "{":
+                report("")
+                if not (yield from brackets(cursor, output.arguments)):
+                    return True
+                output.is_whole = True
+            else:
+                early = yield from _arguments(cursor, limit)
+                if early is None:
+                    return False
+                if name is not None:
+                    report(early)
+        elif key not in OTHER_KEYS or (yield from _string(cursor, None if reported else limit)) is None:
+            return reported
+        yield from cursor.skip()
+        if (yield from cursor.takes("}")):
+            break
+        if not (yield from cursor.takes(",")):
+            return reported
+    if not reported and name is not None and not needs_arguments:
+        report("{}")
+    return reported
+
+
+def whole_characters(text: str) -> str:
+    """Replace lone surrogates, which JSON escapes can produce, by U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def brackets(cursor: Cursor, give: Callable[[str], None], limit: int | None = None) -> Reading[bool]:
+    """Pass a JSON object's text to `give`. Returns False if it is not closed before the end of the text or `limit`."""
+    depth, quoted, escaped = 0, False, False
+    while True:
+        start = cursor.at
+        end = len(cursor.text) if limit is None else min(limit, len(cursor.text))
+        for place in range(start, end):
+            char = cursor.text[place]
+            if quoted:
+                quoted = escaped or char != '"'
+                escaped = not escaped and char == "\\"
+            elif char == '"':
+                quoted = True
+            elif char in "{[":
+                depth += 1
+            elif char in "}]":
+                depth -= 1
+                if depth == 0:
+                    cursor.at = place + 1
+                    give(cursor.text[start : place + 1])
+                    return True
+        cursor.at = end
+        give(cursor.text[start:end])
+        if cursor.ended or end == limit:
+            return False
+        yield
+
+
+def _arguments(cursor: Cursor, limit: int) -> Reading[str | None]:
+    """Parse arguments of a candidate call: an object, an object in a string, or null. None if it is none of these."""
+    char = yield from cursor.peek()
+    if char == "{":
+        pieces: list[str] = []
+        return "".join(pieces) if (yield from brackets(cursor, pieces.append, limit)) else None
+    if char == '"':
+        text = yield from _string(cursor, limit)
+        return text if text is not None and text.lstrip().startswith("{") else None
+    return "{}" if (yield from cursor.takes("null")) else None
+
+
+def _string(cursor: Cursor, limit: int | None) -> Reading[str | None]:
+    """Parse a JSON string; None if there is none."""
+    if not (yield from cursor.takes('"')):
+        return None
+    written, escaped = '"', False
+    while (char := (yield from cursor.peek())) and (limit is None or cursor.at < limit):
+        cursor.at += 1
+        written += char
+        if char == '"' and not escaped:
+            try:
+                value: str = json.loads(written)
+            except ValueError:
+                return None
+            return whole_characters(value)
+        escaped = not escaped and char == "\\"
+    return None
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+
+
+def hermes(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number, anywhere."""
+    while (yield from content_until(cursor, output, OPEN)):
+        cursor.keep()
+        cursor.at += len(OPEN)
+        yield from cursor.skip()
+        if (yield from call_object(cursor, output, tools, needs_arguments=False)):
+            yield from cursor.skip()
+            yield from cursor.takes(CLOSE)
+        else:
+            _no_call(cursor, output, OPEN)
+
+
+def llama3_json(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """`{"name": "f", "parameters": {...}}` at a line start or after <|python_tag|>; more calls after `;` or `,`."""
+    begins = True  # only white space precedes it in its line
+    while char := (yield from cursor.peek()):
+        cursor.keep()
+        if (begins and char == "{") or (char == "<" and (yield from cursor.takes(PYTHON_TAG))):
+            yield from cursor.skip()
+            begins = False
+            if not (yield from call_object(cursor, output, tools, needs_arguments=True)):
+                _no_call(cursor, output, "{" if char == "{" else PYTHON_TAG)
+                continue
+            found = True
+            while found:
+                cursor.keep()
+                yield from cursor.skip()
+                if not (yield from cursor.takes(";")):
+                    yield from cursor.takes(",")
+                yield from cursor.skip()
+                found = yield from call_object(cursor, output, tools, needs_arguments=True)
+            cursor.back()
+        else:
+            cursor.let_go()
+            cursor.at += 1
+            output.content(char)
+            begins = char == "\n" or (begins and char in " \t")
+
+
+def mistral(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """`[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call."""
+    while (yield from content_until(cursor, output, TOOL_CALLS)):
+        cursor.keep()
+        cursor.at += len(TOOL_CALLS)
+        yield from cursor.skip()
+        listed = yield from cursor.takes("[")
+        if not listed and (yield from cursor.peek()) != "{":
+            found = yield from _named_call(cursor, output, tools)
+        else:
+            yield from cursor.skip()
+            found = yield from call_object(cursor, output, tools, needs_arguments=False)
+        if not found:
+            _no_call(cursor, output, TOOL_CALLS)
+        elif listed:
+            yield from _rest_of_list(cursor, output, tools)
+
+
+def _rest_of_list(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """`, {...}, {...}]`"""
+    while True:
+        yield from cursor.skip()
+        if (yield from cursor.takes("]")):
+            return
+        cursor.keep()
+        if not (yield from cursor.takes(",")):
+            return cursor.let_go()
+        yield from cursor.skip()
+        if not (yield from call_object(cursor, output, tools, needs_arguments=False)):
+            return cursor.back()
+
+
+def _named_call(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[bool]:
+    """`f[ARGS]{...}`, also with `[CALL_ID]...` before the arguments."""
+    name = yield from cursor.run(_in_name, 64)
+    if name not in tools:
+        return False
+    if (yield from cursor.takes(CALL_ID)):
+        yield from cursor.run(_in_name, 64)
+    yield from cursor.takes(ARGS)
+    yield from cursor.skip()
+    if (yield from cursor.peek()) != "{":
+        return False
+    output.call(name)
+    cursor.let_go()
+    output.is_whole = yield from brackets(cursor, output.arguments)
+    return True
+
+
+def pythonic(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """`[f(a=1, b="x"), g()]` at the start of the text, alone or between <|python_start|> and <|python_end|>."""
+    cursor.keep()
+    yield from cursor.skip()
+    yield from cursor.takes(PYTHON_START)
+    yield from cursor.skip()
+    num_before = output.num_calls
+    if (yield from cursor.takes("[")):
+        yield from _python_calls(cursor, output, tools)
+    if output.num_calls == num_before:
+        cursor.back()
+    while (yield from cursor.peek()):
+        output.content(cursor.text[cursor.at :])
+        cursor.at = len(cursor.text)
+
+
+def _python_calls(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    """Parse `f(a=1), g()]`; the cursor returns to the start of anything that is not a call."""
+    while True:
+        yield from cursor.skip()
+        name = yield from cursor.run(_in_name, 64)
+        written = yield from _parentheses(cursor)
+        arguments = None if name not in tools or written is None else _keywords(written)
+        if arguments is None:
+            return cursor.back()
+        cursor.let_go()
+        output.call(name, whole_characters(json.dumps(arguments, ensure_ascii=False)))
+        yield from cursor.skip()
+        if (yield from cursor.takes("]")):
+            yield from cursor.skip()
+            yield from cursor.takes(PYTHON_END)
+            return
+        cursor.keep()
+        if not (yield from cursor.takes(",")):
+            return cursor.let_go()
+
+
+def _parentheses(cursor: Cursor) -> Reading[str | None]:
+    """Read `(...)` by Python's rules: brackets in strings do not count. None if it is not closed."""
+    written, depth, quote, escaped = "", 0, "", False
+    while len(written) < MAX_UNCERTAIN and (char := (yield from cursor.peek())):
+        if not written and char != "(":
+            return None
+        cursor.at += 1
+        written += char
+        if quote:
+            quote = "" if char == quote and not escaped else quote
+            escaped = not escaped and char == "\\"
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return written
+    return None
+
+
+class _Literals(ast.NodeTransformer):
+    """Replaces JSON's true, false and null by Python's constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        values = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(values[node.id]), node) if node.id in values else node
+
+
+def _keywords(written: str) -> Mapping[str, Any] | None:
+    """Return the keyword arguments of `(...)`, or None unless all are literals that JSON can represent."""
+    try:
+        call = _Literals().visit(ast.parse("f" + written, mode="eval")).body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        json.dumps(values, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return values
+
+
+def _in_name(char: str) -> bool:
+    return char.isascii() and (char.isalnum() or char in "_-.")
+
+
+def _no_call(cursor: Cursor, output: CallCollector, word: str) -> None:
+    """Report `word`, which starts at the mark and does not begin a call, as content, and continue after it."""
+    cursor.back()
+    cursor.at += len(word)
+    output.content(word)
+
+
+@dataclass(frozen=True)
+class ToolCallLayout:
+    """How a required call is generated: `trigger opening CALL between CALL closing`."""
+
+    before_name: str
+    before_arguments: str
+    behind_arguments: str
+    trigger: str = ""  # only calls begin with it; "": the start of a call itself
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format: how its calls are parsed, and how they are required."""
+
+    name: str
+    form: Form
+    markers: tuple[str, ...]  # special tokens that the parser needs
+    layout: ToolCallLayout | None  # None: calls are parsed, but cannot be required
+    short_ids: bool = False  # templates of this format need ids of nine letters and digits
+
+
+_HERMES = ToolFormat(
+    "hermes",
+    hermes,
+    (OPEN, CLOSE),
+    ToolCallLayout('\n{"name": "', '", "arguments": ', "}\n" + CLOSE, trigger=OPEN, between="\n" + OPEN),
+)
+_LLAMA_3 = ToolFormat(
+    "llama3_json",
+    llama3_json,
+    (PYTHON_TAG,),
+    ToolCallLayout('{"name": "', '", "parameters": ', "}", between="; "),
+)
+_MISTRAL = ToolFormat(
+    "mistral",
+    mistral,
+    (TOOL_CALLS, CALL_ID, ARGS),
+    ToolCallLayout('{"name": "', '", "arguments": ', "}", trigger=TOOL_CALLS, opening="[", between=", ", closing="]"),
+    short_ids=True,
+)
+_MISTRAL_NAMED = replace(_MISTRAL, layout=ToolCallLayout("", ARGS, "", trigger=TOOL_CALLS, between=TOOL_CALLS))
+_PYTHONIC = ToolFormat("pythonic", pythonic, (PYTHON_START, PYTHON_END), None)
+
+FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (_HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC)}
+"""Formats by their `--tool-call-parser` name."""
+
+_PYTHON_CALL = re.compile(r"\[\s*\w+\(\w+\s*=")
+
+
+def named(name: str, template: str) -> ToolFormat:
+    """Return the format of this name, in the variant that the template mentions."""
+    return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
+
+
+def recognised(template: str) -> ToolFormat | None:
+    """Return the format that a chat template instructs the model to use, or None if it is not supported."""
+    if TOOL_CALLS in template:
+        return named("mistral", template)
+    if OPEN in template:
+        return None if "<function=" in template else _HERMES
+    if PYTHON_START in template or _PYTHON_CALL.search(template):
+        return _PYTHONIC
+    if PYTHON_TAG in template or ('"parameters"' in template and '"name"' in template):
+        return _LLAMA_3
+    return None
+
+
+SpecialId = Callable[[str], int | None]
+"""Maps a text to the id of its special token, or None."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the arguments, by name of tool."""
+
+_SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_CALL_KEYS = "name|function|type|id|parameters|arguments"
+
+
+def calls_only(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> str:
+    """Return a grammar for exactly one call (`many`: one or more)."""
+    rules = _rules(layout, tools, special_id, many=many)
+    return "\n".join(["start: " + _joined(_terminal(layout.trigger, special_id), "calls"), *rules])
+
+
+def calls_or(
+    answer: Mapping[str, Any] | None, layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool
+) -> str:
+    """Return a grammar for any text followed by calls, or for an answer without calls (`answer`: its JSON schema)."""
+    rules = _rules(layout, tools, special_id, many=many)
+    trigger = layout.trigger
+    if answer is not None:
+        start = f"start: answer | {_joined(_terminal(trigger, special_id), 'calls')}\nanswer: {_json(answer)}"
+    elif not trigger:
+        # Plain text must not contain lines that the parser would read as the start of a call.
+        begins = r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + _CALL_KEYS + r")\"(?s:.*)"
+        start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{begins}/"
+    else:
+        marker = re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", trigger)  # as a regular expression between slashes
+        plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
+        special = special_id(trigger)
+        head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
+        start = f"start: PLAIN | head calls\n{plain}\n{head}"
+    return "\n".join([start, *rules])
+
+
+def _rules(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> list[str]:
+    terminal = {name: _terminal(text, special_id) for name, text in vars(layout).items()}
+    more = f"({_joined(terminal['between'], 'call')})*" if many else ""
+    rules = ["calls: " + _joined(terminal["opening"], "call", more, terminal["closing"])]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, (name, schema) in enumerate(tools.items()):
+        head = _terminal(layout.before_name + name + layout.before_arguments, special_id)
+        rules.append(f"call_{index}: {_joined(head, f'arguments_{index}', terminal['behind_arguments'])}")
+        rules.append(f"arguments_{index}: {_json(schema)}")
+    return rules
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(dict(schema) | _SPACED)
+
+
+def _terminal(text: str, special_id: SpecialId) -> str:
+    """Return a text in Lark syntax. Special tokens are given by id, because no characters produce them."""
+    parts = []
+    for part in re.split(r"(\[[A-Z_]+\]|<[^<>\s]+>)", text):
+        if part and (id_ := special_id(part)) is not None:
+            parts.append(f"<[{id_}]>")
+        elif parts and part and parts[-1].startswith('"'):
+            parts[-1] = json.dumps(json.loads(parts[-1]) + part)
+        elif part:
+            parts.append(json.dumps(part))
+    return " ".join(parts)
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

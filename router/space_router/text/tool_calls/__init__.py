@@ -1,1 +1,0 @@
-"""Tool calls in generated text: formats, parsing, grammars."""
