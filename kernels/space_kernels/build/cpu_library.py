@@ -52,7 +52,23 @@ class MatmulStruct(Structure):
         ("wide", c_bool),
         ("then", c_int),
         ("other", c_void_p),
+        ("gated", c_void_p),
+        ("num_gated", c_int64),
+        ("low", c_void_p),
+        ("low_stride", c_int64),
     )
+
+
+class DeltaStruct(Structure):
+    """`Delta` of cpu/linear.h."""
+
+    _fields_ = (("a", LinearStruct), ("b", c_void_p))
+
+
+class GatedRowsStruct(Structure):
+    """`GatedRows` of cpu/linear.h."""
+
+    _fields_ = (("first", c_int64), ("last", c_int64), ("delta", POINTER(DeltaStruct)))
 
 
 class DraftHeadStruct(Structure):
@@ -168,6 +184,30 @@ class NetworkStruct(Structure):
     )
 
 
+class LayerDeltasStruct(Structure):
+    """`LayerDeltas` of cpu/network.h."""
+
+    _fields_ = (
+        ("query_key_value", DeltaStruct),
+        ("output", DeltaStruct),
+        ("gate_up", DeltaStruct),
+        ("down", DeltaStruct),
+    )
+
+
+class GatedRunStruct(Structure):
+    """`GatedRun` of cpu/network.h."""
+
+    _fields_ = (
+        ("first", c_int64),
+        ("last", c_int64),
+        ("layers", POINTER(LayerDeltasStruct)),
+        ("masks", c_void_p),
+        ("embeddings", c_void_p),
+        ("num_masks", c_int64),
+    )
+
+
 class BuffersStruct(Structure):
     """`Buffers` of cpu/network.h."""
 
@@ -178,6 +218,10 @@ class BuffersStruct(Structure):
         ("fused", c_void_p),
         ("attended", c_void_p),
         ("inner", c_void_p),
+        ("low", c_void_p),
+        ("low_stride", c_int64),
+        ("gated", POINTER(GatedRunStruct)),
+        ("num_gated", c_int64),
     )
 
 

@@ -111,6 +111,35 @@ void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x,
     }
 }
 
+// The gated rows among [row, row + rows), run by run.
+template <typename Work>
+void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
+    for (int64_t n = 0; n < p.num_gated; ++n) {
+        const GatedRows& run = p.gated[n];
+        const int64_t first = std::max(row, run.first), last = std::min(row + rows, run.last);
+        if (first < last && run.delta->a.panels) work(*run.delta, first, last - first);
+    }
+}
+
+thread_local std::vector<Laid> laid_low;  // of the gated rows of each tile
+
+// Adds B·low to the sums of the gated rows among [row, row + rows): `count` panels from `panel` on.
+void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
+    Lanes delta[MOST];
+    each_gated(p, row, rows, [&](const Delta& d, int64_t first, int64_t num_gated) {
+        for (int j = 0; j < count; ++j) {
+            const DeltaPanel& b = d.b[panel + j];
+            if (!b.inputs) continue;
+            const Laid* low = laid_low.data() + first * p.low_stride + b.from * num_gated;
+            sum_up_of<bf16, 1>(num_gated, b.weight, b.inputs / 2, low, {nullptr, 0, 0}, delta, 1);
+            for (int64_t i = 0; i < num_gated; ++i) {
+                Lanes& one = sum[(first - row + i) * count + j];
+                one = add(one, delta[i]);
+            }
+        }
+    });
+}
+
 // Finishes and stores the sums of rows [row, row + rows): `count` panels from `panel` on.
 void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     for (int i = 0; i < rows; ++i)
@@ -119,6 +148,7 @@ void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t r
             if (w.scale) one = mul(one, load(w.scale + (panel + j) * LANES));
             if (w.bias) one = add(one, load(w.bias + (panel + j) * LANES));
         }
+    add_deltas(p, sum, row, rows, panel, count);
     if (p.then == Then::SWIGLU) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j + 1 < count; j += 2) {
@@ -152,10 +182,10 @@ void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t r
         }
 }
 
-// Interleaves rows [row, row + rows) by pairs, padded with zeros up to `steps` pairs.
-void lay_out(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
+// Interleaves rows by pairs, padded with zeros up to `steps` pairs.
+void lay_out(const bf16* x, int64_t stride, int64_t rows, int64_t inputs, int64_t steps, Laid* to) {
     for (int64_t i = 0; i < rows; ++i) {
-        const bf16* from = p.x + (row + i) * p.x_stride;
+        const bf16* from = x + i * stride;
         Laid* out = to + 2 * i;
         for (int64_t k = 0; k < inputs / 2; ++k) lay_pair(from + 2 * k, out + 2 * rows * k);
         for (int64_t k = inputs / 2; k < steps; ++k) out[2 * rows * k] = out[2 * rows * k + 1] = 0;
@@ -192,11 +222,17 @@ void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, 
     const int64_t steps = steps_of<Weight>(w.inputs), width = 2 * steps;
     if (fresh) {
         if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
+        if (p.num_gated && int64_t(laid_low.size()) < p.rows * p.low_stride) laid_low.resize(p.rows * p.low_stride);
         bounds.assign(num_tiles + 1, 0);
     }
     for (int64_t n = 0; fresh && n < num_tiles; ++n) {  // evenly, so that no tile has a single row
-        bounds[n + 1] = bounds[n] + (p.rows - bounds[n] + num_tiles - n - 1) / (num_tiles - n);
-        lay_out(p, bounds[n], bounds[n + 1] - bounds[n], w.inputs, steps, laid_out.data() + bounds[n] * width);
+        const int64_t row = bounds[n], rows = (p.rows - row + num_tiles - n - 1) / (num_tiles - n);
+        bounds[n + 1] = row + rows;
+        lay_out(p.x + row * p.x_stride, p.x_stride, rows, w.inputs, steps, laid_out.data() + row * width);
+        each_gated(p, row, rows, [&](const Delta& d, int64_t first, int64_t num_gated) {
+            const int64_t at = first * p.low_stride, ranks = d.a.outputs;
+            lay_out(p.low + at, p.low_stride, num_gated, ranks, ranks / 2, laid_low.data() + at);
+        });
     }
     const int64_t size = steps * STEP;  // of a panel
     if (sizeof(Weight) == 1 && !one_tile && int64_t(widened.size()) < GROUP * size) widened.resize(GROUP * size);

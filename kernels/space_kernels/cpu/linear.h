@@ -10,6 +10,9 @@
 //
 // Each output of each row is one sum over ascending pairs of k. So a row's bits do not depend on the other rows, their
 // number, or the thread.
+//
+// Gated rows add an adapter's delta B·(A·x), a sum of its own, before the rounding. The other rows are computed as if
+// there were none. B is block-diagonal where one matmul stands for several linears; only its blocks are stored.
 
 #pragma once
 
@@ -29,6 +32,22 @@ struct Linear {
     int64_t outputs;  // of W, without padding
 };
 
+// The columns of B that a panel of outputs has.
+struct DeltaPanel {
+    const bf16* weight;
+    int64_t from, inputs;  // of A·x, both even; 0 inputs: no delta
+};
+
+struct Delta {
+    Linear a;             // [ranks, inputs]; no panels: no delta
+    const DeltaPanel* b;  // [panels of the linear]
+};
+
+struct GatedRows {
+    int64_t first, last;
+    const Delta* delta;
+};
+
 struct Matmul {
     const bf16* x;  // [rows, inputs]
     int64_t rows, x_stride;
@@ -37,9 +56,13 @@ struct Matmul {
     bool wide;  // y is float32
     Then then;
     const bf16* other;  // the summand of ADD: [rows, y_stride]
+    const GatedRows* gated;
+    int64_t num_gated;
+    bf16* low;  // [rows, low_stride]: A·x of gated rows
+    int64_t low_stride;
 };
 
-// Compute panels [first, last). For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this is the
+// Compute panels [first, last), with A·x known. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this is the
 // thread's first piece of this job.
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "team.h"
 
@@ -54,6 +55,14 @@ void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work
 
 void multiply(const Linear& w, const Matmul& p, int num_threads) {
     constexpr int64_t TOGETHER = 4;  // minimum panels per thread
+    for (int64_t n = 0; n < p.num_gated; ++n) {
+        const auto& [row, behind, delta] = p.gated[n];
+        const Matmul low{p.x + row * p.x_stride, behind - row, p.x_stride, p.low + row * p.low_stride, p.low_stride,
+                         false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
+        share_out(num_threads, delta->a.panels, [&, a = &delta->a](int64_t first, int64_t last, bool fresh) {
+            multiply(*a, low, first, last, fresh);
+        });
+    }
     share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
         multiply(w, p, first * TOGETHER, std::min(w.panels, last * TOGETHER), fresh);
     });
@@ -89,23 +98,32 @@ void attend(const Rows& rows, const Heads& heads, const Attention& a, int num_th
 
 namespace {
 
-void layer_forward(const Network& net, const Layer& layer, const Rows& rows, const Buffers& b, int num_threads) {
+void layer_forward(const Network& net, int64_t number, const Rows& rows, const Buffers& b, int num_threads) {
+    const Layer& layer = net.layers[number];
+    std::vector<GatedRows> gated(b.num_gated);
+    auto matmul = [&](const Linear& linear, const Delta LayerDeltas::*delta, Matmul p) {
+        for (int64_t n = 0; n < b.num_gated; ++n)
+            gated[n] = {b.gated[n].first, b.gated[n].last, &(b.gated[n].layers[number].*delta)};
+        p.gated = gated.data(), p.num_gated = b.num_gated, p.low = b.low, p.low_stride = b.low_stride;
+        multiply(linear, p, num_threads);
+    };
     const auto [num_query, num_kv, dim] = net.heads;
     const int64_t num_rows = rows.num_rows, width = (num_query + 2 * num_kv) * dim, joined = num_query * dim;
     norm(b.x, layer.attention_norm, num_rows, net.hidden, net.eps, b.normed, num_threads);
-    multiply(layer.query_key_value,
-             {b.normed, num_rows, net.hidden, b.fused, width, false, Then::NOTHING, nullptr}, num_threads);
+    matmul(layer.query_key_value, &LayerDeltas::query_key_value,
+           {b.normed, num_rows, net.hidden, b.fused, width, false, Then::NOTHING});
 
     const Attention a{b.fused, b.fused + joined, b.fused + joined + num_kv * dim, width, width, layer.key_pages,
                       layer.value_pages, net.block_size, b.attended, net.scale, 0.0f, layer.window};
     turn_and_store(rows, net.heads, a, layer.query_norm, layer.key_norm, net.eps, net.cos, net.sin, num_threads);
     attend(rows, net.heads, a, num_threads);
 
-    multiply(layer.output, {b.attended, num_rows, joined, b.x, net.hidden, false, Then::ADD, b.x}, num_threads);
+    matmul(layer.output, &LayerDeltas::output,
+           {b.attended, num_rows, joined, b.x, net.hidden, false, Then::ADD, b.x});
     norm(b.x, layer.mlp_norm, num_rows, net.hidden, net.eps, b.normed, num_threads);
-    multiply(layer.gate_up, {b.normed, num_rows, net.hidden, b.inner, net.inner, false, Then::SWIGLU, nullptr},
-             num_threads);
-    multiply(layer.down, {b.inner, num_rows, net.inner, b.x, net.hidden, false, Then::ADD, b.x}, num_threads);
+    matmul(layer.gate_up, &LayerDeltas::gate_up,
+           {b.normed, num_rows, net.hidden, b.inner, net.inner, false, Then::SWIGLU});
+    matmul(layer.down, &LayerDeltas::down, {b.inner, num_rows, net.inner, b.x, net.hidden, false, Then::ADD, b.x});
 }
 
 }  // namespace
@@ -113,10 +131,18 @@ void layer_forward(const Network& net, const Layer& layer, const Rows& rows, con
 bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_threads) {
     for (int64_t row = 0; row < rows.num_rows; ++row)
         if (b.ids[row] < 0 || b.ids[row] >= net.num_ids) return false;
+    for (const GatedRun* run = b.gated; run != b.gated + b.num_gated; ++run)
+        for (int64_t n = 0; n < run->last - run->first; ++n)
+            if (run->masks[n] < 0 || run->masks[n] >= run->num_masks) return false;
     each_row(num_threads, rows.num_rows, net.hidden, [&](int64_t row) {
         std::memcpy(b.x + row * net.hidden, net.embedding + b.ids[row] * net.hidden, net.hidden * sizeof(bf16));
     });
-    for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, net.layers[n], rows, b, num_threads);
+    for (const GatedRun* run = b.gated; run != b.gated + b.num_gated; ++run)
+        for (int64_t row = run->first; row < run->last; ++row) {
+            const bf16* embedding = run->embeddings + run->masks[row - run->first] * net.hidden;
+            std::memcpy(b.x + row * net.hidden, embedding, net.hidden * sizeof(bf16));
+        }
+    for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, n, rows, b, num_threads);
     norm(b.x, net.norm, rows.num_rows, net.hidden, net.eps, b.normed, num_threads);
     return true;
 }

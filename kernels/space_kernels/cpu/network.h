@@ -19,6 +19,20 @@ struct Layer {
     int64_t window;
 };
 
+// One adapter's deltas in one layer.
+struct LayerDeltas {
+    Delta query_key_value, output, gate_up, down;
+};
+
+// Rows [first, last) belong to an adapter's masks, numbers `masks` [last - first] of its embeddings.
+struct GatedRun {
+    int64_t first, last;
+    const LayerDeltas* layers;
+    const int64_t* masks;
+    const bf16* embeddings;  // [num_masks, hidden]
+    int64_t num_masks;
+};
+
 struct Network {
     int64_t num_layers, num_ids, hidden, inner;
     Heads heads;
@@ -32,12 +46,17 @@ struct Network {
 struct Buffers {  // [rows, …]
     const int64_t* ids;
     bf16 *x, *normed, *fused, *attended, *inner;
+    bf16* low;  // [rows, low_stride], zeros where there are gated rows
+    int64_t low_stride;
+    const GatedRun* gated;
+    int64_t num_gated;
 };
 
-// Writes the result to buffers.normed [rows, hidden]. Returns false, without computing, if an id is out of range.
+// Writes the result to buffers.normed [rows, hidden]. Returns false, without computing, if an id or a mask is out of
+// range.
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
-// The whole matmul, by num_threads threads.
+// The whole matmul, by num_threads threads; A·x of gated rows first.
 void multiply(const Linear& w, const Matmul& p, int num_threads);
 
 // For all rows: norm queries and keys (unless null), apply the rotary embedding (unless cos is null), store chain rows.

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from ctypes import byref
+from collections.abc import Sequence
+from ctypes import addressof, byref, pointer
 from enum import IntEnum
+from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from space_kernels.build.cpu_library import CpuLibrary, LinearStruct, MatmulStruct, cpu_library
+from space_kernels.build.cpu_library import (
+    CpuLibrary,
+    DeltaStruct,
+    GatedRowsStruct,
+    LinearStruct,
+    MatmulStruct,
+    cpu_library,
+)
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
 LANES = 16
 """Outputs per panel."""
+
+LOW_PADDING = 32
+"""Columns behind the ranks of A·x that the compiled matmul may read, and multiplies by 0."""
 
 
 class Then(IntEnum):
@@ -69,19 +84,19 @@ class CompiledLinear(nn.Module):
         """Whether the compiled matmul supports this weight: bfloat16 with an even number of inputs."""
         return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gated: Sequence[DeltaRows] = ()) -> Tensor:
         """[..., in] -> [..., out]"""
-        return self._matmul(x, Then.NOTHING, None, self.out_features)
+        return self._matmul(x, Then.NOTHING, None, self.out_features, gated)
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+    def plus(self, x: Tensor, other: Tensor, gated: Sequence[DeltaRows] = ()) -> Tensor:
         """Return x·Wᵀ + b + other, rounded once; other [..., out] contiguous."""
-        return self._matmul(x, Then.ADD, other, self.out_features)
+        return self._matmul(x, Then.ADD, other, self.out_features, gated)
 
-    def swiglu(self, x: Tensor) -> Tensor:
+    def swiglu(self, x: Tensor, gated: Sequence[DeltaRows] = ()) -> Tensor:
         """Return silu(gate)·up, rounded once, for weights from `in_turn`: [..., in] -> [..., out/2]"""
-        return self._matmul(x, Then.SWIGLU, None, self.out_features // 2)
+        return self._matmul(x, Then.SWIGLU, None, self.out_features // 2, gated)
 
-    def _matmul(self, x: Tensor, then: Then, other: Tensor | None, width: int) -> Tensor:
+    def _matmul(self, x: Tensor, then: Then, other: Tensor | None, width: int, gated: Sequence[DeltaRows]) -> Tensor:
         if x.dtype != torch.bfloat16:
             raise TypeError(f"The compiled matmul takes bfloat16 rows; got {x.dtype}.")
         x = x.contiguous()
@@ -89,6 +104,12 @@ class CompiledLinear(nn.Module):
         added = None if other is None else other.data_ptr()
         rows = x.numel() // self.in_features
         matmul = MatmulStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
+        runs = (GatedRowsStruct * len(gated))(*(delta.of_rows(run) for delta, run in gated))
+        if gated:
+            stride = LOW_PADDING + max(delta.ranks for delta, _ in gated)
+            low = x.new_zeros(rows, stride)
+            matmul.gated, matmul.num_gated = addressof(runs), len(runs)
+            matmul.low, matmul.low_stride = low.data_ptr(), stride
         self._library.linear(self._here, byref(matmul), torch.get_num_threads())
         return y
 
@@ -116,6 +137,61 @@ def in_turn(gate: Tensor, up: Tensor) -> Tensor:
     if inner % LANES:
         raise ValueError(f"Gate and up have {inner} outputs; panels in turn need a multiple of {LANES}.")
     return torch.stack([gate.view(-1, LANES, width), up.view(-1, LANES, width)], dim=1).reshape(2 * inner, width)
+
+
+class CompiledDelta:
+    """As `GatedDelta`, for the compiled matmul to add to the sums of gated rows before it rounds them."""
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        pairs: Sequence[tuple[Tensor, Tensor] | None],
+        sizes: Sequence[int],
+        scale: float,
+        *,
+        turns: bool = False,
+    ) -> None:
+        """As GatedDelta, in bfloat16; every size but the last a multiple of 16."""
+        down: list[Tensor] = []
+        panels_of: list[list[_Panel]] = []  # by linear
+        self.ranks = 0
+        for pair, size in zip(pairs, sizes, strict=True):
+            num_panels = -(-size // LANES)
+            if pair is None:
+                panels_of.append([_Panel(None, 0, 0)] * num_panels)
+                continue
+            a, b = pair
+            odd = len(a) % 2
+            down.append(F.pad(a, (0, 0, 0, odd)))
+            b = F.pad((b.float() * scale).to(b.dtype), (0, odd))
+            panels = CompiledLinear(library, b, None).weight.view(num_panels, -1)
+            panels_of.append([_Panel(panel, self.ranks, b.shape[1]) for panel in panels])
+            self.ranks += b.shape[1]
+        ordered = [*chain.from_iterable(zip(*panels_of, strict=True) if turns else panels_of)]
+        self._a = CompiledLinear(library, torch.cat(down), None)
+        self._b = torch.cat([panel.weight for panel in ordered if panel.weight is not None])
+        table, place = np.zeros((len(ordered), 3), dtype=np.int64), self._b.data_ptr()
+        for row, panel in zip(table, ordered, strict=True):
+            row[:] = place, panel.first, panel.inputs
+            place += 0 if panel.weight is None else panel.weight.nbytes
+        self._table = table
+        self.struct = DeltaStruct(self._a.struct, table.ctypes.data)
+
+    def of_rows(self, rows: slice) -> GatedRowsStruct:
+        """Return the C struct of these gated rows."""
+        return GatedRowsStruct(rows.start, rows.stop, pointer(self.struct))
+
+
+class _Panel(NamedTuple):
+    """The delta of sixteen outputs: B in panels, and its columns."""
+
+    weight: Tensor | None  # None: no delta
+    first: int
+    inputs: int
+
+
+DeltaRows = tuple[CompiledDelta, slice]
+"""The rows that a delta is added to."""
 
 
 def cpu_linear(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> nn.Module:

@@ -1,7 +1,6 @@
 """The Llama family on a CPU by compiled operations: a step is one call, whatever the number of layers.
 
-Steps with adapter rows, and tensor-parallel steps, run layer by layer through the same operations, so chain rows have
-the same bits either way.
+Tensor-parallel steps run layer by layer through the same operations, so chain rows have the same bits either way.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ from space_kernels.build.cpu_library import (
     AttentionStruct,
     BuffersStruct,
     CpuLibrary,
+    DeltaStruct,
+    GatedRunStruct,
     HeadsStruct,
+    LayerDeltasStruct,
     LayerStruct,
     NetworkStruct,
 )
 from space_kernels.layers.rotary import RotaryTable
-from space_kernels.linear.cpu_linear import LANES, CompiledLinear, in_turn
-from space_kernels.linear.gated_delta import GatedDelta
+from space_kernels.linear.cpu_linear import LANES, LOW_PADDING, CompiledDelta, CompiledLinear, DeltaRows, in_turn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.llama_parts import (
     FAMILIES,
     LlamaLayer,
@@ -35,7 +36,6 @@ from space_model.networks.llama_parts import (
     LlamaSource,
     Norm,
     Pack,
-    add_deltas,
     layer_fields,
     packed,
 )
@@ -43,7 +43,7 @@ from space_model.networks.network import PagedKV
 
 
 @dataclass(frozen=True)
-class CompiledLayer(LlamaLayer[CompiledLinear]):
+class CompiledLayer(LlamaLayer[CompiledLinear, CompiledDelta]):
     """One decoder layer; the deltas of gate and up are interleaved."""
 
     gate_up: CompiledLinear  # interleaved
@@ -55,6 +55,16 @@ class CompiledLayer(LlamaLayer[CompiledLinear]):
             _address(self.key_norm), self.output.struct, self.mlp_norm.weight.data_ptr(), self.gate_up.struct,
             self.down.struct, keys.data_ptr(), values.data_ptr(), self.window or 0,
         )  # fmt: skip
+
+    def deltas_struct(self, adapter: int) -> LayerDeltasStruct:
+        """Return the C struct of an adapter's deltas in this layer."""
+        found = (self.deltas_of(name)[adapter] for name, _ in LayerDeltasStruct._fields_)
+        return LayerDeltasStruct(*(DeltaStruct() if delta is None else delta.struct for delta in found))
+
+    def gated(self, name: str, batch: ForwardBatch) -> list[DeltaRows]:
+        """Return the deltas of one of the linears, each with its rows."""
+        deltas = self.deltas_of(name)
+        return [(delta, run.slice) for run in batch.gated if (delta := deltas[run.adapter]) is not None]
 
 
 def _address(norm: Norm | None) -> int | None:
@@ -71,8 +81,19 @@ class CompiledLlama(LlamaParts):
         self._heads = HeadsStruct(source.num_heads, source.kv_heads, source.head_dim)
         self._embedding = self._embedding.contiguous()
         self._angles = RotaryTable(rotary.inv_freq.float(), float(rotary.attention_scaling))
-        pack: Pack[CompiledLinear] = partial(CompiledLinear, library, int8=source.int8)
-        self._layers = [_take_apart(source, pack, *layer) for layer in source.layers()]
+        self._layers = [_take_apart(source, library, *layer) for layer in source.layers()]
+        self._mask_embeddings = [masks.to(self._embedding.dtype).contiguous() for masks in self._mask_embeddings]
+        self._deltas = [
+            (LayerDeltasStruct * len(self._layers))(*(layer.deltas_struct(number) for layer in self._layers))
+            for number in range(len(source.adapters))
+        ]
+        ranks = [
+            linear.a.outputs
+            for layers in self._deltas
+            for layer in layers
+            for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        ]
+        self._low_width = LOW_PADDING + max(ranks, default=0)
         self._whole: tuple[PagedKV, NetworkStruct] | None = None  # for the KV cache of the last step
 
     @staticmethod
@@ -94,9 +115,9 @@ class CompiledLlama(LlamaParts):
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm; padding rows are undefined."""
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
-        if batch.gated or self._ranks is not None:
+        if self._ranks is not None:
             return self._by_layers(batch, kv)
-        return self._run(self._network(kv), batch)[1]
+        return self._run(self._network(kv), batch, gated=self._gated(batch))[1]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
@@ -116,7 +137,22 @@ class CompiledLlama(LlamaParts):
         """[R, hidden] -> [R, hidden]: the final norm alone."""
         return self._normed(self._norm, hidden)
 
-    def _run(self, network: NetworkStruct, batch: ForwardBatch, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _gated(self, batch: ForwardBatch) -> Sequence[GatedRunStruct]:
+        return [
+            GatedRunStruct(
+                run.slice.start, run.slice.stop, self._deltas[run.adapter], run.masks.data_ptr(),
+                self._mask_embeddings[run.adapter].data_ptr(), len(self._mask_embeddings[run.adapter]),
+            )
+            for run in batch.gated
+        ]  # fmt: skip
+
+    def _run(
+        self,
+        network: NetworkStruct,
+        batch: ForwardBatch,
+        ids: Tensor | None = None,
+        gated: Sequence[GatedRunStruct] = (),
+    ) -> tuple[Tensor, Tensor]:
         """Return [R, hidden] before and after the final norm. `ids`: rows of the network's embedding; None: the
         batch's.
         """
@@ -130,9 +166,13 @@ class CompiledLlama(LlamaParts):
             ids.data_ptr(), x, normed.data_ptr(), x + row * hidden, x + row * (hidden + fused),
             x + row * (hidden + fused + joined),
         )  # fmt: skip
+        if gated:
+            low = normed.new_zeros(num_rows, self._low_width)
+            buffers.low, buffers.low_stride = low.data_ptr(), self._low_width
+            buffers.gated, buffers.num_gated = (GatedRunStruct * len(gated))(*gated), len(gated)
         threads = torch.get_num_threads()
         if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
-            raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings.")
+            raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings, or a mask.")
         return room[: num_rows * hidden].view(num_rows, hidden), normed
 
     def _network(self, kv: PagedKV) -> NetworkStruct:
@@ -153,30 +193,22 @@ class CompiledLlama(LlamaParts):
         )  # fmt: skip
 
     def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """Compute `forward` of cpu/network.cpp, plus adapter deltas and sums over ranks."""
+        """Compute `forward` of cpu/network.cpp, plus sums over ranks."""
         x = self._enter_gated(batch)
         for number in range(len(self._layers)):
             x = self._one_layer(number, x, batch, kv)
         return self._normed(self._norm, x)
 
     def _one_layer(self, number: int, x: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        layer, gated, num_rows = self._layers[number], batch.gated, len(x)
-        first = gated[0].slice.start if gated else num_rows
+        layer, num_rows, ranks = self._layers[number], len(x), self._ranks
+        assert ranks is not None
         y = self._normed(layer.attention_norm, x)
-        fused = layer.query_key_value(y)
-        add_deltas(fused, y, gated, layer.deltas_of("query_key_value"))
+        fused = layer.query_key_value(y, layer.gated("query_key_value", batch))
         attended = self._attended(layer, fused, batch, kv.keys[number], kv.values[number])
         attended = attended.view(num_rows, self._heads.query * self._heads.dim)
-        x = self._summed(layer.output, attended, x, gated, layer.deltas_of("output"))
-        y = self._normed(layer.mlp_norm, x)
-        inner = layer.gate_up.swiglu(y[:first])
-        if gated:
-            both = layer.gate_up(y[first:])
-            for run in gated:
-                if (delta := layer.deltas[run.adapter].gate_up) is not None:
-                    both[run.slice.start - first : run.slice.stop - first] += delta(y[run.slice])
-            inner = torch.cat([inner, _swiglu_in_turn(both)])
-        return self._summed(layer.down, inner, x, gated, layer.deltas_of("down"))
+        x = ranks.sum(layer.output(attended, layer.gated("output", batch))).add_(x)
+        inner = layer.gate_up.swiglu(self._normed(layer.mlp_norm, x), layer.gated("gate_up", batch))
+        return ranks.sum(layer.down(inner, layer.gated("down", batch))).add_(x)
 
     def _normed(self, norm: Norm, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -205,29 +237,13 @@ class CompiledLlama(LlamaParts):
         self._library.attend(those, byref(self._heads), byref(attention), threads)
         return out
 
-    def _summed(
-        self,
-        linear: CompiledLinear,
-        x: Tensor,
-        residual: Tensor,
-        gated: Sequence[GatedRows],
-        deltas: Sequence[GatedDelta | None],
-    ) -> Tensor:
-        """Return the residual plus the matmul, the adapters' deltas, and the other ranks' parts."""
-        out = linear.plus(x, residual) if self._ranks is None else linear(x)
-        add_deltas(out, x, gated, deltas)
-        return out if self._ranks is None else self._ranks.sum(out).add_(residual)
-
-
-def _swiglu_in_turn(both: Tensor) -> Tensor:
-    """silu(gate)·up of interleaved [R, 2·inner] -> [R, inner], in float32, rounded once."""
-    gate, up = both.float().view(len(both), -1, 2, LANES).unbind(2)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(both.dtype).reshape(len(both), -1)
-
 
 def _take_apart(
-    source: LlamaSource, pack: Pack[CompiledLinear], layer: nn.Module, path: str, window: int | None
+    source: LlamaSource, library: CpuLibrary, layer: nn.Module, path: str, window: int | None
 ) -> CompiledLayer:
-    fields = layer_fields(source, layer, path, window, partial(packed, pack), interleaved=True)
+    pack: Pack[CompiledLinear] = partial(CompiledLinear, library, int8=source.int8)
+    fields = layer_fields(
+        source, layer, path, window, partial(packed, pack), delta=partial(CompiledDelta, library), interleaved=True
+    )
     gate_up = packed(pack, layer.get_submodule("mlp"), ["gate_proj", "up_proj"], lambda parts: in_turn(*parts))
     return CompiledLayer(**fields, gate_up=gate_up)

@@ -29,7 +29,7 @@ from space_model.networks.network import PagedKV
 
 
 @dataclass(frozen=True)
-class FusedLayer(LlamaLayer[nn.Module]):
+class FusedLayer(LlamaLayer[nn.Module, GatedDelta]):
     """One decoder layer."""
 
     gate_up: nn.Module  # [2·inner, hidden], gate first

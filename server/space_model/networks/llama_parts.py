@@ -23,6 +23,7 @@ from space_model.model_facts import Ranks
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 Linear = TypeVar("Linear", bound=nn.Module)
+Delta = TypeVar("Delta")
 Pack = Callable[[Tensor, Tensor | None], Linear]
 """Returns a linear layer for a weight [out, in] and a bias [out]."""
 Take = Callable[[nn.Module, Sequence[str]], Linear]
@@ -69,17 +70,17 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class LayerDeltas:
+class LayerDeltas(Generic[Delta]):
     """One adapter's deltas in one layer; None: no delta."""
 
-    query_key_value: GatedDelta | None
-    output: GatedDelta | None
-    gate_up: GatedDelta | None
-    down: GatedDelta | None
+    query_key_value: Delta | None
+    output: Delta | None
+    gate_up: Delta | None
+    down: Delta | None
 
 
 @dataclass(frozen=True)
-class LlamaLayer(Generic[Linear]):
+class LlamaLayer(Generic[Linear, Delta]):
     """One decoder layer without its first two feed-forward matrices, whose layout the networks choose."""
 
     attention_norm: Norm
@@ -90,9 +91,9 @@ class LlamaLayer(Generic[Linear]):
     window: int | None
     mlp_norm: Norm
     down: Linear
-    deltas: tuple[LayerDeltas, ...]  # by adapter
+    deltas: tuple[LayerDeltas[Delta], ...]  # by adapter
 
-    def deltas_of(self, name: str) -> list[GatedDelta | None]:
+    def deltas_of(self, name: str) -> list[Delta | None]:
         """Return the adapters' deltas of one of the linears."""
         return [getattr(deltas, name) for deltas in self.deltas]
 
@@ -104,9 +105,12 @@ def layer_fields(
     window: int | None,
     take: Take[Linear],
     *,
+    delta: Callable[..., Any] = GatedDelta,
     interleaved: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a LlamaLayer. `interleaved`: the outputs of gate and up are."""
+    """Return the fields of a LlamaLayer. `delta`: the class of its deltas; `interleaved`: the outputs of gate and up
+    are.
+    """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
     hidden, inner = int(mlp.down_proj.out_features), int(mlp.down_proj.in_features)  # type: ignore[arg-type,union-attr]
@@ -123,7 +127,8 @@ def layer_fields(
         "mlp_norm": Norm.of(layer.get_submodule("post_attention_layernorm")),
         "down": take(mlp, ["down_proj"]),
         "deltas": tuple(
-            _layer_deltas(adapter, path, sizes, hidden, inner, interleaved=interleaved) for adapter in source.adapters
+            _layer_deltas(adapter, path, sizes, hidden, inner, delta, interleaved=interleaved)
+            for adapter in source.adapters
         ),
     }
 
@@ -150,13 +155,20 @@ def packed(
 
 
 def _layer_deltas(
-    adapter: GatedLora, path: str, sizes: Sequence[int], hidden: int, inner: int, *, interleaved: bool
-) -> LayerDeltas:
+    adapter: GatedLora,
+    path: str,
+    sizes: Sequence[int],
+    hidden: int,
+    inner: int,
+    kind: Callable[..., Delta],
+    *,
+    interleaved: bool,
+) -> LayerDeltas[Delta]:
     """Return one adapter's deltas in the layer at `path`. `sizes`: output sizes of query, key and value."""
 
-    def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> GatedDelta | None:
+    def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> Delta | None:
         pairs = [adapter.pairs.get(f"{path}.{name}_proj") for name in names]
-        return None if not any(pairs) else GatedDelta(pairs, outs, adapter.scale, turns=turns)
+        return None if not any(pairs) else kind(pairs, outs, adapter.scale, turns=turns)
 
     return LayerDeltas(
         query_key_value=delta(["self_attn.q", "self_attn.k", "self_attn.v"], sizes),

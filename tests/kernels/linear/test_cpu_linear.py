@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
-from space_kernels.linear.cpu_linear import CompiledLinear, cpu_linear, in_turn
+from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear, in_turn
 from torch.nn import functional as F
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (48, 2)]
@@ -110,3 +112,74 @@ def test_other_numbers_are_refused_or_left_to_torch(library: CpuLibrary) -> None
     assert type(cpu_linear(weight, bias)) is CompiledLinear
     assert type(cpu_linear(weight.float(), bias.float())) is not CompiledLinear
     assert type(cpu_linear(weight[:, :255], bias)) is not CompiledLinear
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor] | None]
+
+
+def draw_pairs(ranks: Sequence[int | None], sizes: Sequence[int], seed: int) -> Pairs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).bfloat16()
+
+    return [
+        None if rank is None else (normal(rank, 64), normal(size, rank))
+        for rank, size in zip(ranks, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "turns"),
+    [
+        ((64, 32, 40), (32, 32, 32), False),
+        ((64, 32, 40), (8, None, 3), False),
+        ((96, 96), (16, 40), True),
+        ((96, 96), (None, 5), True),
+    ],
+)
+def test_deltas_join_the_sums_of_their_rows_alone(
+    library: CpuLibrary,
+    num_threads: int,
+    sizes: tuple[int, ...],
+    ranks: tuple[int | None, ...],
+    turns: bool,
+    int8: bool,
+) -> None:
+    weight, _, x, other = draw(sum(sizes), 64)
+    parts = weight.split(sizes)
+    linear = CompiledLinear(library, in_turn(*parts) if turns else weight, None, int8=int8)
+    pairs = [draw_pairs(ranks, sizes, seed) for seed in (1, 2)]
+    deltas = [CompiledDelta(library, some, sizes, 2.0, turns=turns) for some in pairs]
+    dense = [torch.zeros(sum(sizes), 64) for _ in pairs]
+    for whole, some in zip(dense, pairs, strict=True):
+        for part, pair in zip(whole.split(sizes), some, strict=True):
+            if pair is not None:
+                part += 2.0 * pair[1].float() @ pair[0].float()
+    if turns:
+        dense = [in_turn(*whole.split(sizes)) for whole in dense]
+    plain, joined = linear(x), linear.swiglu(x) if turns else linear.plus(x, other)
+    alone = [linear(x, [(delta, slice(0, len(x)))]) for delta in deltas]
+    for whole, found in zip(dense, alone, strict=True):
+        torch.testing.assert_close(found.float(), plain.float() + x.float() @ whole.T, atol=0.08, rtol=2**-6)
+    for rows in (1, 2, 3, 9, 12, 13, 16, 17, 36, 64):
+        for first in {0, 1, rows // 3, rows - 1}:
+            middle = (first + rows) // 2
+            gated = [(deltas[0], slice(first, middle)), (deltas[1], slice(middle, rows))]
+            found = linear(x[:rows], gated)
+            assert torch.equal(found[:first], plain[:first]), (rows, first)
+            assert torch.equal(found[first:middle], alone[0][first:middle]), (rows, first)
+            assert torch.equal(found[middle:], alone[1][middle:rows]), (rows, first)
+            found = linear.swiglu(x[:rows], gated) if turns else linear.plus(x[:rows], other[:rows], gated)
+            assert torch.equal(found[:first], joined[:first]), (rows, first)
+
+
+def test_a_delta_that_is_not_finite_stays_in_its_rows(library: CpuLibrary) -> None:
+    weight, _, x, _ = draw(64, 64)
+    linear = CompiledLinear(library, weight, None)
+    ((a, b),) = [pair for pair in draw_pairs([4], [64], 1) if pair is not None]
+    b[5, 1], a[0, 0] = torch.inf, torch.nan
+    found = linear(x[:9], [(CompiledDelta(library, [(a, b)], [64], 1.0), slice(3, 9))])
+    assert torch.equal(found[:3], linear(x[:3]))
+    assert not found[3:].isfinite().any(dim=1).all()
