@@ -119,7 +119,6 @@ def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
 
 
 def _key(words: list[str]) -> ApiKey:
-    """Parse the words of a line. Raises ValueError."""
     secret, *rest = words
     fields: dict[str, str] = {}
     for word in rest:
@@ -146,8 +145,7 @@ def _key(words: list[str]) -> ApiKey:
     return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator)
 
 
-NO_KEY = "none"
-"""Label for requests when the server has no keys."""
+NO_KEY = "none"  # label for requests when the server has no keys
 
 
 class TokenBucket:

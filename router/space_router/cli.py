@@ -11,7 +11,7 @@ from typing import NoReturn
 from space_common.process import module_command, safe_environment
 
 from space_router.commands.programs import PROGRAMS, Program
-from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, settings
+from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, flag_of, settings
 from space_router.errors import ConfigError
 from space_router.setting import help_texts
 
@@ -120,7 +120,7 @@ def _add_flags(parser: argparse.ArgumentParser, *, own_workers: bool) -> None:
         default = "none" if field.default in (None, ()) else field.default
         shown = f"{texts[name]}. [default: {default}; {ENVIRONMENT_PREFIX}{name.upper()}]"
         groups[known.group].add_argument(
-            "--" + name.replace("_", "-"),
+            flag_of(name),
             action="append" if known.repeatable else "store",
             dest=name,
             metavar=known.metavar,

@@ -274,7 +274,6 @@ class ServeConfig:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the APIs."""
         if self.served_model_name is not None:
             return self.served_model_name
         if self.model == "demo":
@@ -307,32 +306,28 @@ class ServeConfig:
 
     def certificate(self) -> CertificateFiles | None:
         """Return the server's certificate for clients; None: no TLS. Raises ConfigError."""
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return _files(f"--tls-cert={self.tls_cert!r} --tls-key={self.tls_key!r}", self.tls_cert, self.tls_key)
+        return self._files("tls_cert", "tls_key")
 
     def worker_certificate(self) -> CertificateFiles | None:
         """Return the router's certificate for remote workers, and their authority; None: no TLS. Raises ConfigError."""
-        if self.worker_tls_ca is None or self.worker_tls_cert is None or self.worker_tls_key is None:
-            return None
-        return _files(
-            f"--worker-tls-cert={self.worker_tls_cert!r} --worker-tls-key={self.worker_tls_key!r} "
-            f"--worker-tls-ca={self.worker_tls_ca!r}",
-            self.worker_tls_cert,
-            self.worker_tls_key,
-            self.worker_tls_ca,
-        )
+        return self._files("worker_tls_cert", "worker_tls_key", "worker_tls_ca")
+
+    def _files(self, *names: str) -> CertificateFiles | None:
+        paths: dict[str, str | None] = {name: getattr(self, name) for name in names}
+        given = [Path(path).expanduser() for path in paths.values() if path is not None]
+        try:
+            return CertificateFiles(*given) if len(given) == len(names) else None
+        except CertificateError as error:
+            flags = " ".join(f"{flag_of(name)}={path!r}" for name, path in paths.items())
+            raise ConfigError(f"{flags}: {error}.") from None
 
 
-def _files(flags: str, *paths: str) -> CertificateFiles:
-    try:
-        return CertificateFiles(*(Path(path).expanduser() for path in paths))
-    except CertificateError as error:
-        raise ConfigError(f"{flags}: {error}.") from None
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
 
 
 def settings() -> dict[str, tuple[Field[Any], Setting]]:
-    """Return all fields that are flags, by field name, in order."""
     return {f.name: (f, f.metadata["setting"]) for f in fields(ServeConfig) if "setting" in f.metadata}
 
 
@@ -347,7 +342,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
     for name, (_, known) in settings().items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if (text := flags.get(name)) is not None:
-            source = "--" + name.replace("_", "-")
+            source = flag_of(name)
         elif text := environment.get(variable):
             source = variable
         else:
@@ -360,8 +355,9 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
     config = ServeConfig(**values, api_keys=keys, model_is_named="model" in values)
     for name, (_, known) in settings().items():
         if config.worker_address and known.own_workers and flags.get(name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} does nothing with --worker-address: give it to `spaceserve worker` there.")
+            raise ConfigError(
+                f"{flag_of(name)} does nothing with --worker-address: give it to `spaceserve worker` there."
+            )
     if config.tracing == "on":
         try:
             check_tracing(environment)

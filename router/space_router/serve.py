@@ -41,7 +41,6 @@ class WebServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Log the signal and call `on_signal` on the event loop."""
         log.info("%s received", signal.Signals(sig).name)
         self._loop.call_soon_threadsafe(self._on_signal)
 
@@ -197,7 +196,6 @@ def _https(files: CertificateFiles) -> ssl.SSLContext:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory if it is installed, else None."""
     try:
         import uvloop
     except ImportError:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MAX_DRAFT_LENGTH = 16
-"""Maximum K of `speculation`; no known checkpoint gains from more."""
+MAX_DRAFT_LENGTH = 16  # maximum K of `speculation`; no known checkpoint gains from more
 
 _UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
 _SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction needs a unit
@@ -41,7 +40,6 @@ class Setting:
 
 
 def setting(group: str, default: Any, kind: Kind, *, own_workers: bool = False, repeatable: bool = False) -> Any:
-    """Return a dataclass field that is also a flag."""
     return field(default=default, metadata={"setting": Setting(group, *kind, own_workers, repeatable)})
 
 
@@ -181,13 +179,10 @@ def _ids(value: str) -> tuple[int, ...]:
     return tuple(int(word) for word in value.split(","))
 
 
-SIZE = Kind(_size, "SIZE")
-"""A number of bytes, 1 or more; KiB, MiB, GiB, KB, MB, GB allowed."""
+SIZE = Kind(_size, "SIZE")  # a number of bytes, 1 or more; KiB, MiB, GiB, KB, MB, GB allowed
 ON_OFF = one_of("on", "off")
-ADAPTERS = Kind(_adapters, "NAME=FOLDER")
-"""NAME=FOLDER, separated by commas; each name once."""
-IDS = Kind(_ids, "ID[,ID...]")
-"""Token ids separated by commas."""
+ADAPTERS = Kind(_adapters, "NAME=FOLDER")  # NAME=FOLDER, separated by commas; each name once
+IDS = Kind(_ids, "ID[,ID...]")  # token ids separated by commas
 
 # Checked here and passed to the worker as they are.
 MEMORY = Kind(_memory, "SIZE|FRACTION|auto")

@@ -34,8 +34,8 @@ from space_router.engine.request.request_state import CallLater, Phase, RequestS
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
 from space_router.engine.workers.crash_quarantine import CrashQuarantine
-from space_router.engine.workers.supervisor import ExitCause, worker_command, worker_sources
-from space_router.engine.workers.worker_connection import WorkerConnection, WorkerMismatch, WorkerSource
+from space_router.engine.workers.supervisor import ExitCause, RemoteWorker, Supervisor, worker_command, worker_sources
+from space_router.engine.workers.worker_connection import WorkerConnection, WorkerMismatch
 from space_router.engine.workers.worker_pool import WorkerPool
 from space_router.metrics import Metrics
 
@@ -61,7 +61,7 @@ class Engine:
         *,
         tokenizer_hash: str | None = None,
         worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
-        sources: Sequence[WorkerSource] | None = None,
+        sources: Sequence[RemoteWorker | Supervisor] | None = None,
         max_lag: int = MAX_LAG,
         clock: Callable[[], float] = time.monotonic,
         call_later: CallLater | None = None,
@@ -93,12 +93,9 @@ class Engine:
         self._up = asyncio.Event()
         self._given_up = asyncio.Event()
         self._start_failure: WorkerStartFailed | None = None
-        self.worker_pool = WorkerPool(
-            worker_sources(config, worker_argv) if sources is None else sources,
-            self,
-            config=config,
-            tokenizer_hash=tokenizer_hash,
-        )
+        if sources is None:
+            sources = worker_sources(config, worker_argv)
+        self.worker_pool = WorkerPool(sources, self, config=config, tokenizer_hash=tokenizer_hash)
         self.connections = self.worker_pool.connections
 
     async def __aenter__(self) -> Engine:
@@ -190,7 +187,6 @@ class Engine:
         return bool(found)
 
     def load(self) -> LoadFigures:
-        """Return how busy the engine is now."""
         pools = [scheduler.pool for scheduler in self._schedulers()]
         return LoadFigures(
             num_queued=len(self._queue),
@@ -336,12 +332,10 @@ class Engine:
                 self._queue.unpark(follower)
 
     def _requeue(self, live: RequestState) -> None:
-        """Put a request back into the queue with the tokens it has emitted."""
         self._queue.push(live, parked=live.lagging or self._quarantine.is_holding(live))
         self._release_followers(live)
 
     def _reader_caught_up(self, live: RequestState) -> None:
-        """Resume a request whose reader lagged and reads again."""
         if live in self._queue and not self._quarantine.is_holding(live):
             self._queue.unpark(live)
         for scheduler in self._schedulers():
@@ -368,7 +362,6 @@ class Engine:
         return True
 
     def _forget(self, live: RequestState) -> None:
-        """Remove an ended request from all tables."""
         if live.stream is not None:
             del self._open[live.stream]
             named = self._by_name[live.request.request_id]

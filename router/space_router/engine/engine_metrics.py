@@ -106,7 +106,6 @@ class EngineMetrics:
             self._metrics.speculation_speedup.set(self._plain_seconds / self._spent_seconds)
 
     def admitted(self, live: RequestState) -> None:
-        """Record a request's first admission."""
         self._metrics.queue_seconds.observe(live.statistics.queue_seconds or 0.0)
         self._metrics.prompt_tokens_total.inc(live.num_prompt)
         self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
@@ -123,7 +122,6 @@ class EngineMetrics:
         self._metrics.worker_up.set(num_up)
 
     def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
-        """Set the gauges of cache blocks and requests."""
         free = held = cached = 0
         for pool in pools:
             free, held, cached = free + pool.num_free, held + pool.num_held, cached + pool.num_cached

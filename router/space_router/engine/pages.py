@@ -46,7 +46,7 @@ class PagePool:
         # Arrays, because the garbage collector does not traverse them, unlike a list of a million ints.
         self._free = array("q", range(num_blocks - 1, -1, -1))  # a stack: last in, first out
         self._num_holders = array("q", bytes(8 * num_blocks))
-        self._num_held = 0
+        self.num_held = 0
         self._key: dict[int, bytes] = {}  # known block -> key
         self._block: dict[bytes, int] = {}  # key -> block
         # Known blocks without holder, least recently used first. A plain dict would scan the slots of its deleted
@@ -56,10 +56,6 @@ class PagePool:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_held(self) -> int:
-        return self._num_held
 
     @property
     def num_cached(self) -> int:
@@ -93,7 +89,7 @@ class PagePool:
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._cached[block]
-                self._num_held += 1
+                self.num_held += 1
             self._num_holders[block] += 1
 
     def take(self, num_blocks: int) -> list[int]:
@@ -110,7 +106,7 @@ class PagePool:
         taken = [self._free.pop() for _ in range(num_blocks)]
         for block in taken:
             self._num_holders[block] = 1
-        self._num_held += num_blocks
+        self.num_held += num_blocks
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
@@ -119,7 +115,7 @@ class PagePool:
             self._num_holders[block] -= 1
             if self._num_holders[block]:
                 continue
-            self._num_held -= 1
+            self.num_held -= 1
             if block not in self._key:
                 self._free.append(block)
             else:
@@ -131,7 +127,6 @@ class PagePool:
             self._key[block] = key
 
     def check(self) -> None:
-        """Raise ValueError if the invariants are violated."""
         free, cached, known = set(self._free), set(self._cached), set(self._key)
         held = {block for block, num_holders in enumerate(self._num_holders) if num_holders}
         numbers = (self.num_free, self.num_held, self.num_cached)

@@ -155,7 +155,6 @@ class Scheduler:
         self._commands: list[worker_pb2.Command] = []
 
     def take_commands(self) -> list[worker_pb2.Command]:
-        """Return the collected commands in order and forget them."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -485,5 +484,4 @@ class Scheduler:
 
 
 def _blocks(num_slots: int, block_size: int) -> int:
-    """Return the blocks needed for `num_slots`."""
     return -(-num_slots // block_size)

@@ -83,8 +83,7 @@ _MAKE_HANDLER: dict[tuple[bool, bool], Any] = {
 }
 """By whether requests and responses are streams."""
 
-OPEN_SERVICE = "/grpc.health.v1.Health/"
-"""Service that needs no key and is not counted, for probes."""
+OPEN_SERVICE = "/grpc.health.v1.Health/"  # service that needs no key and is not counted, for probes
 
 NUM_GUESTS = 32
 """Extra connections and calls beyond the limit, so that probes are answered and calls get an error with a reason.
@@ -95,7 +94,6 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 
 def authorization(metadata: Metadata | None) -> str:
-    """Return the `authorization` of a call's metadata, or ""."""
     return next((str(value) for key, value in metadata or () if key == "authorization"), "")
 
 

@@ -23,8 +23,7 @@ from space_router.http_server.responses import in_thread_if_long
 from space_router.text.text_stream import FinishReason, TextDelta, TextToken
 from space_router.text.tokenizer import Tokenizer
 
-PROMPTS = ("prompt", "prompt_token_ids", "prompts", "messages")
-"""Fields that give the prompt; exactly one must be set."""
+PROMPTS = ("prompt", "prompt_token_ids", "prompts", "messages")  # fields that give the prompt; exactly one must be set
 
 OURS = frozenset({*PROMPTS, "return_prompt_token_ids", "continuous_usage_stats"})
 """Fields that have no counterpart of the same name and type in the JSON body."""
@@ -61,7 +60,6 @@ def values_of(request: generate_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def conversation(messages: Iterable[generate_pb2.ChatMessage]) -> list[dict[str, Any]]:
-    """Return chat messages in the JSON form."""
     found = []
     for message in messages:
         values = {field.name: value for field, value in message.ListFields()}
@@ -126,8 +124,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
     raise InvalidRequest(f"`{place}` {reason}.", param=place.partition(".")[0], code="invalid_value")
 
 
-MAX_TIMEOUT = 1e9
-"""Seconds; a longer deadline counts as none."""
+MAX_TIMEOUT = 1e9  # seconds; a longer deadline counts as none
 
 
 @dataclass(frozen=True)
@@ -231,8 +228,7 @@ async def _best(running: Generation) -> list[Shown]:
     return [*found[:-1], dataclasses.replace(found[-1], last=True)]
 
 
-PROMPT_IDS_PER_EVENT = 256
-"""About half a MiB with 20 alternatives each; gRPC clients accept 4 MiB by default."""
+PROMPT_IDS_PER_EVENT = 256  # about half a MiB with 20 alternatives each; gRPC clients accept 4 MiB by default
 
 _REASONS = {reason: generate_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 
@@ -284,7 +280,6 @@ class Events:
             event.prompt_token_ids.extend(prompt.ids)
 
     def _add(self, event: generate_pb2.GenerateEvent, one: Shown, *, first: bool) -> None:
-        """Add the delta's text and tokens, and the finish reason."""
         delta = one.delta
         if delta.finish is not None:
             event.finish_reason = _REASONS[delta.finish]

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-WATCH_SECONDS = 0.1
-"""Maximum delay of a change for watchers."""
+WATCH_SECONDS = 0.1  # maximum delay of a change for watchers
 
 HealthContext: TypeAlias = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 
@@ -55,7 +54,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: HealthContext
     ) -> health_pb2.HealthCheckResponse:
-        """Return the current status."""
         if request.service not in self._names:
             names = ", ".join(filter(None, self._names))
             await context.abort(grpc.StatusCode.NOT_FOUND, f"There is no service of this name; there are {names}.")
@@ -64,11 +62,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def List(
         self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> health_pb2.HealthListResponse:
-        """Return the status of all services."""
         return health_pb2.HealthListResponse(statuses={name: self._now(name) for name in self._names})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: HealthContext) -> None:
-        """Send the current status and every change."""
         sent: health_pb2.HealthCheckResponse | None = None
         while not self._closed.is_set():
             now = self._now(request.service)
@@ -106,8 +102,7 @@ def call_span(tracer: Tracer | None, method: str, metadata: Iterable[tuple[str, 
 GenerateContext: TypeAlias = grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateEvent]
 
 
-ROUNDED = 0.02
-"""Share of a deadline that may be left here when it has passed at the client, because gRPC rounds it up."""
+ROUNDED = 0.02  # share of a deadline that may be left here when it has passed at the client, because gRPC rounds it up
 
 
 class GenerateService(generate_pb2_grpc.GenerateServicer):
@@ -152,7 +147,6 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             raise SlowReader(f"Nothing was read for {seconds:g} s (`--slow-reader-timeout`).") from None
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeReply:
-        """Return the token ids of a text or chat."""
         reply = generate_pb2.TokenizeReply()
         async with answering(context, self._service.metrics):
             builder = self._builder(context)
@@ -163,7 +157,6 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     async def Detokenize(
         self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeReply:
-        """Return the text of token ids."""
         reply = generate_pb2.DetokenizeReply()
         async with answering(context, self._service.metrics):
             refuse_unknown(request)
@@ -201,7 +194,6 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             yield
 
     def _builder(self, context: Context) -> RequestBuilder:
-        """Return a request builder for the call's API key."""
         return self._service.builder(self._key(context))
 
     def _key(self, context: Context) -> str:
@@ -225,8 +217,7 @@ GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["Generate"].full_name
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE = 256 * 1024**2
-"""Maximum size of an event in bytes; events with many prompt logprobs are split long before."""
+MAX_MESSAGE = 256 * 1024**2  # maximum size of an event in bytes; events with many prompt logprobs are split long before
 
 
 class GrpcServer:

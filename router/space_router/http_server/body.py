@@ -16,8 +16,7 @@ from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRe
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that are accepted and have no effect: the client keeps them for its own bookkeeping."""
 
-MAX_UNKNOWN_FIELDS = 16
-"""With more unknown fields than this, the error gives their number instead of their names."""
+MAX_UNKNOWN_FIELDS = 16  # with more unknown fields than this, the error gives their number instead of their names
 
 
 class Body(BaseModel):
@@ -97,7 +96,6 @@ async def read_object(request: Request, config: ServeConfig) -> Received:
 
 
 async def _content(request: Request, max_body: int) -> bytes:
-    """Read the body. Raises BodyTooLarge or ClientGone."""
     too_large = f"The body exceeds {max_body} bytes. Send less, or raise `--max-body`."
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:18]) > max_body:
@@ -171,7 +169,6 @@ class _Complaint(NamedTuple):
 
     @classmethod
     def of(cls, error: Mapping[str, Any], value: Any) -> "_Complaint":
-        """Build a complaint from one pydantic error about `value`."""
         kind, message, there = error["type"], error["msg"], error["input"]
         steps = error["loc"][:-1] if kind == "missing" else error["loc"]
         place, _ = max(_places(steps, value), key=lambda found: (found[1] is there, len(found[0])))

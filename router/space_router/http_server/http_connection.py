@@ -29,14 +29,9 @@ log = logging.getLogger(__name__)
 NUM_GUESTS = 32
 """Connections beyond `max_connections` whose request is read, to answer probes; further ones are refused unread."""
 
-GUEST_SECONDS = 1.0
-"""How long such a connection has to send its headers."""
-
-FLUSH_SECONDS = 5.0
-"""How long the last bytes of a finished answer may take to be sent."""
-
-PARTING_SECONDS = 1.0
-"""How long an idle client has to close its side, which TLS waits for."""
+GUEST_SECONDS = 1.0  # how long such a connection has to send its headers
+FLUSH_SECONDS = 5.0  # how long the last bytes of a finished answer may take to be sent
+PARTING_SECONDS = 1.0  # how long an idle client has to close its side, which TLS waits for
 
 _NEVER = 10**8  # seconds: the keep-alive of uvicorn's own, as a slow head must not end by it
 
@@ -286,7 +281,6 @@ class HttpConnection(asyncio.Protocol):
             self.uvicorn.data_received(piece)
 
     def _pass_on(self, piece: bytes) -> None:
-        """Pass on more of the request that is being received."""
         if self._later:
             self._later[-1].append(piece)
         else:
@@ -310,7 +304,6 @@ class HttpConnection(asyncio.Protocol):
                 self._await_request()
 
     def _await_request(self) -> None:
-        """Keep the connection for another request."""
         self._set_timer(self._limits.keep_alive)
         if self._reading is Reading.NOTHING:
             self._idle[self] = None
@@ -455,7 +448,6 @@ _CHUNKED = b"transfer-encoding: chunked\r\n"
 
 
 def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:
-    """Create a parser with the same settings as uvicorn's."""
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser

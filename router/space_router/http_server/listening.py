@@ -15,8 +15,7 @@ from space_router.errors import ConfigError
 
 UNIX = "unix:"
 
-OTHER_FILES = 256
-"""File descriptors reserved for other uses: workers, logs, connections that are being refused."""
+OTHER_FILES = 256  # file descriptors reserved for other uses: workers, logs, connections that are being refused
 
 GUARD = (
     "Set SPACESERVE_API_KEYS or --api-key-file, or keep others from the port (--host 127.0.0.1, docker run -p "
@@ -59,7 +58,6 @@ def _cannot(host: str, port: int, flag: str, error: OSError) -> ConfigError:
 
 
 def _buffered(bound: socket.socket, buffer: int | None) -> socket.socket:
-    """Set the send buffer size; accepted connections inherit it."""
     if buffer is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(buffer, 2**30))
     return bound
@@ -70,8 +68,11 @@ def _unix(path: Path, host: str) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
-                path.unlink()
+            if stat.S_ISSOCK(path.lstat().st_mode):
+                try:
+                    connected(f"{UNIX}{path}", 1.0).close()
+                except ConnectionRefusedError:
+                    path.unlink()
         before = os.umask(0o177)
         try:
             bound.bind(str(path))
@@ -96,16 +97,6 @@ def connected(place: str, seconds: float) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _answers(path: Path) -> bool:
-    """Return whether a process listens on this socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        try:
-            asking.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-    return True
 
 
 def bound_buffers(port: int, buffer: int) -> int:
@@ -156,7 +147,6 @@ def url(bound: socket.socket, *, encrypted: bool) -> str:
 
 
 def curl(place: str, path: str) -> str:
-    """Return a curl command for this address and path."""
     if place.startswith(UNIX):
         return f"curl --unix-socket {place.removeprefix(UNIX)} http://localhost{path}"
     return f"curl {place}{path}"

@@ -45,7 +45,6 @@ class RayWorker:
         return self._replica.record_autoscaling_stats()
 
     async def __del__(self) -> None:
-        """Stop the replica; Serve awaits this."""
         if hasattr(self, "_replica"):
             await self._replica.stop()
 

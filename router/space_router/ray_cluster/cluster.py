@@ -174,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _arguments() -> str:
-    """Return the help text of the cluster's arguments."""
     texts = help_texts(Cluster)
     known: list[Any] = [one for one in fields(Cluster) if "setting" in one.metadata]
     lines = [f"  {one.name:<22}{texts[one.name]} [default: {one.default}]" for one in known]

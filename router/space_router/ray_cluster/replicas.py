@@ -48,7 +48,6 @@ class WorkerReplica:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker while it runs."""
         return self._supervisor.pid
 
     async def start(self) -> None:
@@ -78,7 +77,6 @@ class WorkerReplica:
             raise WorkerDidNotStart(self._trouble)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metric that `scaling.Scaling` uses."""
         return {FIGURE: float(self.num_requests)}
 
     async def _keep(self) -> None:

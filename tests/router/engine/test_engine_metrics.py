@@ -73,23 +73,18 @@ def test_without_a_sensor_there_is_no_energy_rather_than_zero() -> None:
     assert b"spaceserve_energy_joules_total{" not in metrics.render()
 
 
-def test_two_workers_of_one_machine_share_its_sensors_and_each_joule_is_counted_once() -> None:
+def test_each_joule_is_counted_once_and_a_lost_workers_sensors_are_left_to_another() -> None:
     metrics = Metrics()
     observer = EngineMetrics(metrics)
-    for worker in ("first", "second"):
-        observer.step(energy("here", "package-0", 2.0), ReportResult(), worker)
-    assert metrics.value("spaceserve_energy_joules_total", device="package-0") == 2.0
-    observer.step(energy("there", "package-0", 5.0), ReportResult(), "third")  # another machine's
-    assert metrics.value("spaceserve_energy_joules_total", device="package-0") == 7.0
 
+    def counted(worker: str, machine: str, joules: float) -> float | None:
+        observer.step(energy(machine, "package-0", joules), ReportResult(), worker)
+        return metrics.value("spaceserve_energy_joules_total", device="package-0")
 
-def test_a_worker_that_is_lost_leaves_its_sensors_to_another() -> None:
-    metrics = Metrics()
-    observer = EngineMetrics(metrics)
-    observer.step(energy("here", "gpu-0", 1.0), ReportResult(), "first")
+    assert [counted(worker, "here", 2.0) for worker in ("first", "second")] == [2.0, 2.0]
+    assert counted("third", "there", 5.0) == 7.0
     observer.worker_lost("first", 1)
-    observer.step(energy("here", "gpu-0", 3.0), ReportResult(), "second")
-    assert metrics.value("spaceserve_energy_joules_total", device="gpu-0") == 4.0
+    assert counted("second", "here", 3.0) == 10.0
 
 
 BOUNDS = (0.001, 0.5, 1, 2.5, 17)

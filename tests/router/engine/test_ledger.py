@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from doubles.router import Script, ScriptedBatch, Violation
 from space_proto import worker_pb2
@@ -14,7 +16,7 @@ def batch() -> ScriptedBatch:
     return batch
 
 
-def admit(batch: ScriptedBatch, seq_id: int, pages: list[int], *, num_cached: int = 0, first: int = 10) -> None:
+def admit(batch: ScriptedBatch, seq_id: int, pages: list[int], num_cached: int = 0, first: int = 10) -> None:
     ids = [first, 11, 12, 13, 14, 15]
     limits = worker_pb2.Limits(max_tokens=20)
     message = worker_pb2.Admit(seq_id=seq_id, ids=ids, num_prompt=6, pages=pages, num_cached=num_cached, limits=limits)
@@ -25,18 +27,42 @@ def release(batch: ScriptedBatch, seq_id: int) -> None:
     batch.apply(worker_pb2.Command(release=worker_pb2.Release(seq_id=seq_id)))
 
 
-def test_a_page_that_is_granted_twice_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    with pytest.raises(Violation, match="still in use by"):
-        admit(batch, 2, [1, 2])
+Moves = list[tuple[Any, ...]]
+FIRST = ("admit", 1, [0, 1])
 
 
-def test_a_page_that_is_reused_before_its_release_is_acknowledged_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    batch.step()
-    release(batch, 1)
-    with pytest.raises(Violation, match="still in use by"):
-        admit(batch, 2, [0, 1])
+@pytest.mark.parametrize(
+    ("moves", "complaint"),
+    [
+        ([FIRST, ("admit", 2, [1, 2])], "still in use by"),
+        ([FIRST, ("step",), ("release", 1), ("admit", 2, [0, 1])], "still in use by"),
+        ([FIRST, ("step",), ("admit", 2, [0, 2], 4, 99)], "foreign content"),
+        ([FIRST, ("admit", 2, [0, 2], 4)], "foreign content"),
+        ([("admit", 1, [0, 1], 3)], "num_cached"),
+        ([("admit", 1, [0, 1], 8)], "num_cached"),
+        ([FIRST, ("admit", 1, [2, 3])], "used again"),
+        ([FIRST, ("admit", 2, [2, 3]), ("admit", 3, [4, 5])], "3 sequences"),
+        ([("admit", 1, [0, 8])], "outside"),
+    ],
+    ids=[
+        "a page granted twice",
+        "a page reused before its release is acknowledged",
+        "a cached block with another prefix",
+        "a shared block that was not computed",
+        "a border inside a block",
+        "no id to compute",
+        "a seq_id used again",
+        "one sequence too many",
+        "a page that does not exist",
+    ],
+)
+def test_a_broken_contract_is_seen(batch: ScriptedBatch, moves: Moves, complaint: str) -> None:
+    do = {"admit": admit, "release": release, "step": ScriptedBatch.step}
+    for name, *arguments in moves[:-1]:
+        do[name](batch, *arguments)
+    name, *arguments = moves[-1]
+    with pytest.raises(Violation, match=complaint):
+        do[name](batch, *arguments)
 
 
 def test_a_page_may_be_reused_once_its_release_is_acknowledged(batch: ScriptedBatch) -> None:
@@ -48,54 +74,16 @@ def test_a_page_may_be_reused_once_its_release_is_acknowledged(batch: ScriptedBa
     admit(batch, 2, [0, 1])
 
 
-def test_a_cached_block_with_another_prefix_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    batch.step()
-    with pytest.raises(Violation, match="foreign content"):
-        admit(batch, 2, [0, 2], num_cached=4, first=99)
-
-
-def test_a_shared_block_that_was_not_computed_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    with pytest.raises(Violation, match="foreign content"):
-        admit(batch, 2, [0, 2], num_cached=4)
-
-
 def test_a_shared_computed_block_is_fine(batch: ScriptedBatch) -> None:
     admit(batch, 1, [0, 1])
     batch.step()
-    admit(batch, 2, [0, 2], num_cached=4)
+    admit(batch, 2, [0, 2], 4)
     batch.step()
 
 
-@pytest.mark.parametrize("num_cached", [3, 8])
-def test_a_border_inside_a_block_or_without_an_id_to_compute_is_seen(batch: ScriptedBatch, num_cached: int) -> None:
-    with pytest.raises(Violation, match="num_cached"):
-        admit(batch, 1, [0, 1], num_cached=num_cached)
-
-
-def test_a_seq_id_used_again_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    with pytest.raises(Violation, match="used again"):
-        admit(batch, 1, [2, 3])
-
-
-def test_one_sequence_too_many_is_seen(batch: ScriptedBatch) -> None:
-    admit(batch, 1, [0, 1])
-    admit(batch, 2, [2, 3])
-    with pytest.raises(Violation, match="3 sequences"):
-        admit(batch, 3, [4, 5])
-
-
-def test_a_page_that_does_not_exist_is_seen(batch: ScriptedBatch) -> None:
-    with pytest.raises(Violation, match="outside"):
-        admit(batch, 1, [0, 8])
-
-
 def test_a_command_before_start_is_seen() -> None:
-    batch = ScriptedBatch(Script())
     with pytest.raises(Violation, match="before Start"):
-        admit(batch, 1, [0, 1])
+        admit(ScriptedBatch(Script()), 1, [0, 1])
 
 
 def test_a_sequence_without_slots_pauses_and_goes_on_when_it_gets_more(batch: ScriptedBatch) -> None:

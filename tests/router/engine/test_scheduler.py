@@ -77,15 +77,6 @@ def test_a_second_request_shares_what_a_running_one_has_computed() -> None:
     house.run()
 
 
-def test_generated_text_is_shared_too() -> None:
-    house = Lockstep(Script(block_size=4))
-    first = house.submit(request_of(6, 20))
-    house.run()
-    house.submit(request_of((*first.ids, 7), 4))
-    house.run()
-    assert house.batch.figures.num_cached_ids == 24  # 25 of 26 ids are computed, 24 of them in whole blocks
-
-
 @pytest.mark.parametrize(("num_prompt", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
 def test_at_least_one_id_is_always_computed(num_prompt: int, num_cached: int) -> None:
     house = Lockstep(Script(block_size=4))

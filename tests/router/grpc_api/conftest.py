@@ -38,9 +38,12 @@ class Router:
 
     async def refusal(self, **fields: Any) -> grpc.aio.AioRpcError:
         """The error of a call, which must have no event."""
-        call = self.stub.Generate(generate_pb2.GenerateRequest(**fields))
+        return await self.error(self.stub.Generate(generate_pb2.GenerateRequest(**fields)).read())
+
+    async def error(self, call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+        """The error of a call, which must fail."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            pytest.fail(f"an event came: {await call.read()}")
+            pytest.fail(f"it was answered: {await call}")
         return caught.value
 
     async def sse(self, path: str, **body: Any) -> list[dict[str, Any]]:

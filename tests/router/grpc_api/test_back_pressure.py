@@ -24,64 +24,66 @@ WINDOW = 64 * 1024
 """Bytes that a connection may have under way; a client's own default grows with the speed of the network."""
 
 
+@asynccontextmanager
+async def long_call(address: str, window: int = WINDOW) -> AsyncIterator[Any]:
+    """A call for 2,000 tokens, on a connection of its own with such a window."""
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window))
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
+        yield stub.Generate(generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20))
+
+
 async def test_a_reader_that_stops_reading_stops_its_stream_and_nobody_elses(start: Start) -> None:
-    async with start(window=4096, block_size=16, num_blocks=512) as router:
-        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW))
-        async with grpc.aio.insecure_channel(router.server.address, options=options) as channel:
-            stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
-            request = generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20)
-            call = stub.Generate(request)
-            await call.read()
-            (live,) = router.service.engine._open
-            await settled(lambda: live.lagging)
-            assert len(await router.events(prompt="y", max_tokens=400, ignore_eos=True)) > 50, "others go on"
-            num_made, size = live.statistics.num_generated, 0
-            assert num_made < 1500, "it has been stopped long before its end"
-            assert live.num_unread <= 2 * MAX_LAG
-            assert len(await router.events(prompt="z", max_tokens=400, ignore_eos=True)) > 50
-            assert live.statistics.num_generated == num_made
-            ids = 1
-            while (event := await call.read()) is not grpc.aio.EOF:
-                ids += len(event.token_ids)
-                size = max(size, event.ByteSize())
-            assert ids == 2000
-            assert size < WINDOW
+    big = {"window": 4096, "block_size": 16, "num_blocks": 512}
+    async with start(**big) as router, long_call(router.server.address) as call:
+        await call.read()
+        (live,) = router.service.engine._open
+        await settled(lambda: live.lagging)
+        assert len(await router.events(prompt="y", max_tokens=400, ignore_eos=True)) > 50, "others go on"
+        num_made, size = live.statistics.num_generated, 0
+        assert num_made < 1500, "it has been stopped long before its end"
+        assert live.num_unread <= 2 * MAX_LAG
+        assert len(await router.events(prompt="z", max_tokens=400, ignore_eos=True)) > 50
+        assert live.statistics.num_generated == num_made
+        ids = 1
+        while (event := await call.read()) is not grpc.aio.EOF:
+            ids += len(event.token_ids)
+            size = max(size, event.ByteSize())
+        assert ids == 2000
+        assert size < WINDOW
 
 
 async def test_a_reader_that_never_reads_on_is_cut_counted_and_holds_nothing(start: Start) -> None:
-    async with start(config=ServeConfig(slow_reader_timeout=0.2), window=4096, num_blocks=512) as router:
-        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", WINDOW))
-        async with grpc.aio.insecure_channel(router.server.address, options=options) as channel:
-            stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Generate(
-                generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20)
-            )
-            await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
-            await settled(lambda: router.service.engine.load().blocks_held == 0)
-            with pytest.raises(grpc.aio.AioRpcError) as cut:
-                [event async for event in call]
-            assert cut.value.code() is grpc.StatusCode.CANCELLED
+    config = ServeConfig(slow_reader_timeout=0.2)
+    async with (
+        start(config=config, window=4096, num_blocks=512) as router,
+        long_call(router.server.address) as call,
+    ):
+        await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
+        await settled(lambda: router.service.engine.load().blocks_held == 0)
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            [event async for event in call]
+        assert cut.value.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_what_the_system_holds_for_a_connection_that_takes_nothing_is_bounded_and_it_is_cut(start: Start) -> None:
     """Nothing is taken off the wire, by however large a window the client has announced."""
     buffer = 16 * 1024
     config = ServeConfig(slow_reader_timeout=0.5, client_buffer=buffer)
-    async with start(config=config, window=4096, num_blocks=2048) as router, dammed(router.server.address) as dam:
-        options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 * 1024**2))
-        async with grpc.aio.insecure_channel(dam.address, options=options) as channel:
-            stub = generate_pb2_grpc.GenerateStub(channel)  # type: ignore[no-untyped-call]
-            request = generate_pb2.GenerateRequest(prompt="x", max_tokens=2000, ignore_eos=True, logprobs=20)
-            call = stub.Generate(request)
-            await call.read()
-            dam.closed = True
-            (live,) = router.service.engine._open
-            await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
-            event_bytes = 800  # at least, with twenty alternatives
-            assert live.statistics.num_generated * event_bytes < 20 * buffer, "it was stopped long before its end"
-            await settled(lambda: router.service.engine.load().blocks_held == 0)
-            await settled(lambda: dam.is_cut)
-            call.cancel()
+    async with (
+        start(config=config, window=4096, num_blocks=2048) as router,
+        dammed(router.server.address) as dam,
+        long_call(dam.address, 64 * 1024**2) as call,
+    ):
+        await call.read()
+        dam.closed = True
+        (live,) = router.service.engine._open
+        await settled(lambda: router.value("spaceserve_slow_readers_cut_total") == 1)
+        event_bytes = 800  # at least, with twenty alternatives
+        assert live.statistics.num_generated * event_bytes < 20 * buffer, "it was stopped long before its end"
+        await settled(lambda: router.service.engine.load().blocks_held == 0)
+        await settled(lambda: dam.is_cut)
+        call.cancel()
 
 
 class Dam:
@@ -190,9 +192,8 @@ async def test_connections_beyond_the_most_are_closed_and_those_before_go_on(sta
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(router.server.address, options=options) as channel:
             late: Any = health_pb2_grpc.HealthStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as closed:
-                await late.Check(health_pb2.HealthCheckRequest(), timeout=20)
-            assert closed.value.code() is grpc.StatusCode.UNAVAILABLE
+            closed = await router.error(late.Check(health_pb2.HealthCheckRequest(), timeout=20))
+            assert closed.code() is grpc.StatusCode.UNAVAILABLE
         assert await router.events(**LONG)
         opened.close()
         async with grpc.aio.insecure_channel(router.server.address, options=options) as channel:

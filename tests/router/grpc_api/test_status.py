@@ -13,56 +13,32 @@ from space_router.config import ServeConfig
 from space_router.grpc_api import server as grpc_server
 
 MESSAGE = {"role": "user", "content": "x"}
-INVALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # the field at fault, the call, its HTTP twin's body
-    (field, {"prompt": "x", field: value}, {"prompt": "x", field: twin})
-    for field, value, twin in [
-        ("temperature", 3.0, 3.0),
-        ("temperature", -0.5, -0.5),
-        ("top_p", 0.0, 0.0),
-        ("top_k", -2, -2),
-        ("min_p", 1.5, 1.5),
-        ("typical_p", 2.0, 2.0),
-        ("presence_penalty", 2.5, 2.5),
-        ("frequency_penalty", -2.5, -2.5),
-        ("repetition_penalty", 0.0, 0.0),
-        ("logit_bias", {70: 101.0}, {"70": 101.0}),
-        ("logit_bias", {99999: 1.0}, {"99999": 1.0}),
-        ("bad_words", [""], [""]),
-        ("allowed_token_ids", [99999], [99999]),
-        ("allowed_token_ids", [2**32 - 1], [2**32 - 1]),
-        ("stop", [""], [""]),
-        ("stop", list("abcde"), list("abcde")),
-        ("stop_token_ids", [99999], [99999]),
-        ("n", 0, 0),
-        ("n", 1000, 1000),
-        ("max_tokens", 0, 0),
-        ("max_tokens", 2**31, 2**31),
-        ("min_tokens", 20, 20),
-        ("logprobs", 21, 21),
-        ("prompt_logprobs", 21, 21),
-        ("speculation", 9, 9),
-        ("timeout", -1.0, -1.0),
-        ("request_id", "a b", "a b"),
-        ("cache_salt", "x" * 257, "x" * 257),
-        ("truncate_prompt_tokens", 0, 0),
-    ]
+VALUES: dict[str, list[Any]] = {
+    "temperature": [3.0, -0.5], "top_p": [0.0], "top_k": [-2], "min_p": [1.5], "typical_p": [2.0],
+    "presence_penalty": [2.5], "frequency_penalty": [-2.5], "repetition_penalty": [0.0],
+    "logit_bias": [{70: 101.0}, {99999: 1.0}], "bad_words": [[""]], "allowed_token_ids": [[99999], [2**32 - 1]],
+    "stop": [[""], list("abcde")], "stop_token_ids": [[99999]], "n": [0, 1000], "max_tokens": [0, 2**31],
+    "min_tokens": [20], "logprobs": [21], "prompt_logprobs": [21], "speculation": [9], "timeout": [-1.0],
+    "request_id": ["a b"], "cache_salt": ["x" * 257], "truncate_prompt_tokens": [0], "suffix": ["y"],
+    "structured_outputs": [{"regex": "a("}, {"json": "{"}],
+}  # fmt: skip
+"""Values of one field that are refused."""
+
+SAME: list[tuple[str, dict[str, Any]]] = [  # the field at fault; the call, which is its HTTP twin's body
+    *((field, {"prompt": "x", field: value}) for field, values in VALUES.items() for value in values),
+    ("best_of", {"prompt": "x", "n": 3, "best_of": 2}),
+    ("prompt", {"prompt": "x" * 600}),
+    ("prompt", {"prompt": "<|mask_1|>"}),
+    ("messages", {"messages": [{"role": "nobody"}]}),
+    ("messages", {"messages": [{"role": "user"}]}),
+    ("echo", {"messages": [MESSAGE], "echo": True}),
+    ("best_of", {"messages": [MESSAGE], "best_of": 2}),
 ]
-INVALID += [
-    ("best_of", {"prompt": "x", "n": 3, "best_of": 2}, {"prompt": "x", "n": 3, "best_of": 2}),
-    ("suffix", {"prompt": "x", "suffix": "y"}, {"prompt": "x", "suffix": "y"}),
-    ("structured_outputs", {"prompt": "x", "structured_outputs": {"regex": "a("}},
-     {"prompt": "x", "structured_outputs": {"regex": "a("}}),
-    ("structured_outputs", {"prompt": "x", "structured_outputs": {"json": "{"}},
-     {"prompt": "x", "structured_outputs": {"json": "{"}}),
-    ("prompt", {"prompt": "x" * 600}, {"prompt": "x" * 600}),
-    ("prompt", {"prompt": "<|mask_1|>"}, {"prompt": "<|mask_1|>"}),
+TOOL = {"type": "function", "function": {"name": "a b"}}
+INVALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((field, call, call) for field, call in SAME),
     ("prompt", {"prompt_token_ids": [99999]}, {"prompt": [99999]}),
-    ("messages", {"messages": [{"role": "nobody"}]}, {"messages": [{"role": "nobody"}]}),
-    ("messages", {"messages": [{"role": "user"}]}, {"messages": [{"role": "user"}]}),
-    ("echo", {"messages": [MESSAGE], "echo": True}, {"messages": [MESSAGE], "echo": True}),
-    ("best_of", {"messages": [MESSAGE], "best_of": 2}, {"messages": [MESSAGE], "best_of": 2}),
-    ("tools", {"messages": [MESSAGE], "tools": [{"name": "a b"}]},
-     {"messages": [MESSAGE], "tools": [{"type": "function", "function": {"name": "a b"}}]}),
+    ("tools", {"messages": [MESSAGE], "tools": [{"name": "a b"}]}, {"messages": [MESSAGE], "tools": [TOOL]}),
     ("tool_choice", {"messages": [MESSAGE], "tool_choice": {"mode": "TOOL_MODE_REQUIRED"}},
      {"messages": [MESSAGE], "tool_choice": "required"}),
 ]  # fmt: skip
@@ -94,16 +70,30 @@ async def test_numbers_that_are_not_finite_are_refused(router: Any) -> None:
             assert (error.code(), trailing(error)["error-param"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
-async def test_log_probabilities_of_a_conversation_are_one_field_with_one_bound(router: Any) -> None:
-    error = await router.refusal(messages=[MESSAGE], logprobs=21)
-    assert "`logprobs` must be less than or equal to 20; got 21" in error.details()
-    assert trailing(error)["error-param"] == "logprobs"
-
-
-async def test_a_prompt_that_is_too_long_says_both_lengths(router: Any) -> None:
-    error = await router.refusal(prompt_token_ids=[70] * 600)
-    assert trailing(error)["error-code"] == "context_length_exceeded"
-    assert (trailing(error)["n_prompt_tokens"], trailing(error)["n_ctx"]) == ("600", "512")
+@pytest.mark.parametrize(
+    ("fields", "words", "fault"),
+    [
+        (
+            {"messages": [MESSAGE], "logprobs": 21},
+            "`logprobs` must be less than or equal to 20; got 21",
+            {"error-param": "logprobs"},
+        ),
+        (
+            {"prompt_token_ids": [70] * 600},
+            "600",
+            {"error-code": "context_length_exceeded", "n_prompt_tokens": "600", "n_ctx": "512"},
+        ),
+        ({"messages": [MESSAGE], "tool_choice": {"mode": 9}}, "TOOL_MODE_AUTO", {"error-param": "tool_choice"}),
+    ],
+    ids=["log-probabilities of a conversation", "a prompt that is too long", "a tool mode of a later protocol"],
+)
+async def test_a_refusal_says_what_is_wrong_and_where(
+    router: Any, fields: dict[str, Any], words: str, fault: dict[str, str]
+) -> None:
+    error = await router.refusal(**fields)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in error.details()
+    assert trailing(error).items() >= fault.items()
 
 
 @pytest.mark.parametrize(
@@ -128,10 +118,9 @@ async def test_a_field_of_a_later_protocol_is_refused_wherever_it_stands(router:
         (router.stub.Generate(request), "GenerateRequest"),
         (router.stub.Generate(generate_pb2.GenerateRequest(messages=[message])), "ChatMessage.messages.0"),
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert caught.value.details().startswith(f"{place} has a field numbered 2047")
+        error = await router.error(call.read())
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details().startswith(f"{place} has a field numbered 2047")
 
 
 async def test_a_request_beyond_max_body_is_refused_and_the_next_one_taken(start: Start) -> None:
@@ -186,10 +175,9 @@ async def test_without_a_known_key_nothing_is_said_but_health(start: Start) -> N
                 router.stub.Generate(generate_pb2.GenerateRequest(prompt="x"), metadata=metadata).read(),
                 router.stub.Tokenize(generate_pb2.TokenizeRequest(text="x"), metadata=metadata),
             ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-                assert trailing(caught.value)["error-code"] == "invalid_api_key"
+                error = await router.error(call)
+                assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+                assert trailing(error)["error-code"] == "invalid_api_key"
         assert router.value("spaceserve_rejected_total", reason="unauthorized") == 9
         metadata = (("authorization", "Bearer also"),)
         request = generate_pb2.GenerateRequest(prompt="x", max_tokens=2)
@@ -199,9 +187,8 @@ async def test_without_a_known_key_nothing_is_said_but_health(start: Start) -> N
 async def test_the_deadline_of_the_call_is_the_requests(start: Start) -> None:
     async with start(step_seconds=0.02) as router:
         await router.stub.Info(generate_pb2.InfoRequest())  # the call need not wait for its connection
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.events(prompt="x", max_tokens=400, ignore_eos=True, deadline=1.0)
-        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        error = await router.error(router.events(prompt="x", max_tokens=400, ignore_eos=True, deadline=1.0))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         await idle(router)
         assert router.value("spaceserve_requests_total", outcome="deadline") == 1
         assert router.value("spaceserve_requests_total", outcome="cancelled") == 0
@@ -209,13 +196,11 @@ async def test_the_deadline_of_the_call_is_the_requests(start: Start) -> None:
 
 async def test_the_earlier_of_timeout_and_deadline_wins(start: Start) -> None:
     async with start(step_seconds=0.02) as router:
-        request = generate_pb2.GenerateRequest(prompt="x", max_tokens=400, ignore_eos=True, timeout=0.2)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in router.stub.Generate(request, timeout=60):
-                pass
-        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "within its 0.2 s" in caught.value.details()
-        assert trailing(caught.value)["error-param"] == "timeout"
+        events = router.events(prompt="x", max_tokens=400, ignore_eos=True, timeout=0.2, deadline=60)
+        error = await router.error(events)
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "within its 0.2 s" in error.details()
+        assert trailing(error)["error-param"] == "timeout"
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_before_any_event(start: Start) -> None:
@@ -275,9 +260,8 @@ async def test_bad_requests_beside_generating_are_refused_too(router: Any) -> No
         router.stub.Tokenize(generate_pb2.TokenizeRequest(text="x", messages=[MESSAGE])),
         router.stub.Detokenize(generate_pb2.DetokenizeRequest(ids=[99999])),
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        error = await router.error(call)
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def idle(router: Any) -> None:
@@ -294,16 +278,7 @@ async def idle(router: Any) -> None:
 async def test_bytes_that_are_no_message_are_an_invalid_argument(router: Any, method: str) -> None:
     make = router.channel.unary_stream if method == "Generate" else router.channel.unary_unary
     call = make(f"/spaceserve.v1.Generate/{method}")(b"\xff\xff not a message")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (call.read() if method == "Generate" else call)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "cannot be read" in (caught.value.details() or "")
-    assert router.value("spaceserve_rejected_total", reason="invalid") == 1
-
-
-async def test_a_tool_mode_of_a_later_protocol_is_refused_by_name(router: Any) -> None:
-    error = await router.refusal(
-        messages=[generate_pb2.ChatMessage(role="user", content="x")], tool_choice=generate_pb2.ToolChoice(mode=9)
-    )
+    error = await router.error(call.read() if method == "Generate" else call)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "TOOL_MODE_AUTO" in (error.details() or "")
+    assert "cannot be read" in (error.details() or "")
+    assert router.value("spaceserve_rejected_total", reason="invalid") == 1

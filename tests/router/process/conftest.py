@@ -2,42 +2,36 @@
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 from doubles.tokenizers import write_checkpoint
+from space_common.process import ModuleProcess
 
 READY_SECONDS = 60
 
 
-@dataclass
-class Process:
-    """A process with its lines, as they come."""
+class Process(ModuleProcess):
+    """A process that does not outlive the block, with its lines as they come."""
 
-    running: subprocess.Popen[str]
-    lines: list[str] = field(default_factory=list)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    def __init__(self, *command: str) -> None:
+        unset = {name: "" for name in os.environ if name.startswith("SPACESERVE_")}
+        super().__init__([sys.executable, "-m", *command], {**unset, "PYTHONUNBUFFERED": "1"}, kept=100_000)
 
-    def __post_init__(self) -> None:
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __enter__(self) -> Self:
+        self.start()
+        return self
 
-    def _read(self) -> None:
-        assert self.running.stdout is not None
-        for line in self.running.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
-        with self._changed:
-            self.lines.append("(end)")
-            self._changed.notify_all()
+    def __exit__(self, *_: object) -> None:
+        if self.code is None:
+            self.process.kill()
+            self.process.wait()
+        self.close()
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """The first line that matches; fails where the process ends without one."""
@@ -45,42 +39,24 @@ class Process:
         def found() -> re.Match[str] | None:
             return next((match for line in self.lines if (match := re.search(pattern, line))), None)
 
-        with self._changed:
-            self._changed.wait_for(lambda: found() or "(end)" in self.lines, READY_SECONDS)
+        with self._news:
+            self._news.wait_for(lambda: found() or not self.has_output(), READY_SECONDS)
             match = found()
         if match is None:
-            pytest.fail(f"no line matches {pattern!r}:\n" + "\n".join(self.lines))
+            pytest.fail(f"no line matches {pattern!r}:\n{self.last_lines()}")
         return match
 
     def stop(self) -> int:
-        self.running.send_signal(signal.SIGTERM)
-        code = self.running.wait(READY_SECONDS)
-        self.read_out()
+        self.process.terminate()
+        code = self.process.wait(READY_SECONDS)
+        self.close()
         return code
 
-    def read_out(self) -> None:
-        """Wait until all has been read that an ended process said: behind that its pipe may be closed."""
-        self._reader.join(READY_SECONDS)
 
-
-@contextmanager
-def process(*command: str) -> Iterator[Process]:
-    """A process that does not outlive the block."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPACESERVE_")}
-    with subprocess.Popen(
-        [sys.executable, "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-    ) as running:
-        found = Process(running)
-        try:
-            yield found
-        finally:
-            if running.poll() is None:
-                running.kill()
-            found.read_out()
+@pytest.fixture
+def spawn() -> type[Process]:
+    """`with spawn("module", "--flag", ...) as process`."""
+    return Process
 
 
 @dataclass
@@ -106,10 +82,10 @@ def start_server(tmp_path: Path) -> StartServer:
     def start(*flags: str, worker: list[str] | None = None) -> Iterator[Server]:
         with ExitStack() as stack:
             listen = ["--listen", f"unix:{tmp_path}/w.sock", "--tokenizer", str(folder / "tokenizer.json")]
-            scripted = stack.enter_context(process("doubles.router", *listen, *(worker or [])))
+            scripted = stack.enter_context(Process("doubles.router", *listen, *(worker or [])))
             address = scripted.wait_for(r"^ready (.*)")[1]
             front = ["router", "--model", str(folder), "--port", "0", "--worker-address", address]
-            router = stack.enter_context(process("space_router", *front, *flags))
+            router = stack.enter_context(Process("space_router", *front, *flags))
             url = router.wait_for(r"listening on (\S+)")[1]
             router.wait_for(r"ready: tiny")
             yield Server(url, router, scripted)
@@ -121,6 +97,6 @@ def start_server(tmp_path: Path) -> StartServer:
 def starting(tmp_path: Path) -> Iterator[Process]:
     """A router that has said its first line and will never find its worker."""
     front = ["router", "--model", str(write_checkpoint(tmp_path)), "--port", "0"]
-    with process("space_router", *front, "--worker-address", f"unix:{tmp_path}/nobody.sock") as router:
+    with Process("space_router", *front, "--worker-address", f"unix:{tmp_path}/nobody.sock") as router:
         router.wait_for("connecting to workers")
         yield router

@@ -129,7 +129,7 @@ def test_no_word_of_a_prompt_an_answer_or_a_key_is_logged_whatever_goes_wrong(
                 pass  # and goes away
             metrics = client.get("/metrics").text
         server.router.stop()
-        said = "\n".join(server.router.lines + server.worker.lines) + metrics
+        said = "\n".join([*server.router.lines, *server.worker.lines]) + metrics
     assert "499" in said, "something is logged"
     for word in (SECRET, answer, "the-key-itself", json.dumps(SECRET)[1:-1]):
         assert word not in said

@@ -37,15 +37,8 @@ def test_the_openai_client_completes_and_streams(start_server: StartServer) -> N
         assert whole.choices[0].text.startswith("hello world, é")
         assert whole.usage is not None
         assert whole.usage.completion_tokens == 12
-        options: Any = {"include_usage": True}
-        with client.completions.create(
-            model="tiny",
-            prompt="Say",
-            max_tokens=12,
-            stream=True,
-            stream_options=options,
-            extra_body={"speculation": 2},
-        ) as stream:
+        fields: Any = {"stream_options": {"include_usage": True}, "extra_body": {"speculation": 2}}
+        with client.completions.create(model="tiny", prompt="Say", max_tokens=12, stream=True, **fields) as stream:
             events = list(stream)
         assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
         assert events[-1].usage is not None
@@ -71,7 +64,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: Start
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = connection.getresponse()
         first = answer.readline()
-        server.router.running.terminate()
+        server.router.process.terminate()
         server.router.wait_for("stopping")
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -80,7 +73,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop(start_server: Start
         rest = answer.read()
         connection.close()
         assert (first + rest).endswith(b"data: [DONE]\n\n")
-        assert server.router.running.wait(60) == 0
+        assert server.router.process.wait(60) == 0
 
 
 def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server: StartServer) -> None:
@@ -92,36 +85,10 @@ def test_a_stream_beyond_the_drain_timeout_ends_with_an_error_event(start_server
     ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
-        server.router.running.terminate()
+        server.router.process.terminate()
         last = [line for line in lines if line][-1]
         assert "error" in json.loads(last.removeprefix("data: "))
-        assert server.router.running.wait(60) == 0
-
-
-def test_a_taken_port_ends_the_start_with_one_line(start_server: StartServer) -> None:
-    with start_server(worker=REPLY) as server:
-        port = str(urlsplit(server.url).port)
-        folder = next(arg for arg in server.router.running.args if str(arg).endswith("/tiny"))
-        again = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "space_router",
-                "router",
-                "--model",
-                folder,
-                "--port",
-                port,
-                "--worker-address",
-                "a:1",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (again.returncode, again.stdout) == (2, "")
-        assert "cannot listen there: Address already in use" in again.stderr
-        assert server.router.stop() == 0
+        assert server.router.process.wait(60) == 0
 
 
 def test_a_server_that_others_reach_and_that_asks_for_no_key_says_so(start_server: StartServer) -> None:
@@ -172,7 +139,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop_and_no_other_begins
         stub, health = generate_pb2_grpc.GenerateStub(channel), health_pb2_grpc.HealthStub(channel)
         events = stub.Generate(REQUEST)
         ids = list(next(events).token_ids)
-        server.router.running.terminate()
+        server.router.process.terminate()
         server.router.wait_for("stopping")
         assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as caught:
@@ -183,7 +150,7 @@ def test_a_stream_ends_whole_when_the_server_is_told_to_stop_and_no_other_begins
             ids += event.token_ids
         assert (len(ids), event.finish_reason) == (240, generate_pb2.FINISH_REASON_LENGTH)
         assert events.code() == grpc.StatusCode.OK
-        assert server.router.running.wait(60) == 0
+        assert server.router.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("flags", [("--drain-timeout", "0.1"), ()], ids=["in time", "at once"])
@@ -194,14 +161,14 @@ def test_a_stream_that_is_not_done_when_the_server_ends_does_not_look_complete(
     with start_server("--grpc-port", "0", *flags, worker=SLOW) as server, channel_to(server) as channel:
         events = generate_pb2_grpc.GenerateStub(channel).Generate(endless)
         next(events)
-        server.router.running.terminate()
+        server.router.process.terminate()
         server.router.wait_for("stopping")
         if not flags:
-            server.router.running.terminate()
+            server.router.process.terminate()
         with pytest.raises(grpc.RpcError) as caught:
             list(events)
         assert caught.value.code() in {grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}
-        assert server.router.running.wait(60) == 0
+        assert server.router.process.wait(60) == 0
         assert not any("Traceback" in line for line in server.router.lines)
 
 
@@ -209,8 +176,8 @@ def test_watchers_do_not_hold_up_the_end(start_server: StartServer) -> None:
     with start_server("--grpc-port", "0", worker=SLOW) as server, channel_to(server) as channel:
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
-        server.router.running.terminate()
-        assert server.router.running.wait(20) == 0  # and not only after the 30 s that requests have
+        server.router.process.terminate()
+        assert server.router.process.wait(20) == 0  # and not only after the 30 s that requests have
 
 
 def test_the_example_in_the_packages_own_words_prints_an_answer(
@@ -231,16 +198,13 @@ def test_without_the_flag_there_is_no_grpc(start_server: StartServer) -> None:
         assert not any("gRPC" in line for line in server.router.lines)
 
 
-def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path: Path, flag: str) -> None:
+    front = ["router", "--model", str(write_checkpoint(tmp_path)), "--worker-address", "a:1", "--port", "0"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        front = ["router", "--model", str(write_checkpoint(tmp_path)), "--port", "0", "--worker-address", "a:1"]
-        ran = subprocess.run(
-            [sys.executable, "-m", "space_router", *front, "--grpc-port", port],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "space_router", *front, flag, port]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, "")
     (line,) = ran.stderr.splitlines()
-    assert line.endswith(f"--grpc-port={port}: cannot listen there: Address already in use.")
+    assert line.endswith(f"{flag}={port}: cannot listen there: Address already in use.")

@@ -1,12 +1,14 @@
 """`spaceserve workers` and SIGUSR1, at a router with two workers that somebody else keeps alive."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +18,17 @@ from doubles.tokenizers import write_checkpoint
 
 pytestmark = pytest.mark.e2e
 SECONDS = 60.0
-KEEPER = "while :; do python -m doubles.router --listen {address} --tokenizer {tokenizer} --step-seconds .01; done"
+Spawn = Callable[..., AbstractContextManager[Any]]
+KEEPER = "while :; do {python} -m doubles.router --listen {address} --tokenizer {tokenizer} --step-seconds .01; done"
 
 
+@dataclass
 class Front:
     """A router, and workers that are started again whenever they end."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.url = folder, ""
-        self.key_file = folder / "keys"
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            model = self.folder / "tiny"
-            model.mkdir()
-            write_checkpoint(model)
-            self.key_file.write_text("sk-ops name=ops operator=yes\n")
-            addresses = [f"unix:{self.folder}/{number}.sock" for number in range(2)]
-            for address in addresses:
-                loop = KEEPER.format(address=address, tokenizer=model / "tokenizer.json")
-                loop = loop.replace("python", sys.executable)
-                keeper = stack.enter_context(
-                    subprocess.Popen(["sh", "-c", loop], start_new_session=True, stdout=subprocess.DEVNULL)
-                )
-                stack.callback(_end_group, keeper)
-            flags = ["--model", str(model), "--port", "0", "--worker-address", ",".join(addresses)]
-            command = [sys.executable, "-m", "space_router", "router", *flags, "--api-key-file", str(self.key_file)]
-            self.process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            stack.callback(self.process.kill)
-            reader = threading.Thread(target=self._read, daemon=True)
-            reader.start()
-            self.url = self.wait_for("listening on ").split()[3]
-            self.wait_for("ready: ")
-            yield
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            with self._news:
-                self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-
-    def wait_for(self, words: str) -> str:
-        def found() -> str | None:
-            return next((line for line in self.lines if words in line), None)
-
-        with self._news:
-            line = self._news.wait_for(found, SECONDS)
-        assert line is not None, self.lines
-        return line
+    router: Any
+    url: str
+    key_file: Path
 
     def get(self) -> dict[str, Any]:
         told: dict[str, Any] = httpx.get(f"{self.url}/workers", headers={"authorization": "Bearer sk-ops"}).json()
@@ -89,34 +51,48 @@ class Front:
         return ids
 
 
-def _end_group(keeper: subprocess.Popen[bytes]) -> None:
-    subprocess.run(["kill", "-KILL", "--", f"-{keeper.pid}"], check=False)
-    keeper.wait()
+@pytest.fixture
+def front(tmp_path: Path, spawn: Spawn) -> Iterator[Front]:
+    model, key_file = tmp_path / "tiny", tmp_path / "keys"
+    model.mkdir()
+    write_checkpoint(model)
+    key_file.write_text("sk-ops name=ops operator=yes\n")
+    addresses = [f"unix:{tmp_path}/{number}.sock" for number in range(2)]
+    with ExitStack() as stack:
+        for address in addresses:
+            loop = KEEPER.format(python=sys.executable, address=address, tokenizer=model / "tokenizer.json")
+            command = ["sh", "-c", loop]
+            keeper = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+            stack.enter_context(keeper)
+            stack.callback(os.killpg, keeper.pid, signal.SIGKILL)
+        flags = ["--model", str(model), "--port", "0", "--worker-address", ",".join(addresses)]
+        router = stack.enter_context(spawn("space_router", "router", *flags, "--api-key-file", str(key_file)))
+        url = router.wait_for(r"listening on (\S+)")[1]
+        router.wait_for("ready: ")
+        yield Front(router, url, key_file)
 
 
-def test_streams_outlive_two_restarts_of_every_worker(tmp_path: Path) -> None:
-    front = Front(tmp_path)
-    with front.running():
-        alone = front.stream()
-        assert len(alone) == 200
-        told: list[list[int]] = []
-        readers = [threading.Thread(target=lambda: told.append(front.stream())) for _ in range(6)]
-        for reader in readers:
-            reader.start()
-        done = front.workers("restart", "--finish-seconds", "0")
-        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 of 2 workers restarted"), done.stderr
-        front.process.send_signal(signal.SIGUSR1)
-        front.wait_for("restarting 2 workers, one after the other")
-        for reader in readers:
-            reader.join(SECONDS)
-        assert told == [alone] * 6
-        while (seen := front.get())["restart"]["state"] == "running":
-            pass
-        assert seen["restart"]["state"] == "done"
-        assert [worker["num_incarnations"] for worker in seen["workers"]] == [3, 3]
-        shown = front.workers().stdout.splitlines()
-        assert len(shown) == 3
-        assert "up" in shown[1]
-        refused = front.workers("restart", "--only", "9")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "There is no worker 9; there are 0, 1" in refused.stderr
+def test_streams_outlive_two_restarts_of_every_worker(front: Front) -> None:
+    alone = front.stream()
+    assert len(alone) == 200
+    told: list[list[int]] = []
+    readers = [threading.Thread(target=lambda: told.append(front.stream())) for _ in range(6)]
+    for reader in readers:
+        reader.start()
+    done = front.workers("restart", "--finish-seconds", "0")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 of 2 workers restarted"), done.stderr
+    front.router.process.send_signal(signal.SIGUSR1)
+    front.router.wait_for("restarting 2 workers, one after the other")
+    for reader in readers:
+        reader.join(SECONDS)
+    assert told == [alone] * 6
+    while (seen := front.get())["restart"]["state"] == "running":
+        pass
+    assert seen["restart"]["state"] == "done"
+    assert [worker["num_incarnations"] for worker in seen["workers"]] == [3, 3]
+    shown = front.workers().stdout.splitlines()
+    assert len(shown) == 3
+    assert "up" in shown[1]
+    refused = front.workers("restart", "--only", "9")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "There is no worker 9; there are 0, 1" in refused.stderr

@@ -203,4 +203,4 @@ def test_ctrl_c_while_the_server_starts_gives_up(starting: Any) -> None:
         chat.wait_for("waiting for its model")
         chat.type(CTRL_C)
         assert chat.code() == 130
-    starting.running.send_signal(signal.SIGTERM)
+    starting.process.send_signal(signal.SIGTERM)

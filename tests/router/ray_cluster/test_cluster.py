@@ -22,12 +22,9 @@ from space_router.ray_cluster.scaling import Scaling
 def test_flags_of_serve_and_numbers_of_workers_come_as_text_or_as_yaml_reads_them() -> None:
     cluster = Cluster.of({"model": "demo", "max_workers": 3, "min_workers": "2", "speculation": False, "exact": True})
     assert (cluster.min_workers, cluster.max_workers) == (2, 3)
+    assert Cluster.of({"min_workers": 4}).max_workers == 4, "as many as the fewest"
     config = cluster.config()
     assert (config.model, config.speculation, config.exact) == ("demo", "off", "on")
-
-
-def test_without_a_bound_there_are_as_many_workers_as_the_fewest() -> None:
-    assert Cluster.of({"min_workers": 4}).max_workers == 4
 
 
 def test_the_gpus_of_a_worker_are_its_ranks() -> None:
@@ -66,13 +63,11 @@ class Seen:
         self.aggregated_metrics = {"requests": dict(enumerate(figures))} if figures else {}
 
 
-@pytest.mark.parametrize(("figures", "wanted"), [((0.0,), 0), ((8.0, 8.0, 0.0), 1), ((8.1, 7.9), 2), ((24.0,), 3)])
+@pytest.mark.parametrize(
+    ("figures", "wanted"), [((), 2), ((0.0,), 0), ((8.0, 8.0, 0.0), 1), ((8.1, 7.9), 2), ((24.0,), 3)]
+)
 def test_there_is_a_worker_for_every_so_many_requests(figures: tuple[float, ...], wanted: int) -> None:
     assert Scaling(8)(Seen(*figures)) == (wanted, {})
-
-
-def test_where_nobody_has_a_figure_nothing_changes() -> None:
-    assert Scaling(8)(Seen()) == (2, {})
 
 
 def test_the_policy_needs_nothing_of_ours_for_serve_pickles_it_alone() -> None:

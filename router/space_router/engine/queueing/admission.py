@@ -86,7 +86,6 @@ class ThroughputEstimator:
 
 
 def step_seconds(stats: worker_pb2.StepStats) -> float:
-    """Return the duration of a step, all phases together."""
     return stats.forward_seconds + stats.sample_seconds + stats.draft_seconds + stats.host_seconds
 
 

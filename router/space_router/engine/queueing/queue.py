@@ -38,7 +38,6 @@ class TenantQueue:
         return live in self._waiting
 
     def add(self, live: RequestState, due: float) -> None:
-        """Add a request."""
         self._waiting[live] = due
         heapq.heappush(self._by_due, (due, live.age, live))
         if live.near_at < math.inf:
@@ -135,12 +134,10 @@ class RequestQueue:
             self.unpark(live)
 
     def park(self, live: RequestState) -> None:
-        """Take a waiting request out of the order until it is unparked."""
         self._leave_order(live)
         live.phase = Phase.PARKED
 
     def unpark(self, live: RequestState) -> None:
-        """Put a parked request into the order."""
         if live.phase is not Phase.PARKED:
             return
         live.phase = Phase.QUEUED
@@ -236,7 +233,6 @@ class RequestQueue:
         return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
-        """Return the queue that a request belongs to."""
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)
 
     def _tenant_of_key(self, key: str) -> TenantQueue:

@@ -139,7 +139,6 @@ class ValidRequest:
 
     @property
     def can_end_early(self) -> bool:
-        """Whether it may end before max_tokens."""
         return bool(self.eos_ids or self.stop_ids) or self.stops_on_text
 
 

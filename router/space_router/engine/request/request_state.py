@@ -26,7 +26,6 @@ CallLater: TypeAlias = Callable[[float, Callable[[], None]], Timer]
 
 
 def call_later_on_loop(seconds: float, action: Callable[[], None]) -> Timer:
-    """Call `action` in `seconds` on the running event loop."""
     return asyncio.get_running_loop().call_later(seconds, action)
 
 
@@ -71,7 +70,6 @@ class RequestState:
 
     @property
     def deadline_at(self) -> float:
-        """Seconds on the engine's clock."""
         return math.inf if self.request.deadline is None else self.submitted + self.request.deadline
 
     @property
@@ -80,15 +78,10 @@ class RequestState:
         return self.probation_until is not None
 
     @property
-    def num_left(self) -> int:
-        """Maximum ids that may still be generated."""
-        return self.max_tokens - self.num_generated
-
-    @property
     def least_left(self) -> int:
         """Minimum ids that must still be generated before it can end."""
         if not self.request.can_end_early:
-            return self.num_left
+            return self.max_tokens - self.num_generated
         return max(1, self.request.sampling.min_tokens - self.num_generated)
 
     @property

@@ -43,7 +43,6 @@ class WorkerModelFacts:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all pages together."""
         return self.block_size * self.num_blocks
 
     def num_masks_of(self, adapter: str) -> int:
@@ -145,7 +144,6 @@ def _logprobs(
 
 
 def sampling(options: SamplingOptions) -> worker_pb2.Sampling:
-    """Return the sampling parameters as a message."""
     values = {name: getattr(options, name) for name in options.__dataclass_fields__}
     values["grammar"] = None if options.grammar is None else grammar(options.grammar)
     values["bad_words"] = [worker_pb2.IdRun(ids=run) for run in options.bad_words]
@@ -153,6 +151,5 @@ def sampling(options: SamplingOptions) -> worker_pb2.Sampling:
 
 
 def grammar(wanted: Grammar) -> worker_pb2.Grammar:
-    """Return a grammar as a message."""
     kind = worker_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{wanted.kind.upper()}")
     return worker_pb2.Grammar(kind=kind, source=wanted.source)

@@ -39,7 +39,6 @@ class Backoff:
         return now
 
     def worked(self) -> None:
-        """Reset the backoff."""
         self._next = 0.0
 
 
@@ -111,7 +110,6 @@ class RemoteWorker:
         return self._address
 
     async def find_exit_cause(self) -> ExitCause:
-        """Return UNKNOWN: a remote process cannot be inspected."""
         return ExitCause.UNKNOWN
 
 
@@ -161,7 +159,6 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Id of the process while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def __aenter__(self) -> Supervisor:
@@ -220,7 +217,6 @@ class Supervisor:
             ready.cancel()
 
     async def ended(self) -> None:
-        """Wait until the current process has ended."""
         if self._process is not None:
             await self._process.wait()
 

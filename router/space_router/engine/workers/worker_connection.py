@@ -18,7 +18,9 @@ from space_router.engine.errors import ProtocolViolation, WorkerStartFailed
 from space_router.engine.queueing.admission import step_seconds
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
-from space_router.engine.workers.supervisor import Backoff, ExitCause, WorkerDidNotStart
+from space_router.engine.workers.supervisor import ExitCause, RemoteWorker, Supervisor, WorkerDidNotStart
+
+logger = logging.getLogger(__name__)
 
 FLOOR = 5.0  # minimum seconds of silence: a live worker reports every second
 SLOWEST_STEP_FACTOR = 20.0  # a step may take this multiple of the slowest recent step
@@ -42,7 +44,6 @@ class Watchdog:
         self._num_steps = 0
 
     def stepped(self, seconds: float) -> None:
-        """Record a step that took `seconds`."""
         self._slowest = max(seconds, DECAY * self._slowest)
         self._num_steps += 1
 
@@ -238,30 +239,11 @@ def _check_hello(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash
     return hello
 
 
-logger = logging.getLogger(__name__)
-
 MAX_FAILED_STARTS = 10  # consecutive failed starts after which a worker that was up before is given up
 STEADY_SECONDS = 10.0  # seconds up after which a worker counts as healthy
 MAX_CRASHES = 3  # consecutive crashes within `STEADY_SECONDS` after which the router is not ready until one is healthy
 ENDING_SECONDS = 10.0  # seconds that an idle worker may take to end after Drain
 GRAMMAR_SECONDS = 20.0  # seconds that a worker may compile a grammar before it gives up and reports so
-
-
-class WorkerSource(Protocol):
-    """Provides a worker: a supervised process, or the address of a remote one."""
-
-    name: str
-    backoff: Backoff  # before the next start; to be reset once a worker has worked
-
-    @property
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """Current TLS credentials; None: no TLS."""
-
-    async def start(self) -> str:
-        """Return the address of a new worker, after a backoff if the last one failed."""
-
-    async def find_exit_cause(self) -> ExitCause:
-        """Return why the last worker was lost."""
 
 
 class WorkerListener(Protocol):
@@ -290,7 +272,7 @@ class WorkerConnection:
     """
 
     def __init__(
-        self, source: WorkerSource, config: ServeConfig, *, tokenizer_hash: str | None = None, number: int = 0
+        self, source: RemoteWorker | Supervisor, config: ServeConfig, tokenizer_hash: str | None, number: int
     ) -> None:
         self.number = number  # worker number, unique in its router
         self.source = source
@@ -319,11 +301,9 @@ class WorkerConnection:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a worker is up and is not in a crash loop."""
         return self.scheduler is not None and self.num_crashes < MAX_CRASHES
 
     def flush(self) -> None:
-        """Send the scheduler's collected commands."""
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
             self._link.send(commands)
 

@@ -12,7 +12,7 @@ from functools import partial
 from space_router.config import ServeConfig
 from space_router.engine.errors import RestartRefused, WorkerStartFailed
 from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
-from space_router.engine.workers.worker_connection import WorkerConnection, WorkerListener, WorkerSource
+from space_router.engine.workers.worker_connection import WorkerConnection, WorkerListener
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class WorkerPool:
     """Runs a connection for each worker as long as any worker may still come up.
 
-        async with WorkerPool(sources, engine, config=config) as pool:
+        async with WorkerPool(sources, engine, config=config, tokenizer_hash=None) as pool:
             pool.follow(["gpu1:50051", "gpu2:50051"], finish_seconds=30.0)   # only a pool that began with no sources
 
     A pool that follows a list never fails to start, because the next list may have a usable worker. A remote worker
@@ -29,11 +29,11 @@ class WorkerPool:
 
     def __init__(
         self,
-        sources: Sequence[WorkerSource],
+        sources: Sequence[RemoteWorker | Supervisor],
         listener: WorkerListener,
         *,
         config: ServeConfig,
-        tokenizer_hash: str | None = None,
+        tokenizer_hash: str | None,
     ) -> None:
         self._listener = listener
         self._connect = partial(WorkerConnection, config=config, tokenizer_hash=tokenizer_hash)
@@ -89,14 +89,12 @@ class WorkerPool:
         self._tasks[connection] = asyncio.create_task(self._run_connection(connection))
 
     def _remove(self, connection: WorkerConnection) -> None:
-        """Remove the connection of a worker that has ended."""
         if connection in self.connections:
             self.connections.remove(connection)
             self._tasks.pop(connection).cancel()
             connection.give_up()
 
     async def _run_connection(self, connection: WorkerConnection) -> None:
-        """Run one connection as long as its worker may still come up."""
         while True:
             try:
                 await connection.run(self._listener)
@@ -172,12 +170,10 @@ class RollingRestart:
         self._task = asyncio.create_task(self._run([known[number] for number in wanted], finish_seconds))
 
     async def wait(self) -> None:
-        """Wait for the current restart to end."""
         if self._task is not None:
             await asyncio.wait((self._task,))
 
     def cancel(self) -> None:
-        """Cancel the restart because the server stops."""
         if self._task is not None:
             self._task.cancel()
 

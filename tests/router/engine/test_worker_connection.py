@@ -143,44 +143,42 @@ async def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Pat
     await server.stop(grace=0)
 
 
-def test_five_seconds_are_forgiven_where_steps_and_start_are_short() -> None:
-    watchdog = Watchdog(30.0, start_seconds=2.0)
-    watchdog.stepped(0.01)
-    assert watchdog.silence == FLOOR == 5.0
-
-
-def test_patience_grows_with_the_slowest_recent_step_and_with_what_a_start_costs() -> None:
-    watchdog = Watchdog(30.0, start_seconds=8.0)
-    assert watchdog.silence == 8.0
-    watchdog.stepped(0.6)
-    assert watchdog.silence == pytest.approx(12.0)
-    for _ in range(1000):
-        watchdog.stepped(0.01)
-    assert watchdog.silence == 8.0
-
-
-def test_nobody_is_waited_for_longer_than_was_set() -> None:
-    watchdog = Watchdog(3.0, start_seconds=600.0)
-    watchdog.stepped(60.0)
-    assert watchdog.silence == 3.0
-
-
-def test_a_worker_may_compile_for_long_before_its_steps_are_known() -> None:
-    watchdog = Watchdog(30.0)
-    for _ in range(MIN_STEPS - 1):
-        watchdog.stepped(0.01)
-    assert watchdog.stall == 300.0
-    watchdog.stepped(0.01)
-    assert watchdog.stall == 30.0
-
-
-def test_slow_steps_are_waited_for_though_no_longer_than_ten_times_what_was_set() -> None:
-    watchdog = Watchdog(30.0)
-    for seconds in (*[0.01] * MIN_STEPS, 5.0):
+@pytest.mark.parametrize(
+    ("most", "start_seconds", "steps", "silence"),
+    [
+        (30.0, 2.0, [0.01], FLOOR),
+        (30.0, 8.0, [], 8.0),
+        (30.0, 8.0, [0.6], 12.0),
+        (30.0, 8.0, [0.6, *[0.01] * 1000], 8.0),
+        (3.0, 600.0, [60.0], 3.0),
+    ],
+)
+def test_silence_is_forgiven_by_the_slowest_recent_step_and_the_start_and_never_longer_than_was_set(
+    most: float, start_seconds: float, steps: list[float], silence: float
+) -> None:
+    watchdog = Watchdog(most, start_seconds=start_seconds)
+    for seconds in steps:
         watchdog.stepped(seconds)
-    assert watchdog.stall == pytest.approx(100.0)
-    watchdog.stepped(500.0)
-    assert watchdog.stall == 300.0
+    assert watchdog.silence == pytest.approx(silence)
+    assert FLOOR == 5.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "stall"),
+    [
+        ([0.01] * (MIN_STEPS - 1), 300.0),  # its steps are not known yet: it may be compiling
+        ([0.01] * MIN_STEPS, 30.0),
+        ([*[0.01] * MIN_STEPS, 5.0], 100.0),
+        ([*[0.01] * MIN_STEPS, 5.0, 500.0], 300.0),
+    ],
+)
+def test_slow_steps_are_waited_for_though_no_longer_than_ten_times_what_was_set(
+    steps: list[float], stall: float
+) -> None:
+    watchdog = Watchdog(30.0)
+    for seconds in steps:
+        watchdog.stepped(seconds)
+    assert watchdog.stall == pytest.approx(stall)
 
 
 BOUND = SamplingOptions(seed=1, grammar=Grammar("regex", "a+"))
@@ -321,14 +319,6 @@ async def test_streams_of_a_killed_worker_go_on_with_the_same_text(temperature: 
         assert house.metrics.value("spaceserve_worker_up") == 1
 
 
-async def test_statistics_go_on_over_a_loss() -> None:
-    async with in_house(Script(die_after_steps=5)) as house:
-        async with house.engine.submit(request_of(6, 40)) as stream:
-            num_tokens = sum([len(delta.tokens) async for delta in stream])
-        assert num_tokens == stream.statistics.num_generated == 40
-        assert stream.statistics.num_worker_losses == 1
-
-
 async def test_what_was_emitted_before_a_loss_is_not_emitted_again_nor_its_logprobs() -> None:
     for num_steps in (1, 3, 5):  # in the middle of the prompt, and behind it
         async with in_house(Script(die_after_steps=num_steps), max_prefill_rows=8) as house:
@@ -337,6 +327,8 @@ async def test_what_was_emitted_before_a_loss_is_not_emitted_again_nor_its_logpr
                 deltas = [delta async for delta in stream]
             tokens = tuple(token for delta in deltas for token in delta.tokens)
             assert tokens == answer(request, house.worker.script)
+            assert stream.statistics.num_generated == len(tokens) == 20
+            assert stream.statistics.num_worker_losses == 1
             assert tuple(entry.id for delta in deltas for entry in delta.logprobs) == tokens
             assert tuple(e.id for delta in deltas for e in delta.prompt_logprobs) == request.prompt_ids[1:]
 
@@ -349,20 +341,19 @@ async def test_a_worker_that_contradicts_the_contract_is_not_believed(garbage: A
         assert house.metrics.value("spaceserve_worker_restarts_total") == 1
 
 
-async def test_a_worker_that_falls_silent_is_given_up() -> None:
-    async with in_house(Script(hang_after_steps=4), worker_timeout=0.3) as house:
-        text = asyncio.create_task(house.text(request_of(6, 40)))
-        await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
-        house.worker.script.hang_after_steps = None
-        assert await text == answer(request_of(6, 40), house.worker.script)
-
-
-async def test_a_worker_whose_heart_beats_but_who_does_not_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [Script(hang_after_steps=4), Script(stall_after_steps=4, heartbeat_seconds=0.01)],
+    ids=["says nothing", "does not step"],
+)
+async def test_a_worker_that_falls_silent_or_does_not_step_is_given_up(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "MAX_STALL_FACTOR", 1)
-    async with in_house(Script(stall_after_steps=4, heartbeat_seconds=0.01), worker_timeout=0.3) as house:
+    async with in_house(script, worker_timeout=0.3) as house:
         text = asyncio.create_task(house.text(request_of(6, 40)))
         await house.until(lambda: (house.metrics.value("spaceserve_worker_up") or 0) == 0)
-        house.worker.script.stall_after_steps = None
+        house.worker.script.hang_after_steps = house.worker.script.stall_after_steps = None
         assert await text == answer(request_of(6, 40), house.worker.script)
 
 

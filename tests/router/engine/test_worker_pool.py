@@ -139,6 +139,10 @@ def argv(*flags: str) -> Callable[[ServeConfig, str], Sequence[str]]:
     return lambda config, address: [*base, "--listen", address, *flags]
 
 
+async def all_up(engine: Engine) -> None:
+    await until(lambda: engine.load().num_workers_up == len(engine.connections))
+
+
 @asynccontextmanager
 async def three_workers(*flags: str, num_workers: int = 3) -> AsyncIterator[tuple[Engine, RollingRestart, Metrics]]:
     """As processes of this machine; at the end every page of all of them is back."""
@@ -146,8 +150,7 @@ async def three_workers(*flags: str, num_workers: int = 3) -> AsyncIterator[tupl
     config = ServeConfig(workers=num_workers, worker_start_timeout=LIMIT)
     async with Engine(config, metrics, worker_argv=argv("--step-seconds", "0.01", *flags)) as engine:
         restart = RollingRestart(engine.connections, back_seconds=LIMIT)
-        for connection in engine.connections:
-            await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+        await all_up(engine)
         yield engine, restart, metrics
         while engine.load().blocks_held:  # noqa: ASYNC110  pages come back with reports, which are no events here
             await asyncio.sleep(0.01)
@@ -213,9 +216,7 @@ async def test_a_worker_that_does_not_come_back_stops_the_rest() -> None:
         workers = [await stack.enter_async_context(ScriptedWorker(SCRIPT)) for _ in range(2)]
         config = ServeConfig(worker_address=tuple(worker.address for worker in workers))
         engine = await stack.enter_async_context(Engine(config, Metrics()))
-        for connection in engine.connections:
-            assert isinstance(connection.source, RemoteWorker)
-            await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+        await all_up(engine)
         restart = RollingRestart(engine.connections, back_seconds=0.3)
         stack.callback(restart.cancel)
         gone = asyncio.create_task(_end(workers[0]))
@@ -253,8 +254,7 @@ async def test_a_remote_worker_is_told_to_end_and_met_again_once_somebody_has_st
     async with asyncio.TaskGroup() as group:
         keeping = [group.create_task(kept_alive(address, lives)) for address in addresses]
         async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
-            for connection in engine.connections:
-                await connection.until(lambda connection=connection: connection.scheduler is not None)  # type: ignore[misc]
+            await all_up(engine)
             restart = RollingRestart(engine.connections, back_seconds=LIMIT)
             requests = [request_of(5 + i, 200, name=str(i)) for i in range(6)]
             streams = [asyncio.create_task(text_of(engine, request)) for request in requests]
