@@ -3,7 +3,7 @@
     operation         CPU                              CUDA                        CUDA without triton
     space_attention   torch_backend                    attention_triton            torch_backend
                       bfloat16: cpu_backend
-    rms_norm, …       norm, rotary, activation         layers_triton               norm, rotary, activation
+    rms_norm, …       layers                           layers_triton               layers
     linear            packed_linear.PackedLinear       cuda_linear.CudaLinear      cuda_linear.CudaLinear
                       bfloat16: cpu_linear.CompiledLinear
       exact           (always exact)                   cuda_linear.ExactLinear     ValueError
@@ -27,7 +27,7 @@ from space_kernels.attention import torch_backend as torch_attention
 from space_kernels.attention.attention import QKV, Attention
 from space_kernels.attention.cpu_backend import CompiledAttention
 from space_kernels.build.cpu_library import cpu_library
-from space_kernels.layers import activation, norm, rotary
+from space_kernels.layers import layers
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
 from space_kernels.sampling import device_sampling
@@ -111,8 +111,8 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, fp8_kv: boo
 def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     """Return torch's own operations, for any device."""
     return Ops(
-        attention="torch", space_attention=torch_attention.space_attention, attend=None, rms_norm=norm.rms_norm,
-        add_rms_norm=norm.add_rms_norm, rotary_store=rotary.rotary_store, swiglu=activation.swiglu, linear=linear,
+        attention="torch", space_attention=torch_attention.space_attention, attend=None, rms_norm=layers.rms_norm,
+        add_rms_norm=layers.add_rms_norm, rotary_store=layers.rotary_store, swiglu=layers.swiglu, linear=linear,
     )  # fmt: skip
 
 

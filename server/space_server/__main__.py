@@ -57,11 +57,9 @@ from space_model.space_model import SpaceModel
 
 from space_server.config import ModelSource, on_first_gpu, parse, say
 from space_server.device_runner.device_batch import why_on_host
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.grammar import Grammars
 from space_server.grpc_server import WorkerService, start_server
-from space_server.machine.energy import Meter, find_sensors
-from space_server.machine.machine_load import GpuLoad, LoadWatch
 from space_server.machine.memory import (
     FreeMemory,
     NotEnoughMemory,
@@ -72,7 +70,7 @@ from space_server.machine.memory import (
     keep_freed_memory,
     use_one_heap,
 )
-from space_server.machine.nvml import Nvml
+from space_server.machine.sensors import GpuLoad, LoadWatch, Meter, Nvml, find_sensors
 from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread
 from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
@@ -80,8 +78,7 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, l
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import CostFile, calibrate, starting_costs, time_plain_step
 from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
-from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
-from space_server.startup.model_need import ModelNeed, num_blocks_of
+from space_server.startup.model_need import ModelNeed, bytes_of_graphs, num_blocks_of, take_largest_step
 from space_server.step_cost import StepCost, StepShape
 from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker

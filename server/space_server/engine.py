@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from space_server.batch.sequence import RunningBatch
+from space_server.batch import RunningBatch
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.host_runner import HostRunner
 from space_server.model_runner import ModelRunner, StepOutput
 from space_server.scheduled_batch import PrefillBudget

@@ -24,7 +24,7 @@ from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError
 from space_proto import worker_pb2 as pb
 
-from space_server.drafts.drafts import Forced
+from space_server.drafts import Forced
 from space_server.machine.threads import DeepStackExecutor
 
 if TYPE_CHECKING:

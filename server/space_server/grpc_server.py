@@ -20,8 +20,8 @@ from space_common.tracing import parent_of
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
-from space_server.machine.energy import Meter
 from space_server.machine.memory import is_lost
+from space_server.machine.sensors import Meter
 from space_server.worker import ProtocolError, Worker
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from space_model.heads import DraftHeadWeights
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.batch.sequence import RunningSequence
-from space_server.drafts.drafts import DraftSource, Proposal, mask_chances
+from space_server.batch import RunningSequence
+from space_server.drafts import DraftSource, Proposal, mask_chances
 from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step

@@ -14,8 +14,8 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.batch.sequence import RunningSequence, SequenceEnd
-from space_server.drafts.drafts import BY_MASKS, NOT_FORCED, Origin, Proposal
+from space_server.batch import RunningSequence, SequenceEnd
+from space_server.drafts import BY_MASKS, NOT_FORCED, Origin, Proposal
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
 from space_server.speculation.controller import Controller
 from space_server.step_cost import StepShape

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import Segment
 
-from space_server.batch.sequence import RunningSequence
+from space_server.batch import RunningSequence
 from space_server.speculation.controller import Controller, DraftLimits, StepLoad, choose_layouts
 from space_server.step_cost import StepCost, StepShape
 

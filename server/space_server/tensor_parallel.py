@@ -47,7 +47,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from space_server.batch.sequence import begins_with
+from space_server.batch import begins_with
 from space_server.machine.memory import free_bytes
 
 GROUP_LOST = 7  # exit status of a rank whose group has failed: another rank died, fell silent, or lost a message

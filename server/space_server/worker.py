@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.admission import AdmissionError, admit, check_pages
-from space_server.batch.sequence import RunningBatch, Waiting
+from space_server.batch import AdmissionError, RunningBatch, Waiting, admit, check_pages
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.drafts.drafts import Acceptance, DraftSource, DraftSources, shapes_by_adapter
+from space_server.drafts import Acceptance, DraftSource, DraftSources, shapes_by_adapter
 from space_server.engine import EngineCore
 from space_server.grammar import Grammars
 from space_server.host_runner import HostRunner

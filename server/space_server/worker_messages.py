@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from space_kernels.sampling.sampler import IdLogprobs
 from space_proto import worker_pb2 as pb
 
-from space_server.batch.sequence import RunningSequence, SequenceEnd
-from space_server.drafts.drafts import BY_MASKS, DraftOrigin
+from space_server.batch import RunningSequence, SequenceEnd
+from space_server.drafts import BY_MASKS, DraftOrigin
 from space_server.model_runner import SequenceOutput, StepOutput
 from space_server.step_cost import StepCost, StepShape
 

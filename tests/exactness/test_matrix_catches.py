@@ -13,7 +13,7 @@ from space_kernels.paging.step_rows import Ints, StepRows
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow, SamplingRows
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks import llama_network
-from space_server.batch.sequence import SequenceEnd, SequenceLimits
+from space_server.batch import SequenceEnd, SequenceLimits
 from torch import Tensor
 
 Patch = pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_diff
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 

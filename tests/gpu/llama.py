@@ -26,7 +26,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.llama_network import compact_network
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
 from space_model.space_model import SpaceModel
-from space_server.batch.sequence import RunningSequence
+from space_server.batch import RunningSequence
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

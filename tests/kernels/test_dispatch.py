@@ -12,7 +12,7 @@ import torch
 from space_kernels import dispatch
 from space_kernels.attention import torch_backend as attention
 from space_kernels.dispatch import ops_for
-from space_kernels.layers import activation, norm, rotary
+from space_kernels.layers import layers
 from space_kernels.linear.cuda_linear import CudaLinear, ExactLinear
 from space_kernels.linear.packed_linear import PackedLinear
 
@@ -36,8 +36,8 @@ def test_a_cpu_gets_the_references(name: str, exact: bool) -> None:
     assert ops.attention == "torch"
     assert ops.space_attention is attention.space_attention
     assert ops.attend is None
-    assert (ops.rms_norm, ops.add_rms_norm) == (norm.rms_norm, norm.add_rms_norm)
-    assert (ops.rotary_store, ops.swiglu) == (rotary.rotary_store, activation.swiglu)
+    assert (ops.rms_norm, ops.add_rms_norm) == (layers.rms_norm, layers.add_rms_norm)
+    assert (ops.rotary_store, ops.swiglu) == (layers.rotary_store, layers.swiglu)
     assert type(ops.linear(torch.zeros(4, 4), None)) is PackedLinear
 
 
@@ -73,7 +73,7 @@ def test_without_triton_a_gpu_gets_the_references_and_the_log_says_so_once(
         ops = ops_for("cuda")
         ops_for("cuda")
     assert ops.space_attention is attention.space_attention
-    assert (ops.rms_norm, ops.linear) == (norm.rms_norm, CudaLinear)
+    assert (ops.rms_norm, ops.linear) == (layers.rms_norm, CudaLinear)
     [line] = caplog.messages
     assert "triton is not installed" in line
     assert "pip install triton" in line

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
-from space_server.batch.sequence import RunningSequence, SequenceLimits
+from space_server.batch import RunningSequence, SequenceLimits
 from space_server.scheduled_batch import LEAST_ROWS, PrefillBudget, plan_step
 from space_server.speculation.controller import FixedLayout
 from space_server.step_cost import StepCost, StepShape

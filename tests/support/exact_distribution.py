@@ -21,7 +21,7 @@ from space_kernels.sampling.sampler import SampledTokens, process
 from space_kernels.sampling.sampling_params import SamplingRows
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.drafts.drafts import DraftSource
+from space_server.drafts import DraftSource
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor

@@ -21,7 +21,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor

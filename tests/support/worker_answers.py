@@ -8,7 +8,7 @@ from space_eval.acceptance.equivalence import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.text.model_text import ModelText
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout, SpeculationController
 from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker

@@ -13,7 +13,7 @@ from space_kernels.attention.attention import QKV, KVPages
 from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
 from space_kernels.fp8_bits import narrowed
-from space_kernels.layers.rotary import HeadCounts, HeadNorm
+from space_kernels.layers.layers import HeadCounts, HeadNorm
 
 _WIDEST = 32768
 """Most elements that a program of 16 warps keeps in registers: 64 float32 per thread."""
@@ -49,7 +49,7 @@ def _add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `norm.rms_norm`: x [..., D], weight [D] -> [..., D]. Rows may have any stride (a slice of a wider tensor).
+    """As `layers.rms_norm`: x [..., D], weight [D] -> [..., D]. Rows may have any stride (a slice of a wider tensor).
     Raises ValueError for rows too wide for a program's registers."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -62,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `norm.add_rms_norm`: x, residual [R, D] -> (normed, sum), [R, D] each."""
+    """As `layers.add_rms_norm`: x, residual [R, D] -> (normed, sum), [R, D] each."""
     out, total = torch.empty_like(x), torch.empty_like(x)
     block, warps = _shape(x.shape[-1])
     if len(x):
@@ -179,7 +179,7 @@ def rotary_store(
     fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, heads: HeadCounts,
     norm: HeadNorm | None = None,
 ) -> QKV:  # fmt: skip
-    """As `rotary.rotary_store`."""
+    """As `layers.rotary_store`."""
     num_heads, kv_heads = heads
     cos, sin = angles
     num_rows, all_heads = len(fused), num_heads + 2 * kv_heads

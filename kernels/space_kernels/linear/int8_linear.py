@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from space_kernels.layers.activation import silu
+from space_kernels.layers.layers import silu
 from space_kernels.linear.packed_linear import PLAIN_TILE, pad_rows
 
 GREATEST = 127

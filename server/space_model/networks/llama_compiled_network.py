@@ -23,7 +23,7 @@ from space_kernels.build.cpu_library import (
     LayerStruct,
     NetworkStruct,
 )
-from space_kernels.layers.rotary import RotaryTable
+from space_kernels.layers.layers import RotaryTable
 from space_kernels.linear.cpu_linear import LANES, LOW_PADDING, CompiledDelta, CompiledLinear, DeltaRows, in_turn
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from space_kernels.attention.attention import Attention, AttentionSpec
 from space_kernels.dispatch import Ops
-from space_kernels.layers.rotary import HeadCounts, HeadNorm, angles
+from space_kernels.layers.layers import HeadCounts, HeadNorm, angles
 from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.paging.step_rows import StepTables

@@ -15,7 +15,7 @@ from space_kernels.attention.attention import QKV, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.dispatch import Ops
-from space_kernels.layers.activation import silu
+from space_kernels.layers.layers import silu
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import ROW_TILE, PackedLinear, can_pack

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
-from space_kernels.layers.activation import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
+from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta

@@ -16,9 +16,9 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from torch import Tensor
 
-from space_server.batch.sequence import RunningSequence
+from space_server.batch import RunningSequence
 from space_server.device_runner.device_forward import MOST_TOP
-from space_server.drafts.drafts import Acceptance
+from space_server.drafts import Acceptance
 from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
 from space_server.scheduled_batch import draft_limits_of
 from space_server.speculation.controller import Controller, DraftLimits, StepLoad

@@ -32,7 +32,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.batch.sequence import RunningSequence, SequenceEnd
+from space_server.batch import RunningSequence, SequenceEnd
 from space_server.device_runner.device_batch import DeviceBatch, DeviceScheduler
 from space_server.device_runner.device_forward import (
     MOST_TOP,
@@ -47,7 +47,7 @@ from space_server.device_runner.device_forward import (
     round_up_count,
     round_up_top,
 )
-from space_server.drafts.drafts import mask_chances
+from space_server.drafts import mask_chances
 from space_server.host_runner import no_choice
 from space_server.machine.memory import give_back_unused, is_out_of_memory
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, Self
 
 from space_model.geometry.draft_layout import DraftLayout
 
-from space_server.drafts.drafts import LEVELS_PER_UNIT, Acceptance
+from space_server.drafts import LEVELS_PER_UNIT, Acceptance
 from space_server.step_cost import OUTLIER, StepCost, StepShape
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:  # avoids importing torch in the load generator
-    from space_server.batch.sequence import RunningSequence
+    from space_server.batch import RunningSequence
 
 MAX_TOKENS = 1 << 20  # tokens remembered, 12 bytes each: 12 MiB
 

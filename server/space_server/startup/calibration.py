@@ -41,7 +41,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
-from space_server.machine.machine_load import LoadWatch, MachineLoad
+from space_server.machine.sensors import LoadWatch, MachineLoad
 from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
 from space_server.step_cost import CostOrigin, Point, StepCost, StepShape, read_points

@@ -28,9 +28,8 @@ from space_model.model_facts import number_format
 from space_model.precision import choose_device
 
 from space_server.config import ModelSource, parse
-from space_server.machine.energy import Meter, find_sensors
 from space_server.machine.memory import FreeMemory, NotEnoughMemory
-from space_server.machine.nvml import Nvml, NvmlError
+from space_server.machine.sensors import Meter, Nvml, NvmlError, find_sensors
 from space_server.machine.threads import num_cores
 from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown
 

@@ -12,8 +12,8 @@ from space_kernels.attention import library_parts
 from space_kernels.attention import torch_backend as attention
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import FORMAT, nearest
-from space_kernels.layers import rotary
-from space_kernels.layers.rotary import HeadCounts
+from space_kernels.layers import layers
+from space_kernels.layers.layers import HeadCounts
 from space_kernels.paging.step_rows import StepRows, StepTables
 from torch import Tensor
 
@@ -118,10 +118,10 @@ def test_both_stores_are_the_same() -> None:
 def test_rotary_stores_are_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     fused = torch.randn(6, (4 + 2 + 2) * 16, generator=generator).to(DEVICE, DTYPE)
-    angles = rotary.angles(torch.arange(6, device=DEVICE), torch.rand(8, generator=generator).to(DEVICE))
+    angles = layers.angles(torch.arange(6, device=DEVICE), torch.rand(8, generator=generator).to(DEVICE))
     slots = torch.tensor([3, -1, 17, 40], device=DEVICE)
     found = []
-    for store in (rotary.rotary_store, layers_triton.rotary_store):
+    for store in (layers.rotary_store, layers_triton.rotary_store):
         pages = KVPages(*(torch.zeros(3, 2, 16, 16, dtype=FORMAT, device=DEVICE) for _ in range(2)))
         out = store(fused.clone(), angles, pages, slots, HeadCounts(4, 2))
         found.append([page.view(torch.uint8) for page in pages])

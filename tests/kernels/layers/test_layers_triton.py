@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from space_kernels.attention.attention import QKV, KVPages
-from space_kernels.layers import activation as swiglu
-from space_kernels.layers import norm, rotary
-from space_kernels.layers.rotary import HeadCounts, HeadNorm, angles
+from space_kernels.layers import layers
+from space_kernels.layers.layers import HeadCounts, HeadNorm, angles
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -40,10 +39,10 @@ def ulps(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("width", [16, 100, 704, 4096])
 def test_a_norm_is_the_references(width: int, dtype: torch.dtype) -> None:
     x, residual, weight = draw(5, width, dtype)
-    found, wanted = layers_triton.rms_norm(x, weight, EPS), norm.rms_norm(x, weight, EPS)
+    found, wanted = layers_triton.rms_norm(x, weight, EPS), layers.rms_norm(x, weight, EPS)
     torch.testing.assert_close(found, wanted, rtol=ulps(dtype), atol=1e-6)
     found_pair = layers_triton.add_rms_norm(x, residual, weight, EPS)
-    wanted_pair = norm.add_rms_norm(x, residual, weight, EPS)
+    wanted_pair = layers.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(found_pair[1], wanted_pair[1])
     torch.testing.assert_close(found_pair[0], wanted_pair[0], rtol=ulps(dtype), atol=1e-6)
 
@@ -52,10 +51,10 @@ def test_the_reference_is_the_definition_in_double_precision() -> None:
     x, residual, weight = (t.cpu() for t in draw(3, 96, torch.float32))
     wide = x.double()
     wanted = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    torch.testing.assert_close(norm.rms_norm(x, weight, EPS).double(), wanted, rtol=1e-6, atol=1e-6)
-    normed, total = norm.add_rms_norm(x, residual, weight, EPS)
+    torch.testing.assert_close(layers.rms_norm(x, weight, EPS).double(), wanted, rtol=1e-6, atol=1e-6)
+    normed, total = layers.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
-    assert torch.equal(normed, norm.rms_norm(x + residual, weight, EPS))
+    assert torch.equal(normed, layers.rms_norm(x + residual, weight, EPS))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,19 +94,19 @@ def draw_gates(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
 def test_the_activation_is_the_references(inner: int, dtype: torch.dtype) -> None:
     both = draw_gates(3, inner, dtype)
     tolerance = max(torch.finfo(dtype).eps, 4e-6)
-    torch.testing.assert_close(layers_triton.swiglu(both), swiglu.swiglu(both), rtol=tolerance, atol=1e-6)
+    torch.testing.assert_close(layers_triton.swiglu(both), layers.swiglu(both), rtol=tolerance, atol=1e-6)
 
 
 def test_the_reference_is_silu_of_the_front_times_the_back() -> None:
     both = draw_gates(3, 24, torch.float32).cpu()
     gate, up = both.double().chunk(2, dim=-1)
-    torch.testing.assert_close(swiglu.swiglu(both).double(), F.silu(gate) * up, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layers.swiglu(both).double(), F.silu(gate) * up, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, where kernels are interpreted
 def test_a_gate_far_below_zero_closes_and_does_not_overflow() -> None:
     both = torch.tensor([[-200.0, 200.0, 3.0, 5.0]], device=DEVICE)
-    for found in (swiglu.swiglu(both), layers_triton.swiglu(both)):
+    for found in (layers.swiglu(both), layers_triton.swiglu(both)):
         assert found.tolist() == [[0.0, 1000.0]]
 
 
@@ -120,7 +119,7 @@ def test_a_rows_activation_does_not_depend_on_the_other_rows(dtype: torch.dtype)
         assert torch.equal(layers_triton.swiglu(both[:count]), whole[:count])
 
 
-STORES = [rotary.rotary_store, layers_triton.rotary_store]
+STORES = [layers.rotary_store, layers_triton.rotary_store]
 
 
 @dataclass

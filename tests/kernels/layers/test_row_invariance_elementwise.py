@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from space_kernels.layers.activation import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
+from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
 from space_kernels.linear.experts import RowInvariantExperts
 from torch import Tensor
 from torch.nn import functional as F

@@ -10,8 +10,8 @@ from space_kernels.sampling.sampler import TokenCounts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
+from space_server import batch as admission
 from space_server import host_runner, worker
-from space_server.batch import admission
 from space_server.machine.memory import is_lost
 from torch import Tensor
 

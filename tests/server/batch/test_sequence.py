@@ -8,7 +8,7 @@ from doubles.worker import ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server import worker
-from space_server.batch.sequence import SequenceEnd, SequenceLimits, appended, begins_with
+from space_server.batch import SequenceEnd, SequenceLimits, appended, begins_with
 from space_server.worker import Worker
 
 LIMITS = SequenceLimits(max_tokens=5, window=20, eos_ids=frozenset({9}), stop_ids=frozenset({7, 9}))

@@ -14,9 +14,9 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.batch.sequence import RunningSequence, SequenceLimits
+from space_server.batch import RunningSequence, SequenceLimits
 from space_server.device_runner.device_batch import layout_of_drafts
-from space_server.drafts.drafts import Acceptance, AcceptanceShape, DraftSources
+from space_server.drafts import Acceptance, AcceptanceShape, DraftSources
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
 from space_server.worker import Worker
 

@@ -19,7 +19,7 @@ from space_kernels.step.verification import EndCode
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
-from space_server.batch.sequence import RunningSequence, SequenceEnd, SequenceLimits
+from space_server.batch import RunningSequence, SequenceEnd, SequenceLimits
 from space_server.host_runner import HostRunner
 from space_server.model_runner import StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence, plan_step
@@ -276,7 +276,5 @@ def test_rows_stand_where_the_host_packs_them() -> None:
 
 def _at(position: int, line: int) -> RunningSequence:
     limits = SequenceLimits(50, WINDOW, frozenset(), frozenset())
-    return RunningSequence(
-        line, [5] * (position + 1), 1, position, [line], SamplingParams(), limits, 3, None, None, None, None, 3,
-        drafts=[6, 7],
-    )  # fmt: skip
+    ids, params = [5] * (position + 1), SamplingParams()
+    return RunningSequence(line, ids, 1, position, [line], params, limits, 3, num_masks=3, drafts=[6, 7])

@@ -10,8 +10,8 @@ import torch
 from space_common.worker_client import WorkerClient
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.dispatch import Ops
-from space_kernels.layers import activation, norm
-from space_kernels.layers.rotary import HeadCounts, HeadNorm
+from space_kernels.layers import layers
+from space_kernels.layers.layers import HeadCounts, HeadNorm
 from space_kernels.linear.cuda_linear import CudaLinear
 from space_kernels.paging.step_rows import StepRows, StepTables
 from space_model.loading.load import load_model
@@ -60,7 +60,7 @@ def turn_and_store(
     fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, counts: HeadCounts,
     norm: HeadNorm | None = None,
 ) -> QKV:  # fmt: skip
-    """`rotary.rotary_store` in which dead rows write to the last block, which nobody has."""
+    """`layers.rotary_store` in which dead rows write to the last block, which nobody has."""
     assert norm is None
     num_heads, kv_heads = counts
     heads = fused.view(len(fused), num_heads + 2 * kv_heads, -1)
@@ -107,8 +107,8 @@ def refuses(*arguments: object, **others: object) -> Tensor:
 
 
 OPS = Ops(
-    attention="tensors", space_attention=refuses, attend=attend, rms_norm=norm.rms_norm, add_rms_norm=norm.add_rms_norm,
-    rotary_store=turn_and_store, swiglu=activation.swiglu, linear=CudaLinear,
+    attention="tensors", space_attention=refuses, attend=attend, rms_norm=layers.rms_norm,
+    add_rms_norm=layers.add_rms_norm, rotary_store=turn_and_store, swiglu=layers.swiglu, linear=CudaLinear,
 )  # fmt: skip
 
 

@@ -9,8 +9,7 @@ import pytest
 from doubles.worker import ScriptedModel
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
-from space_server.drafts import lookup
-from space_server.drafts.drafts import (
+from space_server.drafts import (
     JUDGED_EVERY,
     LENGTHS,
     Acceptance,
@@ -19,9 +18,9 @@ from space_server.drafts.drafts import (
     DraftSources,
     Proposal,
     SourceAcceptance,
+    SuffixIndex,
     mask_chances,
 )
-from space_server.drafts.lookup import SuffixIndex
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import SOURCE_DRAFTS, Worker
 
@@ -199,7 +198,7 @@ def test_naps_let_no_id_be_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             pushed.append(id_)
             super().push(id_)
 
-    monkeypatch.setattr(lookup, "SuffixIndex", Counting)
+    monkeypatch.setattr("space_server.drafts.SuffixIndex", Counting)
     sources = DraftSources(lookup=True)
     drafter, known = sources.drafter(500, ()), [repeating(length) for length in range(500)]
     assert drafter is not None

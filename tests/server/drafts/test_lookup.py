@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from space_server.drafts.lookup import LONGEST, RUNS, SHORTEST_MATCH, Lookup, Prediction, SuffixIndex
+from space_server.drafts import LONGEST, RUNS, SHORTEST_MATCH, Lookup, Prediction, SuffixIndex
 
 
 def longest_by_search(ids: list[int]) -> int:

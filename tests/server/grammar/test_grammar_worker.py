@@ -22,7 +22,7 @@ from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.grammar import MOST_AT_ONCE, MOST_SECONDS, Grammars, GrammarTrial, Preparation, TokenVocabulary
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker

@@ -23,7 +23,7 @@ from space_proto import worker_pb2_grpc
 from space_server import grpc_server
 from space_server.config import parse
 from space_server.grpc_server import MAX_UNSENT, RouterSession, WorkerService, start_server
-from space_server.machine.energy import Meter
+from space_server.machine.sensors import Meter
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor

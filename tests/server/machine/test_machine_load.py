@@ -14,8 +14,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from space_server.machine.machine_load import MOST_WAITING, GpuLoad, LoadWatch
-from space_server.machine.nvml import Nvml
+from space_server.machine.sensors import MOST_WAITING, GpuLoad, LoadWatch, Nvml
 
 OWN = 42
 
@@ -168,7 +167,7 @@ def test_the_gpu_is_found_by_its_number_for_life() -> None:
 
 
 def test_a_sample_of_a_process_has_the_driver_s_own_layout() -> None:
-    from space_server.machine.nvml import _ProcessUtilization
+    from space_server.machine.sensors import _ProcessUtilization
 
     assert ctypes.sizeof(_ProcessUtilization) == 32
     assert _ProcessUtilization.multiprocessors.offset == 16

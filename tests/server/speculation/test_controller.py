@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
-from space_server.drafts.drafts import Acceptance, AcceptanceShape, DraftSources
+from space_server.drafts import Acceptance, AcceptanceShape, DraftSources
 from space_server.speculation.controller import (
     CHANGE_MARGIN,
     DOUBTED_TRIALS,

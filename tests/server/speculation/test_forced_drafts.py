@@ -7,7 +7,7 @@ from doubles.worker import ScriptedModel
 from space_common.worker_client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
-from space_server.drafts.drafts import DraftSources
+from space_server.drafts import DraftSources
 from space_server.scheduled_batch import PrefillBudget, plan_step
 from space_server.speculation.controller import FixedLayout, SpeculationController, StepLoad, choose_layouts
 from space_server.step_cost import StepCost, StepShape

@@ -22,7 +22,7 @@ from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.device_runner.device_forward import DeviceForward, StepKind
-from space_server.machine.machine_load import LoadWatch, MachineLoad
+from space_server.machine.sensors import LoadWatch, MachineLoad
 from space_server.startup import calibration
 from space_server.startup.calibration import (
     AGREE,

@@ -18,7 +18,7 @@ from space_model.testing import tiny_checkpoint
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
 from space_server.config import parse
-from space_server.machine.nvml import NvmlError
+from space_server.machine.sensors import NvmlError
 from space_server.startup import doctor
 from space_server.startup.doctor import TorchBuild, check_compiler, check_gpu, check_shared_memory, examine, main
 

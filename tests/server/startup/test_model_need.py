@@ -23,8 +23,7 @@ from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import FreeMemory, NotEnoughMemory, is_out_of_memory
 from space_server.startup import model_need
-from space_server.startup.largest_step import bytes_of_graphs, take_largest_step
-from space_server.startup.model_need import ModelNeed, check_fits, num_blocks_of
+from space_server.startup.model_need import ModelNeed, bytes_of_graphs, check_fits, num_blocks_of, take_largest_step
 from torch import Tensor
 
 MIB = 1024**2

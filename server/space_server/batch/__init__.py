@@ -1,1 +1,0 @@
-"""Sequences of the running batch, from admission to their end."""

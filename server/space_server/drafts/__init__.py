@@ -1,1 +1,0 @@
-"""Drafts: their sources and how likely they are accepted."""
