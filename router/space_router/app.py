@@ -46,7 +46,7 @@ def create_app(service: Service) -> DocumentedApp:
     )
     app.keyed = bool(service.config.api_keys)
     parts = (completions.routes, chat.routes, responses.routes, operating.model_routes, generate.routes, tokens.routes)
-    routers = [routes(service) for routes in (*parts, operating.routes, operating.worker_routes)]
+    routers = [routes(service) for routes in (*parts, operating.routes)]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
         _answer_head(router)

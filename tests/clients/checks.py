@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 URL = os.environ["SPACESERVE_URL"]
-NARROW_URL = os.environ["SPACESERVE_NARROW_URL"]
-"""A server that runs one request at a time and lets none wait."""
+NARROW_URL = os.environ["SPACESERVE_NARROW_URL"]  # A server that runs one request at a time and lets none wait
 KEY = os.environ["SPACESERVE_KEY"]
 MODEL = os.environ["SPACESERVE_MODEL"]
 

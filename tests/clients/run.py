@@ -22,8 +22,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("SPACESERVE_CLIENTS") or HERE.parents[1] / ".clients").resolve()
 KEY = "sk-clients"
 MODEL = "spaceserve-demo"
-SECONDS = 600.0
-"""Longest that one client's script may take."""
+SECONDS = 600.0  # Longest that one client's script may take
 
 WIDE = ["--model", "demo", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "2048"]
 WIDE += ["--chat-template", "chatml"]

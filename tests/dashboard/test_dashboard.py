@@ -20,8 +20,7 @@ import pytest
 import yaml
 from space_eval.bench.server_process import ServerProcess
 
-SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))
-"""Of load, before anybody looks."""
+SECONDS = float(os.environ.get("SPACESERVE_TEST_SECONDS", "25"))  # Of load, before anybody looks
 
 FLAGS = ["--model", "demo", "--num-threads", "1", "--speculation", os.environ.get("SPACESERVE_TEST_SPECULATION", "3")]
 """Drafts in every step, also on a busy machine where the controller lays out none; the picture has its choice."""

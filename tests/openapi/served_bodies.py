@@ -9,11 +9,9 @@ from typing import Any
 import schemathesis
 from schemathesis import Case, HookContext
 
-NUM_IDS = 4096
-"""Ids from here on may not exist; those below 16 are special."""
+NUM_IDS = 4096  # Ids from here on may not exist; those below 16 are special
 
-MOST = 12
-"""Tokens of an answer."""
+MOST = 12  # Tokens of an answer
 
 FREE = ("model", "adapter_id", "truncate_prompt_tokens", "truncate", "best_of", "suffix", "min_tokens", "timeout")
 """Fields that are left out: what they may be depends on the server or on other fields."""

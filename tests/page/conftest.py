@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from space_eval.bench.server_process import ServerProcess
 
-SECONDS = 60.0
-"""Longest wait for anything: far beyond what a busy machine needs."""
+SECONDS = 60.0  # Longest wait for anything: far beyond what a busy machine needs
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { test } from "node:test";
 
-import { FieldError, ServerError, curlOf, requestOf } from "../../router/space_router/web_ui/request.mjs";
+import { BrokenStream, EventReader, FieldError, ServerError, curlOf, events, fieldOf, requestOf, wordsFor } from "../../router/space_router/web_ui/request.mjs";
 
 const settings = (changes) => ({ mode: "completion", prompt: "def f():", max_tokens: "8", temperature: "", top_p: "",
   seed: "", speculation: "auto", model: "", logprobs: false, ...changes });
@@ -58,4 +58,81 @@ test("a refusal is told in the server's words, in OpenAI's shape, in TGI's, and 
   assert.deepEqual([openai.message, openai.field, openai.status], ["`n` must be …", "n", 400]);
   assert.equal(ServerError.of(422, '{"error":"Input validation error","error_type":"validation"}').message, "Input validation error");
   assert.match(ServerError.of(502, "<html>bad gateway").message, /502/);
+});
+
+const bytes = (text) => new TextEncoder().encode(text);
+
+/** A body that arrives in these pieces. */
+const body = (...pieces) =>
+  new ReadableStream({
+    start(controller) {
+      for (const piece of pieces) controller.enqueue(piece);
+      controller.close();
+    },
+  });
+
+async function all(source) {
+  const found = [];
+  for await (const event of events(source)) found.push(event);
+  return found;
+}
+
+test("events are the same wherever the bytes are cut, inside a character too", () => {
+  const whole = bytes('data: {"text":"né 🙂"}\n\ndata: {"text":"漢"}\r\n\r\n: a comment\n\ndata: [DONE]\n\n');
+  for (let cut = 0; cut <= whole.length; cut += 1) {
+    const reader = new EventReader();
+    const found = [...reader.push(whole.slice(0, cut)), ...reader.push(whole.slice(cut))];
+    assert.deepEqual(found, ['{"text":"né 🙂"}', '{"text":"漢"}', "[DONE]"]);
+  }
+});
+
+test("byte by byte is as good as at once", () => {
+  const reader = new EventReader();
+  const found = [...bytes('data: {"a":"é"}\r\n\r\ndata:x\rdata: y\r\r')].flatMap((byte) => reader.push(Uint8Array.of(byte)));
+  found.push(...reader.push(bytes("\n")));
+  assert.deepEqual(found, ['{"a":"é"}', "x\ny"]);
+});
+
+test("a stream ends at [DONE], and what is behind it is not read", async () => {
+  assert.deepEqual(await all(body(bytes('data: {"n":1}\n\ndata: [DONE]\n\ndata: {"n":2}\n\n'))), [{ n: 1 }]);
+});
+
+test("a stream that ends without [DONE] is a broken one, after the events that came", async () => {
+  const seen = [];
+  const reading = async () => {
+    for await (const event of events(body(bytes('data: {"n":1}\n\ndata: {"n":')))) seen.push(event);
+  };
+  await assert.rejects(reading, BrokenStream);
+  assert.deepEqual(seen, [{ n: 1 }]);
+});
+
+test("whoever stops reading cancels the body", async () => {
+  let cancelled = false;
+  const endless = new ReadableStream({
+    pull: (controller) => controller.enqueue(bytes('data: {"n":1}\n\n')),
+    cancel: () => (cancelled = true),
+  });
+  for await (const event of events(endless)) if (event.n === 1) break;
+  assert.equal(cancelled, true);
+});
+
+test("a refusal speaks for itself", () => {
+  assert.equal(wordsFor(new ServerError(400, "`n` must be 1.", "n"), 3), "`n` must be 1.");
+  assert.equal(wordsFor(new FieldError("seed", "`seed` is none."), 0), "`seed` is none.");
+});
+
+test("a stream that broke says how far it came, whether it ended early or the network failed", () => {
+  assert.match(wordsFor(new BrokenStream(""), 34), /^The stream broke after 34 tokens: /);
+  assert.match(wordsFor(new TypeError("network error"), 1), /^The stream broke after 1 token: /);
+});
+
+test("without a token it is the server that cannot be reached", () => {
+  assert.match(wordsFor(new TypeError("Failed to fetch"), 0), /^The server cannot be reached/);
+});
+
+test("the field to look at is the page's own, whatever the server calls it", () => {
+  assert.equal(fieldOf(new ServerError(400, "", "max_completion_tokens")), "max_tokens");
+  assert.equal(fieldOf(new ServerError(400, "", "messages")), "prompt");
+  assert.equal(fieldOf(new ServerError(400, "", "top_p")), "top_p");
+  assert.equal(fieldOf(new BrokenStream("")), null);
 });

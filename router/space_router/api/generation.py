@@ -10,20 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from space_router import errors
 from space_router.api.request_builder import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs
-from space_router.errors import (
-    ApiError,
-    ClientGone,
-    GenerationFailed,
-    InvalidRequest,
-    Overloaded,
-    TimedOut,
-    TooManyTokens,
-    Unavailable,
-)
 from space_router.metrics import Metrics
 from space_router.text.text_stream import FinishReason, TextDelta, TextStatistics, TextStream, TextToken
 from space_router.text.tokenizer import Tokenizer
@@ -32,27 +23,28 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 
-def translate(error: engine_errors.EngineError, param: str = "prompt", limit: str = "max_tokens") -> ApiError:
+def translate(error: engine_errors.EngineError, param: str = "prompt", limit: str = "max_tokens") -> errors.ApiError:
     """Convert an engine error to an ApiError. `param`, `limit`: the field names of the prompt and of max_tokens."""
     match error:
         case engine_errors.PromptTooLong():
-            return TooManyTokens(error.message_for(limit), num_prompt=error.num_prompt, limit=error.window, param=param)
+            message, size = error.message_for(limit), error.num_prompt
+            return errors.TooManyTokens(message, num_prompt=size, limit=error.window, param=param)
         case engine_errors.CacheTooSmall():
-            return TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
+            return errors.TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():
-            return Overloaded(str(error), retry_after=error.retry_after)
+            return errors.Overloaded(str(error), retry_after=error.retry_after)
         case engine_errors.Draining():
-            return Unavailable("The server is stopping and takes no new work.", reason="draining")
+            return errors.Unavailable("The server is stopping and takes no new work.", reason="draining")
         case engine_errors.NotReady():
-            return Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
+            return errors.Unavailable("The server is starting: no worker is up yet.", reason="not_ready")
         case engine_errors.DeadlineExceeded():
-            return TimedOut(str(error))
+            return errors.TimedOut(str(error))
         case engine_errors.RequestCancelled():
-            return ClientGone(str(error), code="cancelled")
+            return errors.ClientGone(str(error), code="cancelled")
         case engine_errors.Refused():
-            return InvalidRequest(str(error))
+            return errors.InvalidRequest(str(error))
         case _:
-            return GenerationFailed(str(error)[:300], code="generation_failed")
+            return errors.GenerationFailed(str(error)[:300], code="generation_failed")
 
 
 @dataclass
@@ -71,8 +63,7 @@ class ChoiceState:
         return self.text_stream.statistics
 
 
-Step = list[tuple[ChoiceState, TextDelta]]
-"""Deltas that became ready together."""
+Step = list[tuple[ChoiceState, TextDelta]]  # Deltas that became ready together
 
 
 @dataclass
@@ -329,8 +320,7 @@ def statistics(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str
     }
 
 
-RECEIVED = "spaceserve.received"
-"""Scope key of a request's arrival time, in monotonic seconds."""
+RECEIVED = "spaceserve.received"  # Scope key of a request's arrival time, in monotonic seconds
 
 
 def start_headers(request: Request, running: Generation) -> dict[str, str]:

@@ -120,8 +120,7 @@ MAX_STEPS = 500_000  # loop iterations and macro calls: 120 for each of 4096 mes
 MAX_WRITTEN = 64 * 1024**2  # characters, counted each time they are written; far above any context window
 MAX_OPERAND = 4 * 1024**2  # characters, entries or digits in the result of one operator
 MAX_SECONDS = 10.0  # bounds loops that are not counted, such as those inside filters
-STEP, WROTE = "_template_step", "_template_wrote"
-"""Names by which a metered template calls its budget."""
+STEP, WROTE = "_template_step", "_template_wrote"  # Names by which a metered template calls its budget
 
 _LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
 _LONG_FIELD = re.compile(r"\{[^}]*:[^}]*(\d{5,}|\{)")

@@ -198,8 +198,7 @@ NAME_KEYS = frozenset({"name", "function"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 OTHER_KEYS = frozenset({"type", "id"})
 
-MAX_UNCERTAIN = 16 * 1024
-"""A candidate that is still not known to be a call after this many characters is content."""
+MAX_UNCERTAIN = 16 * 1024  # A candidate that is still not known to be a call after this many characters is content
 
 
 def call_object(
@@ -580,10 +579,8 @@ def recognised(template: str) -> ToolFormat | None:
     return None
 
 
-SpecialId = Callable[[str], int | None]
-"""Maps a text to the id of its special token, or None."""
-Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the arguments, by name of tool."""
+SpecialId = Callable[[str], int | None]  # Maps a text to the id of its special token, or None
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by name of tool
 
 _SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _CALL_KEYS = "name|function|type|id|parameters|arguments"

@@ -1,16 +1,13 @@
 /** The page: settings in, one or two answers out, and what can be seen in them. */
 
 import { compare } from "./answer.mjs";
-import { Chart } from "./chart.mjs";
-import { timePerToken, tokensPerStep } from "./curve.mjs";
+import { Chart, timePerToken, tokensPerStep } from "./chart.mjs";
 import { draftOptions, factsLine, offer, watch } from "./facts.mjs";
-import { remembered } from "./memory.mjs";
+import { remembered, theme } from "./theme.mjs";
 import { Pane, description, element } from "./pane.mjs";
-import { ServerError, curlOf, freshSeed, requestOf } from "./request.mjs";
+import { ServerError, curlOf, fieldOf, freshSeed, requestOf, wordsFor } from "./request.mjs";
 import { replay, stream } from "./run.mjs";
-import { theme } from "./theme.mjs";
 import { Thread } from "./thread.mjs";
-import { fieldOf, wordsFor } from "./trouble.mjs";
 
 const $ = (id) => document.getElementById(id);
 const form = $("ask");

@@ -1,4 +1,4 @@
-/** What is sent to the server, and what it says when it refuses. */
+/** What is sent to the server, the events of its answer, and what went wrong in words that help. */
 
 const NUMBERS = ["max_tokens", "temperature", "top_p", "seed"];
 
@@ -95,3 +95,68 @@ export const post = ({ path, body }, key, signal) =>
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
   });
+
+export class BrokenStream extends Error {
+  /** The stream ended before its `[DONE]`. */
+}
+
+export class EventReader {
+  #decoder = new TextDecoder("utf-8");
+  #rest = "";
+  #data = [];
+
+  /** The data of every event that is complete with these bytes. */
+  push(bytes) {
+    this.#rest += this.#decoder.decode(bytes, { stream: true });
+    const found = [];
+    for (;;) {
+      const line = /^([^\r\n]*)(\r\n|\n|\r(?!$))/.exec(this.#rest); // a \r at the end may be half of \r\n
+      if (line === null) return found;
+      this.#rest = this.#rest.slice(line[0].length);
+      this.#take(line[1], found);
+    }
+  }
+
+  #take(line, found) {
+    if (line === "") {
+      if (this.#data.length) found.push(this.#data.join("\n"));
+      this.#data = [];
+    } else if (line.startsWith("data:")) {
+      this.#data.push(line.slice(5).replace(/^ /, ""));
+    } // comments, ids and names of events say nothing here
+  }
+}
+
+/** Every event of a response's body, as JSON, up to `[DONE]`. Throws BrokenStream where that does not come. */
+export async function* events(body) {
+  const reader = new EventReader();
+  const source = body.getReader();
+  try {
+    for (;;) {
+      const { done, value } = await source.read();
+      if (done) throw new BrokenStream("The connection ended in the middle of the answer.");
+      for (const data of reader.push(value)) {
+        if (data === "[DONE]") return;
+        yield JSON.parse(data);
+      }
+    }
+  } finally {
+    source.cancel().catch(() => {}); // whoever stops reading early closes the connection
+  }
+}
+
+/** `count`: the tokens that had come. */
+export function wordsFor(error, count) {
+  if (error instanceof ServerError || error instanceof FieldError) return error.message;
+  if (error instanceof BrokenStream || (error instanceof TypeError && count)) {
+    const tokens = `${count} token${count === 1 ? "" : "s"}`;
+    return `The stream broke after ${tokens}: the connection to the server was lost. What is shown is not the whole answer.`;
+  }
+  if (error instanceof TypeError) return "The server cannot be reached. Is it still running?"; // fetch says no more
+  return `${error.name}: ${error.message}`;
+}
+
+const NAMES = { messages: "prompt", max_completion_tokens: "max_tokens" };
+
+/** The id of the field to look at; null where it is about none. */
+export const fieldOf = (error) => NAMES[error.field] ?? error.field ?? null;

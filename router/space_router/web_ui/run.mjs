@@ -1,8 +1,7 @@
 /** One request from its first byte to its last, with everything that came and when, so that it can be shown again. */
 
 import { Answer } from "./answer.mjs";
-import { ServerError, post } from "./request.mjs";
-import { events } from "./sse.mjs";
+import { ServerError, events, post } from "./request.mjs";
 
 /** Stream an answer. `begun(answer)` is called when the request is sent, `came(pieces)` at each event that adds to it.
  * Resolves to {answer, record}. Throws ServerError, BrokenStream, or what fetch throws; the answer stays as it is. */

@@ -1,6 +1,4 @@
-/** Light, dark, or as the system has it. */
-
-import { remembered } from "./memory.mjs";
+/** Light, dark, or as the system has it; and what a browser remembers for this page. */
 
 const THEMES = ["system", "light", "dark"];
 const NAME = "spaceserve.theme";
@@ -20,4 +18,16 @@ export function theme(button) {
   });
   const last = remembered("localStorage", NAME);
   show(THEMES.includes(last) ? last : "system");
+}
+
+/** The text kept under a name, or null; with a `value`, that is kept instead, and "" forgets it. */
+export function remembered(storage, name, value) {
+  try {
+    if (value === undefined) return window[storage].getItem(name);
+    if (value) window[storage].setItem(name, value);
+    else window[storage].removeItem(name);
+  } catch {
+    // forbidden: then nothing is remembered
+  }
+  return null;
 }

@@ -18,8 +18,7 @@ from space_router.engine.engine import Engine
 from space_router.metrics import Metrics
 from space_router.text.model_text import ModelText
 
-STEP_SECONDS = 0.05
-"""Far longer than a disconnect takes to be noticed, so that steps can be counted."""
+STEP_SECONDS = 0.05  # Far longer than a disconnect takes to be noticed, so that steps can be counted
 SCRIPT: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "mask_ids": (), "eos_ids": (), "step_seconds": STEP_SECONDS}
 
 

@@ -36,8 +36,7 @@ ALL_WAYS = [(drafts, stream) for drafts in ("off", "auto", *range(K + 1)) for st
 
 QUICK = {"completions": "greedy", "chat": "sampled", "tgi": "sampled"}
 
-LONG = 25
-"""Tokens of a text that nothing ends."""
+LONG = 25  # Tokens of a text that nothing ends
 
 
 class Told(NamedTuple):

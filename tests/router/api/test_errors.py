@@ -1,6 +1,5 @@
 """Every wrong request gets a small, exact error in the shape of its API, before any header of a stream."""
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,8 +20,7 @@ from space_router.http_server import body as body_module
 
 State = Callable[[Start], AbstractAsyncContextManager[Any]]
 
-MAX_ERROR = 2000
-"""Bytes of an error's body, whatever came in."""
+MAX_ERROR = 2000  # Bytes of an error's body, whatever came in
 
 
 @asynccontextmanager
@@ -253,29 +251,6 @@ async def test_a_request_that_fails_alone_is_a_500_and_tgis_424(start: Start) ->
         streamed = await router.post("/generate_stream", inputs="a!")
         assert json.loads(streamed.text.strip().removeprefix("data:"))["error_type"] == "generation"
         assert (await router.complete(prompt="x", max_tokens=3))["choices"][0]["text"] == "yes"
-
-
-async def test_a_client_that_goes_away_is_a_499_in_the_log_alone(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 400}).encode()
-    async with start("yes", step_seconds=0.01) as router:
-        messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
-        sent: list[Any] = []
-
-        async def receive() -> Any:
-            return messages.pop(0) if messages else await asyncio.Event().wait()
-
-        async def sending(message: Any) -> None:
-            sent.append(message)
-
-        scope = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/completions", "root_path": "",
-                 "scheme": "http", "query_string": b"", "headers": [], "server": ("x", 1)}  # fmt: skip
-        with caplog.at_level(logging.INFO):
-            await router.app(scope, receive, sending)
-        assert [record.getMessage() for record in caplog.records if "499" in record.getMessage()]
-        assert sent[0]["status"] == 499
-        assert not router.service.engine.load().num_running
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
 }
 
-MAX_BIASED = 4096
-"""Maximum entries of `logit_bias`."""
+MAX_BIASED = 4096  # Maximum entries of `logit_bias`
 
 
 def _few_entries(value: Any) -> Any:
@@ -165,12 +164,10 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-MAX_TOOLS = 128
-"""Maximum tools in a request, as in OpenAI's API."""
+MAX_TOOLS = 128  # Maximum tools in a request, as in OpenAI's API
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 2 * MAX_MESSAGES
-"""Maximum parts of all messages together, calls included."""
+MAX_PARTS = 2 * MAX_MESSAGES  # Maximum parts of all messages together, calls included
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolCallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -196,8 +193,7 @@ def _few_parts(value: Any) -> Any:
     return value
 
 
-FEW_PARTS = BeforeValidator(_few_parts)
-"""Applied to a list of messages."""
+FEW_PARTS = BeforeValidator(_few_parts)  # Applied to a list of messages
 
 
 class CalledFunction(Body):
@@ -304,8 +300,7 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-ToolChoice = str | NamedTool | AllowedToolChoice
-"""none, auto, required, one tool, or some of them."""
+ToolChoice = str | NamedTool | AllowedToolChoice  # none, auto, required, one tool, or some of them
 
 
 class ChatBody(GenerationFields):

@@ -25,8 +25,7 @@ from space_router.text.text_stream import FinishReason
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls import CallPiece
 
-Event: TypeAlias = dict[str, Any]
-"""An event without its sequence number."""
+Event: TypeAlias = dict[str, Any]  # An event without its sequence number
 
 
 @dataclass

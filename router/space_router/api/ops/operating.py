@@ -151,6 +151,18 @@ class Info(ResponseModel):
     ready: bool
 
 
+class RestartBody(Body):
+    """Which workers to restart, and how long their streams may take to end where they are."""
+
+    workers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="numbers as in GET /workers; without it, all"
+    )
+    finish_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
+        default=FINISH_SECONDS,
+        description="what still runs on a worker after so many seconds goes on elsewhere, with the same text",
+    )
+
+
 class ModelCard(ResponseModel):
     """A model, or an adapter that drafts for it."""
 
@@ -261,6 +273,43 @@ def routes(service: Service) -> APIRouter:
         """Model, limits and speculation, with TGI's names where TGI has them."""
         return json_response(describe(service))
 
+    def state() -> Response:
+        restart = service.restart
+        progress = {"state": restart.state.value, "num_done": restart.num_done, "num_wanted": restart.num_wanted}
+        workers = [_describe_worker(connection) for connection in service.engine.connections]
+        return json_response({"workers": workers, "restart": {**progress, "error": restart.error or None}})
+
+    @router.get("/workers", responses=describe_responses(Workers, errors=OpenAIError))
+    async def workers() -> Response:
+        """Every worker, and how far a rolling restart is."""
+        return state()
+
+    statuses = (400, 403, 408, 409, 413, 415, 499, 503)
+    restarted = describe_responses(Workers, errors=OpenAIError, statuses=statuses)
+
+    @router.post("/workers/restart", responses=restarted, openapi_extra=json_body(RestartBody))
+    async def restart(request: Request) -> Response:
+        """Restart workers one after the other without losing a stream; GET /workers says how far it is.
+
+        Needs an API key with `operator=yes`. The same as signal SIGUSR1 to the router.
+        """
+        if not service.keys.is_operator(key_of(request)):
+            raise Forbidden(
+                "This needs an operator's key: `KEY name=ops operator=yes` in --api-key-file. On the router's own "
+                "machine, `kill -USR1` does it without.",
+                code="not_an_operator",
+            )
+        body, _ = await service.read(request, RestartBody)
+        if service.draining:
+            raise Unavailable("The server is stopping.", reason="draining")
+        try:
+            service.restart.begin(finish_seconds=body.finish_seconds, numbers=body.workers)
+        except RestartRefused as refused:
+            if refused.is_busy:
+                raise Conflict(str(refused), code="restart_under_way") from refused
+            raise InvalidRequest(str(refused), param="workers") from refused
+        return state()
+
     return router
 
 
@@ -310,61 +359,6 @@ def describe(service: Service) -> dict[str, Any]:
         "chat_template": service.text.chat_template is not None,
         "ready": service.ready,
     }
-
-
-class RestartBody(Body):
-    """Which workers to restart, and how long their streams may take to end where they are."""
-
-    workers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=1024)] | None = Field(
-        default=None, description="numbers as in GET /workers; without it, all"
-    )
-    finish_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
-        default=FINISH_SECONDS,
-        description="what still runs on a worker after so many seconds goes on elsewhere, with the same text",
-    )
-
-
-def worker_routes(service: Service) -> APIRouter:
-    router = APIRouter(tags=["operating"])
-
-    def state() -> Response:
-        restart = service.restart
-        progress = {"state": restart.state.value, "num_done": restart.num_done, "num_wanted": restart.num_wanted}
-        workers = [_describe_worker(connection) for connection in service.engine.connections]
-        return json_response({"workers": workers, "restart": {**progress, "error": restart.error or None}})
-
-    @router.get("/workers", responses=describe_responses(Workers, errors=OpenAIError))
-    async def workers() -> Response:
-        """Every worker, and how far a rolling restart is."""
-        return state()
-
-    statuses = (400, 403, 408, 409, 413, 415, 499, 503)
-    restarted = describe_responses(Workers, errors=OpenAIError, statuses=statuses)
-
-    @router.post("/workers/restart", responses=restarted, openapi_extra=json_body(RestartBody))
-    async def restart(request: Request) -> Response:
-        """Restart workers one after the other without losing a stream; GET /workers says how far it is.
-
-        Needs an API key with `operator=yes`. The same as signal SIGUSR1 to the router.
-        """
-        if not service.keys.is_operator(key_of(request)):
-            raise Forbidden(
-                "This needs an operator's key: `KEY name=ops operator=yes` in --api-key-file. On the router's own "
-                "machine, `kill -USR1` does it without.",
-                code="not_an_operator",
-            )
-        body, _ = await service.read(request, RestartBody)
-        if service.draining:
-            raise Unavailable("The server is stopping.", reason="draining")
-        try:
-            service.restart.begin(finish_seconds=body.finish_seconds, numbers=body.workers)
-        except RestartRefused as refused:
-            if refused.is_busy:
-                raise Conflict(str(refused), code="restart_under_way") from refused
-            raise InvalidRequest(str(refused), param="workers") from refused
-        return state()
-
-    return router
 
 
 def _describe_worker(connection: WorkerConnection) -> dict[str, Any]:

@@ -97,8 +97,7 @@ async def test_a_tools_message_has_the_name_of_the_function_that_was_called(star
         assert await prompt(router, messages=messages) == ":Hi;{}:;now:9;"
 
 
-REPLY = "STOP hello<|im_end|>\nuser"
-"""`hello` is one token, as `ST`, `OP`; the token that ends the turn is the sixth."""
+REPLY = "STOP hello<|im_end|>\nuser"  # `hello` is one token, as `ST`, `OP`; the token that ends the turn is the sixth
 IM_END = 2
 RUNS = [(0,), (1,), (2,), (3,), (3, 0), (0, 2)]
 

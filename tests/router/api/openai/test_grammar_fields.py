@@ -176,8 +176,7 @@ def test_what_tgi_cannot_mean_is_refused(given: dict[str, Any]) -> None:
 DEEP = Grammar("lark", "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(9000)) + '\nr9000: "a"')
 """Overflows the stack of whoever compiles it."""
 
-LONG = Grammar("json_schema", '{"type":"integer","multipleOf":999983}')
-"""Compiles for seconds."""
+LONG = Grammar("json_schema", '{"type":"integer","multipleOf":999983}')  # Compiles for seconds
 
 
 async def test_a_grammar_that_kills_its_checker_is_refused_and_the_next_one_checked() -> None:

@@ -1,6 +1,7 @@
 """What operators and clients ask beside generating; and what happens when a client goes away."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,9 @@ class Client:
         self.chunks: list[bytes] = []
         self._body: bytes | None = orjson.dumps(body)
 
+    async def ask(self, router: Any) -> None:
+        await router.app(self.scope, self.receive, self.send)
+
     async def receive(self) -> dict[str, Any]:
         if self._body is not None:
             body, self._body = self._body, None
@@ -193,6 +197,19 @@ class Client:
             self.answered.set()
 
 
+async def test_a_client_that_goes_away_is_a_499_in_the_log_alone(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start("yes", step_seconds=0.01) as router:
+        client = Client("/v1/completions", {"prompt": "x", "max_tokens": 400})
+        client.gone.set()
+        with caplog.at_level(logging.INFO):
+            await client.ask(router)
+        assert [record.getMessage() for record in caplog.records if "499" in record.getMessage()]
+        assert client.status == 499
+        assert not router.service.engine.load().num_running
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate_stream", "/generate"])
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
@@ -205,9 +222,9 @@ async def test_a_client_that_goes_away_frees_its_pages(start: Start, path: str, 
         second = Client(path, body)
         tasks = []
         if queued:
-            tasks.append(asyncio.create_task(router.app(first.scope, first.receive, first.send)))
+            tasks.append(asyncio.create_task(first.ask(router)))
             await first.answered.wait()
-        tasks.append(asyncio.create_task(router.app(second.scope, second.receive, second.send)))
+        tasks.append(asyncio.create_task(second.ask(router)))
         expected = 1 + queued
         await router.until(lambda load: load.num_running + load.num_queued == expected)
         for client in (first, second):
@@ -250,7 +267,7 @@ async def test_a_request_is_cancelled_by_its_own_key_only(start: Start) -> None:
 async def test_a_stream_that_is_cancelled_by_its_id_ends_with_an_error_event(start: Start) -> None:
     async with start("yes", step_seconds=0.005) as router:
         client = Client("/generate_stream", {"inputs": "x", "parameters": {"max_new_tokens": 400}})
-        asking = asyncio.create_task(router.app(client.scope, client.receive, client.send))
+        asking = asyncio.create_task(client.ask(router))
         await client.answered.wait()
         name = dict(client.headers)[b"x-request-id"].decode()
         assert (await router.client.delete(f"/v1/requests/{name}")).json()["cancelled"]
@@ -274,7 +291,7 @@ async def test_cancelling_one_request_leaves_those_with_similar_names(start: Sta
 async def test_events_of_one_step_are_sent_as_one_chunk(start: Start) -> None:
     async with start("abcdefgh", accepts=never) as router:
         client = Client("/v1/completions", {"prompt": ["x", "y", "z"], "max_tokens": 40, "stream": True})
-        await router.app(client.scope, client.receive, client.send)
+        await client.ask(router)
         events = b"".join(client.chunks).count(b"data: {")
         assert events == 120
         assert len(client.chunks) <= 50
