@@ -194,10 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str) -> str:
+    """Return the module of this name, or the first with a kernel whose name contains it (norm: `_rms_norm`)."""
     if "." in name:
         return name
-    ending = f".{name.removesuffix('_triton')}_triton"
-    return next((module for module in triton_modules() if module.endswith(ending)), f"space_kernels{ending}")
+    ending, modules = f".{name.removesuffix('_triton')}_triton", triton_modules()
+    named = (module for module in modules if module.endswith(ending))
+    holding = (module for module in modules if any(name in one.kernel.__name__ for one in tuned_in(module)))
+    return next(named, None) or next(holding, f"space_kernels{ending}")
 
 
 def _chosen(tuned: Sequence[Tuned], first: int | None) -> list[int]:

@@ -237,7 +237,12 @@ _LEAST, _MOST = 0.02, 0.98
 
 
 class AcceptanceShape:
-    """p_1, p_2, … of a model's masks, or of another draft source, over all sequences."""
+    """p_1, p_2, … of a model's masks, or of another draft source, over all sequences.
+
+    p_j is the probability that draft j is accepted, given that those before it are: decayed averages over all verified
+    drafts. A sequence differs from them by one number (`Acceptance`), a shift of all log-odds that follows its own
+    verified drafts; with few of them it stays near the average.
+    """
 
     def __init__(self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL)) -> None:
         """`prior`: p_1, p_2, … from the checkpoint's card."""

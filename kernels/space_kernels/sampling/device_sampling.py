@@ -1,7 +1,7 @@
 """Sampling for a whole step by tensor operations alone: the reference of the Triton kernels.
 
-The stages are those of `logits_processors` and `choice`, with parameters in tensors instead of Python objects. Nothing
-reads a tensor's value on the host, so a launch can be captured in a CUDA graph.
+The stages are those of `sampler`, with parameters in tensors instead of Python objects. Nothing reads a tensor's value
+on the host, so a launch can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def _penalised(z: Tensor, batch_params: SamplingTensors, counts: Tensor, tails: 
 
 
 def _first(z: Tensor, batch_params: SamplingTensors) -> Tensor:
-    """Apply top-k, then top-p among those: `logits_processors._keep_first` with every candidate sorted."""
+    """Apply top-k, then top-p among those: `sampler._keep_first` with every candidate sorted."""
     S, J, V = z.shape
     k, p = batch_params.top_k.clamp(max=V)[:, None, None], batch_params.top_p[:, None, None]
     keys = order_keys(z.reshape(S * J, V)).sort(dim=1, descending=True).values.view(S, J, V)

@@ -1,4 +1,12 @@
-"""Sampling on the host: argmax of the logits, or of logits plus keyed Gumbel noise; and log-probabilities."""
+"""Sampling on the host: every stage of SPACE §3 in order, applied to rows of logits with the state of their prefixes.
+
+    raw logits -> bias, allowed and banned ids, grammar, min_tokens, bad words
+               -> repetition, presence, frequency penalties
+               -> ÷ temperature -> top-k -> top-p -> min-p -> typical-p -> argmax, or argmax with keyed Gumbel noise
+
+A chain row's prefix is hypothetical: the known ids, then the drafts before it. Every stage treats each row separately,
+so a row's result does not depend on the other rows. Stages that no row uses cost nothing.
+"""
 
 from __future__ import annotations
 

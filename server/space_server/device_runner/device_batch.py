@@ -332,7 +332,11 @@ def _average(sequences: Sequence[RunningSequence]) -> Acceptance | None:
 
 
 class DeviceScheduler:
-    """Moves sequences to the device, and lays out their steps."""
+    """Moves sequences to the device, and lays out their steps with the one draft layout that all of them share.
+
+    The host runs prefill and samples the first token. After that, when only its root is pending and it fits
+    (`DeviceBatch.fits`), a sequence moves to the device.
+    """
 
     def __init__(self, batch: DeviceBatch, controller: Controller) -> None:
         """`controller`: used for these sequences only."""

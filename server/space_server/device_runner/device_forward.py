@@ -275,7 +275,14 @@ _log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Runs device steps, by replaying graphs where possible."""
+    """Runs device steps, by replaying CUDA graphs where possible: a step's launches, captured once and replayed by one
+    call.
+
+    The first step of a kind runs eagerly, which compiles its kernels; the second is captured and replayed. All graphs
+    share one memory pool, because they run one after the other and their results are copied out of it. A step in which
+    the host waits for the device cannot be captured (experts that are counted on the host, for example), and a failed
+    capture costs more than the step. So the first kind runs eagerly once more, watched for such waits.
+    """
 
     def __init__(self, take: Callable[[StepKind], Tensor], result: Tensor, *, most: int = MOST_GRAPHS) -> None:
         """`result` [cells]: buffer at a fixed address that `take`'s results, shorter ones, are copied to."""
