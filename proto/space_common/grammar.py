@@ -24,14 +24,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_CHARACTERS = 256 * 1024
-"""Maximum length of a source."""
+MOST_CHARACTERS = 256 * 1024  # maximum length of a source
 
 MOST_DEPTH = 64
 """Maximum nesting of lists and objects in a JSON schema, and of brackets elsewhere: the library's parsers recurse."""
 
-MOST_MEMORY = 2 * 1024**3
-"""Maximum bytes of memory for checking a grammar."""
+MOST_MEMORY = 2 * 1024**3  # maximum bytes of memory for checking a grammar
 
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 4_096,  # about 1,000 optional properties of one object
@@ -145,12 +143,8 @@ def _lark(source: str) -> str:
 
 
 _KINDS: dict[str, Callable[[str], str]] = {
-    "json_schema": _json_schema,
-    "json_object": _json_object,
-    "regex": _regex,
-    "choice": _choice,
-    "lark": _lark,
-}
+    "json_schema": _json_schema, "json_object": _json_object, "regex": _regex, "choice": _choice, "lark": _lark,
+}  # fmt: skip
 
 
 def _no_constant(name: str) -> None:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROGRESS_SECONDS = 5.0
-"""Seconds between two lines."""
+PROGRESS_SECONDS = 5.0  # seconds between two lines
 
 
 @contextlib.contextmanager
@@ -66,8 +65,7 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-PARTIAL = ".partial"
-"""Suffix of a partly downloaded file."""
+PARTIAL = ".partial"  # suffix of a partly downloaded file
 
 PAUSES = (1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts that make no progress; an attempt with progress starts from the first again."""
@@ -183,8 +181,7 @@ def _link(place: Path, blob: Path) -> None:
         os.link(blob, place)
 
 
-AT_ONCE = 8
-"""Concurrent file downloads."""
+AT_ONCE = 8  # concurrent file downloads
 
 SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model")
 WEIGHTS = ("*.safetensors",)
@@ -236,12 +233,9 @@ class Hub:
 
         token = self._token()
         asked: dict[str, Any] = {
-            "revision": self.revision,
-            "token": token,
-            "cache_dir": self.folder,
-            "allow_patterns": list(patterns),
+            "revision": self.revision, "token": token, "cache_dir": self.folder, "allow_patterns": list(patterns),
             "ignore_patterns": list(SECOND_COPIES),
-        }
+        }  # fmt: skip
         with self._named(model), _quiet():
             if not self.is_offline():
                 if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # a commit never changes

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -141,15 +140,9 @@ class ModuleProcess:
         """Start without waiting, in a new process group, so that Ctrl-C does not reach it."""
         with _unbroken():
             process = self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+            )  # fmt: skip
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
                 if pipe is not None:
                     self._readers.append(threading.Thread(target=self._read, args=(name, pipe), daemon=True))
@@ -296,9 +289,7 @@ class WorkerProcess(ModuleProcess):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def read_line(self, pipe: str, line: str) -> None:

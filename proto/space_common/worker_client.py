@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 import grpc
@@ -199,22 +198,13 @@ class WorkerClient:
         self._take(sequence, self._num_wanted(sequence) if num_pages is None else num_pages)
         request = sequence.request
         admit = pb.Admit(
-            seq_id=seq_id,
-            ids=sequence.ids,
-            num_prompt=len(request.prompt),
-            num_cached=sequence.num_computed,
-            pages=sequence.pages,
-            sampling=request.sampling,
-            limits=request.limits,
+            seq_id=seq_id, ids=sequence.ids, num_prompt=len(request.prompt), num_cached=sequence.num_computed,
+            pages=sequence.pages, sampling=request.sampling, limits=request.limits,
             max_draft_length=request.max_draft_length,
-            num_forced_drafts=request.num_forced_drafts,
-            want_logprobs=request.want_logprobs,
-            num_logprobs=request.num_logprobs,
-            num_prompt_logprobs=request.num_prompt_logprobs,
-            adapter=request.adapter,
-            prediction=request.prediction,
-            traceparent=request.traceparent,
-        )
+            num_forced_drafts=request.num_forced_drafts, want_logprobs=request.want_logprobs,
+            num_logprobs=request.num_logprobs, num_prompt_logprobs=request.num_prompt_logprobs,
+            adapter=request.adapter, prediction=request.prediction, traceparent=request.traceparent,
+        )  # fmt: skip
         self.worker.apply(pb.Command(admit=admit))
         return sequence
 
@@ -380,9 +370,7 @@ class GrpcWorker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close()
 
     @property

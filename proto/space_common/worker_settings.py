@@ -18,8 +18,7 @@ from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
 
-LARGEST_BLOCK = 256
-"""Largest block size in slots; FlashAttention 2 needs it."""
+LARGEST_BLOCK = 256  # largest block size in slots; FlashAttention 2 needs it
 POWERCAP = "/sys/class/powercap"
 NAMED_CHANCES = {0.78: (0.84, 0.81, 0.78, 0.75, 0.72), 0.57: (0.63, 0.60, 0.57, 0.54, 0.51)}
 """The two acceptance profiles of SPACE §5 by their middle: probability by mask depth 1 to 5, given the drafts

@@ -13,8 +13,7 @@ from typing import Any
 from space_eval.flags import RecordError
 
 Record = dict[str, Any]
-FIELDS = ("prompt", "question", "inputs", "text")
-"""Names of a prompt in a record."""
+FIELDS = ("prompt", "question", "inputs", "text")  # names of a prompt in a record
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[str]:

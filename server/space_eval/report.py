@@ -19,8 +19,7 @@ from space_common.version import version
 
 from space_eval.flags import JournalError
 
-NUM_RESAMPLES = 4000
-"""Enough that another seed moves the bounds by less than 1 % of their distance."""
+NUM_RESAMPLES = 4000  # enough that another seed moves the bounds by less than 1 % of their distance
 
 
 def percentile(values: Sequence[float], share: float) -> float:

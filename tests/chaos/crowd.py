@@ -22,8 +22,7 @@ from space_eval.bench.client import Endpoint, get_json, get_text
 from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.report import facts
 
-from chaos.harness import add_flags
-from chaos.requests import raw_request
+from chaos.harness import add_flags, raw_request
 
 MAX_SLOWDOWN = 1.1  # of latency beside slow readers or overload, against that without
 MAX_REJECTION_SECONDS = 0.05  # in which 99 of 100 rejected requests must have their whole answer
@@ -171,7 +170,6 @@ async def _num_held(endpoint: Endpoint) -> float:
 
 
 async def _samples(endpoint: Endpoint, *names: str) -> list[float]:
-    """Values on /metrics."""
     lines = (await get_text(endpoint, "/metrics")).splitlines()
     return [float(next(line for line in lines if line.startswith(name)).rpartition(" ")[2]) for name in names]
 
@@ -245,12 +243,8 @@ def _of_100(values: Sequence[float], number: int) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
-        parser,
-        ("--slow", 64, "readers that do not read"),
-        ("--fast", 30, "fast requests in a turn"),
-        ("--turns", 4, "with and without slow readers"),
-        ("--times", 10.0, "of the capacity that is offered"),
-        ("--seconds", 30.0, "of each load"),
-        ("--seats", 8, "requests that run, and that wait, at overload"),
+        parser, ("--slow", 64, "readers that do not read"), ("--fast", 30, "fast requests in a turn"),
+        ("--turns", 4, "with and without slow readers"), ("--times", 10.0, "of the capacity that is offered"),
+        ("--seconds", 30.0, "of each load"), ("--seats", 8, "requests that run, and that wait, at overload"),
         ("--tokens", 200, "of an answer at overload"),
-    )
+    )  # fmt: skip

@@ -16,12 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from space_eval.bench.server_process import ServerProcess
 from space_model.testing import tiny_checkpoint
 
-SECONDS = 60.0
-"""Longest wait for anything: far beyond what a busy machine needs, and short of the test's own limit."""
+SECONDS = 60.0  # longest wait for anything: far beyond what a busy machine needs, and short of the test's own limit
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark all tests of this folder."""
     item.add_marker(pytest.mark.e2e)
 
 
@@ -51,7 +49,6 @@ class Live:
         return value
 
     def ids(self, prompt: str, **fields: Any) -> list[int]:
-        """The ids of a whole answer."""
         value: list[int] = self.complete(prompt, return_token_ids=True, **fields)["choices"][0]["token_ids"]
         return value
 

@@ -52,12 +52,9 @@ class Server:
     def stream(self, number: int, **fields: Any) -> tuple[str, int]:
         """The text of one prompt, and the events it came in. Raises where the stream does not end as it should."""
         body = {
-            "prompt": PROMPTS[number],
-            "max_tokens": MAX_TOKENS,
-            "seed": number,
-            "temperature": number % 2,
+            "prompt": PROMPTS[number], "max_tokens": MAX_TOKENS, "seed": number, "temperature": number % 2,
             "stream": True,
-        }
+        }  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         try:
             connection.request(
@@ -82,7 +79,6 @@ class Server:
             connection.close()
 
     def workers(self) -> list[str]:
-        """Addresses of those that are up."""
         _, told = self.get("/workers")
         return [one["address"] for one in told["workers"] if one["state"] == "up"]
 

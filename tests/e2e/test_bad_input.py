@@ -11,43 +11,24 @@ import pytest
 TEXT = {"prompt": "x"}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BOUNDS = {  # field -> values outside of it
-    "max_tokens": [-1, 1.5, "12", True, [], 2**40],
-    "min_tokens": [-1, "1", 0.5],
-    "temperature": [-0.1, 2.1, "hot", True, []],
-    "top_p": [0, 1.1, -1, "x"],
-    "top_k": [-2, 1.5, "x"],
-    "min_p": [-0.1, 1.1],
-    "typical_p": [0, 2],
-    "presence_penalty": [-2.1, 2.1],
-    "frequency_penalty": [-2.1, 2.1],
+    "max_tokens": [-1, 1.5, "12", True, [], 2**40], "min_tokens": [-1, "1", 0.5],
+    "temperature": [-0.1, 2.1, "hot", True, []], "top_p": [0, 1.1, -1, "x"], "top_k": [-2, 1.5, "x"],
+    "min_p": [-0.1, 1.1], "typical_p": [0, 2], "presence_penalty": [-2.1, 2.1], "frequency_penalty": [-2.1, 2.1],
     "repetition_penalty": [0, -1, "x"],
-    "logit_bias": [{"a": 1}, {"1": 101}, {"1": "x"}, {"999999999": 1}, {"-1": 1}, [1]],
-    "bad_words": [[""], "x", [1]],
+    "logit_bias": [{"a": 1}, {"1": 101}, {"1": "x"}, {"999999999": 1}, {"-1": 1}, [1]], "bad_words": [[""], "x", [1]],
     "allowed_token_ids": [[], [-1], [10**8], ["a"]],
-    "stop": [[""], "", 5, [5], ["a"] * 5, ["a"] * 10_000, ["x" * 5000]],
-    "stop_token_ids": [[-1], [10**8], "a"],
-    "n": [0, -1, 1.5, 10**6],
-    "seed": [-(2**64), 2**64, 1.5, "x"],
-    "stream": ["yes", 1],
-    "stream_options": [[], {"include": True}],
-    "speculation": ["fast", -1, 1.5, 99],
-    "prompt_logprobs": [-1, 21],
-    "priority": [2**31, "high"],
-    "timeout": [0, -1, "soon"],
-    "request_id": ["", "a b", "x" * 200],
-    "truncate_prompt_tokens": [0, -2],
-    "no_such_field": [1],
-    "response_format": [{"type": "xml"}, "json"],
+    "stop": [[""], "", 5, [5], ["a"] * 5, ["a"] * 10_000, ["x" * 5000]], "stop_token_ids": [[-1], [10**8], "a"],
+    "n": [0, -1, 1.5, 10**6], "seed": [-(2**64), 2**64, 1.5, "x"], "stream": ["yes", 1],
+    "stream_options": [[], {"include": True}], "speculation": ["fast", -1, 1.5, 99], "prompt_logprobs": [-1, 21],
+    "priority": [2**31, "high"], "timeout": [0, -1, "soon"], "request_id": ["", "a b", "x" * 200],
+    "truncate_prompt_tokens": [0, -2], "no_such_field": [1], "response_format": [{"type": "xml"}, "json"],
     "structured_outputs": [{"regex": "a("}, {"regex": "a", "choice": ["b"]}, {"json": {"type": "nothing"}}],
     "tools": [[{"type": "function"}]],
-}
+}  # fmt: skip
 ONLY_TEXT = {
-    "prompt": [5, [], [[]], [-1], [10**8], [1, "a"], {}, ["a"] * 100],
-    "logprobs": [-1, 21, True],
-    "best_of": [0, "x"],
-    "echo": ["yes"],
-    "suffix": ["x"],
-}
+    "prompt": [5, [], [[]], [-1], [10**8], [1, "a"], {}, ["a"] * 100], "logprobs": [-1, 21, True],
+    "best_of": [0, "x"], "echo": ["yes"], "suffix": ["x"],
+}  # fmt: skip
 ONLY_CHAT = {
     "messages": [[], "x", [{"role": "nobody", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 5}],
                  [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]],
@@ -56,19 +37,10 @@ ONLY_CHAT = {
     "max_completion_tokens": [0, -1, "x"],
 }  # fmt: skip
 TGI = {
-    "max_new_tokens": [0, -1, "x"],
-    "temperature": [-1, "x"],
-    "top_p": [0, 1.5],
-    "top_k": [-5, "x"],
-    "typical_p": [0, 2],
-    "repetition_penalty": [0, -1],
-    "best_of": [0],
-    "seed": [-1],
-    "stop": [5, [""]],
-    "top_n_tokens": [-1, 1000],
-    "truncate": [0],
-    "no_such_field": [1],
-}
+    "max_new_tokens": [0, -1, "x"], "temperature": [-1, "x"], "top_p": [0, 1.5], "top_k": [-5, "x"],
+    "typical_p": [0, 2], "repetition_penalty": [0, -1], "best_of": [0], "seed": [-1], "stop": [5, [""]],
+    "top_n_tokens": [-1, 1000], "truncate": [0], "no_such_field": [1],
+}  # fmt: skip
 MALFORMED = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": "x"', b'{"prompt": "x",}', b"[" * 100_000]
 NOT_FINITE = ["NaN", "Infinity", "-Infinity", "1e999"]
 

@@ -1,8 +1,12 @@
-"""The clients people have work unchanged."""
+"""Clients of a whole server: libraries, the load benchmark, connections that break off."""
 
 import json
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,31 +15,15 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import ValidationError
 
 SERIES = {
-    "tokens_per_step": "histogram",
-    "drafted_tokens_total": "counter",
-    "accepted_tokens_total": "counter",
-    "accepted_by_position_total": "counter",
-    "draft_length": "histogram",
-    "rows_total": "counter",
-    "speculation_speedup": "gauge",
-    "step_seconds": "histogram",
-    "step_host_seconds": "histogram",
-    "worker_up": "gauge",
-    "worker_restarts_total": "counter",
-    "time_to_first_token_seconds": "histogram",
-    "inter_token_latency_seconds": "histogram",
-    "request_seconds": "histogram",
-    "queue_seconds": "histogram",
-    "requests": "gauge",
-    "requests_total": "counter",
-    "rejected_total": "counter",
-    "prompt_tokens_total": "counter",
-    "generated_tokens_total": "counter",
-    "prefix_cache_hit_tokens_total": "counter",
-    "kv_blocks": "gauge",
-    "preemptions_total": "counter",
-    "energy_joules_total": "counter",
-}
+    "tokens_per_step": "histogram", "drafted_tokens_total": "counter", "accepted_tokens_total": "counter",
+    "accepted_by_position_total": "counter", "draft_length": "histogram", "rows_total": "counter",
+    "speculation_speedup": "gauge", "step_seconds": "histogram", "step_host_seconds": "histogram",
+    "worker_up": "gauge", "worker_restarts_total": "counter", "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram", "request_seconds": "histogram", "queue_seconds": "histogram",
+    "requests": "gauge", "requests_total": "counter", "rejected_total": "counter", "prompt_tokens_total": "counter",
+    "generated_tokens_total": "counter", "prefix_cache_hit_tokens_total": "counter", "kv_blocks": "gauge",
+    "preemptions_total": "counter", "energy_joules_total": "counter",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -135,3 +123,51 @@ def test_the_model_is_listed_described_and_healthy(live: Any, client: Any) -> No
     assert info["model_id"] == live.model
     assert info["speculation"]["num_masks"] > 0
     assert live.get("/health")
+
+
+def bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "space_eval.bench", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_smoke_bench_measures_a_running_server(live: Any, tmp_path: Path) -> None:
+    out = tmp_path / "records" / "smoke.json"
+    ran = bench("--url", live.url, "--smoke", "--temperature", "0.8", "--out", str(out))
+    assert ran.returncode == 0, ran.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["facts"]["id"] == live.model
+    assert record["facts"]["speculation"]["max_draft_length"] > 0
+    assert {"machine", "commit", "dtype", "window", "num_blocks"} <= record["facts"].keys()
+    assert [(row["num_streams"], row["speculation"]) for row in record["rows"]] == [
+        (1, "off"), (1, "auto"), (4, "off"), (4, "auto"),
+    ]  # fmt: skip
+    for row in record["rows"]:
+        speed, per_step = row["tokens_per_second"], row["tokens_per_step"]
+        assert 0 < speed["low"] <= speed["median"] <= speed["high"]
+        assert per_step["low"] >= 1
+        assert 0 < row["first_token_ms"]["p50"] <= row["first_token_ms"]["p99"]
+        assert 0 <= row["token_gap_ms"]["p50"] <= row["token_gap_ms"]["p99"]
+        same, compared = row["identical"].split("/")
+        assert same == compared == str(2 * row["num_streams"])
+        assert (row["ratio"] is None) == (row["speculation"] == "off")
+        assert str(row["num_streams"]) in ran.stdout
+    live.wait_idle()
+
+
+def test_a_server_that_is_not_there_is_one_line_and_exit_1() -> None:
+    ran = bench("--url", "http://127.0.0.1:9", "--smoke")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.splitlines()[-1].startswith("bench: No connection to 127.0.0.1:9")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_gives_its_blocks_back(live: Any, stream: bool) -> None:
+    cancelled = live.wait_idle()["spaceserve_requests_total{outcome=cancelled}"]
+    body = {"prompt": "x = ", "stream": stream, "temperature": 0, "ignore_eos": True, "max_tokens": 400}
+    with closing(live.connect(body)) as connection:
+        now = live.wait_for(lambda now: now["spaceserve_requests{state=running}"] == 1, "it runs")
+        assert now["spaceserve_kv_blocks{state=held}"] > 0
+        if stream:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+    now = live.wait_idle()
+    assert now["spaceserve_requests_total{outcome=cancelled}"] == cancelled + 1

@@ -70,8 +70,6 @@ def _read(service: str, span: Any) -> Span:
 
 @contextmanager
 def listening(collector: Collector) -> Iterator[str]:
-    """Its address."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"

@@ -11,8 +11,7 @@ import pytest
 
 from fuzz.harness import Fuzzer
 
-MEMORY = 16 * 1024**3
-"""Bytes of address space that a test may add: an input that asks for more gets a MemoryError."""
+MEMORY = 16 * 1024**3  # bytes of address space that a test may add: an input that asks for more gets a MemoryError
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,8 +17,7 @@ from space_router.config import ServeConfig
 from space_router.errors import ConfigError
 from space_router.text.model_text import ModelText
 
-from fuzz.harness import Fuzzer
-from fuzz.values import as_json, json_values, mutated, often, spoiled
+from fuzz.harness import Fuzzer, as_json, json_values, mutated, often, spoiled
 
 Draw = Callable[[SearchStrategy[Any]], Any]
 

@@ -71,7 +71,8 @@ def attempt(number):
     return str(number % 2)
 harness.Fuzzer(1, Path({str(input_file)!r})).run(st.integers(), attempt, few=500)
 """
-    run = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(Path(harness.__file__).parents[1])},
+    tests = Path(harness.__file__).parents[1]
+    run = subprocess.run([sys.executable, "-P", "-c", code], env={"PYTHONPATH": f"{tests}:{tests / 'support'}"},
                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
     assert run.returncode == (7 if "exit" in deed else 1), run.stderr
     assert int(input_file.read_text()) > 100

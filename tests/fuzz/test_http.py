@@ -21,9 +21,7 @@ from space_router.http_server.http_connection import uvicorn_config
 from space_router.metrics import Metrics
 from uvicorn.server import ServerState
 
-from fuzz.harness import Fuzzer
-from fuzz.router import serving
-from fuzz.values import as_json, mutated, often, rarely, sometimes, spoiled
+from fuzz.harness import Fuzzer, as_json, mutated, often, rarely, serving, sometimes, spoiled
 
 Draw = Callable[[SearchStrategy[Any]], Any]
 
@@ -120,7 +118,6 @@ def test_hostile_requests_get_an_answer_or_an_error_and_leave_nothing_behind(fuz
 
 
 async def _ask(app: Any, sent: Sent) -> tuple[int, bytes]:
-    """Status and body of the answer."""
     status, pieces, num_answered = 0, [], 0
     gone = asyncio.Event()
     requested = [{"type": "http.request", "body": sent.body, "more_body": False}]
@@ -174,7 +171,6 @@ def byte_streams(draw: Draw) -> list[bytes]:
 
 
 async def _length_of_body(scope: Any, receive: Any, send: Any) -> None:
-    """An application that reads the body."""
     size, more = 0, True
     while more:
         message = await receive()

@@ -23,9 +23,7 @@ from space_router.grpc_api.server import GrpcServer
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import ProtocolError, Worker
 
-from fuzz.harness import SECONDS, Finding, Fuzzer
-from fuzz.router import serving
-from fuzz.values import filled, often, sometimes, spoiled
+from fuzz.harness import SECONDS, Finding, Fuzzer, filled, often, serving, sometimes, spoiled
 
 Draw = Callable[[SearchStrategy[Any]], Any]
 

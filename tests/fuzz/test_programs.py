@@ -14,8 +14,7 @@ from space_router.engine.request.request import Grammar
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.chat_template import BUILT_IN, MAX_SECONDS, ChatTemplate
 
-from fuzz.harness import Fuzzer
-from fuzz.values import json_values, mutated, often, rarely, spoiled_text, texts
+from fuzz.harness import Fuzzer, json_values, mutated, often, rarely, spoiled_text, texts
 
 Draw = Callable[[SearchStrategy[Any]], Any]
 
@@ -108,13 +107,10 @@ LARK = (
 )  # fmt: skip
 _SCHEMA_TEXTS = st.sampled_from(SCHEMAS).flatmap(lambda one: mutated(one, KEYWORDS, most=3)).map(json.dumps)
 GRAMMARS: dict[str, SearchStrategy[str]] = {
-    "json_schema": _SCHEMA_TEXTS,
-    "regex": st.lists(st.sampled_from(REGEX), max_size=12).map("".join),
+    "json_schema": _SCHEMA_TEXTS, "regex": st.lists(st.sampled_from(REGEX), max_size=12).map("".join),
     "lark": st.lists(st.sampled_from(LARK), max_size=5).map("".join),
-    "choice": mutated(["a", "ab", "é"]).map(json.dumps),
-    "json_object": texts,
-    "nonsense": texts,
-}
+    "choice": mutated(["a", "ab", "é"]).map(json.dumps), "json_object": texts, "nonsense": texts,
+}  # fmt: skip
 
 
 def test_a_hostile_grammar_is_usable_or_refused_with_a_reason_soon(fuzzer: Fuzzer) -> None:

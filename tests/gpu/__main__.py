@@ -33,14 +33,12 @@ from gpu.stages import FAST_STAGES, ROOT, STAGES, Stage, num_processes
 
 HERE = Path(__file__).parent
 MINUTES, DRY_MINUTES = 75.0, 10.0
-LEAST_SECONDS = 20.0
-"""A stage for which less time is left is not begun."""
+LEAST_SECONDS = 20.0  # a stage for which less time is left is not begun
 
 _SHOWN = 25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
     parser = argparse.ArgumentParser(
         prog="python -P -m gpu",
         description=__doc__,
@@ -147,7 +145,6 @@ def _run(words: Sequence[object], limit: float, *, dry: bool, added: Mapping[str
 
 
 def _add_results(record: Record, results: Path, status: int) -> None:
-    """What a suite's own report says."""
     cases = list(ElementTree.parse(results).iter("testcase")) if results.is_file() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)

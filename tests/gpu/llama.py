@@ -33,8 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 NUM_MASKS = 5
 FIRST_MASK = 4
-WHISPER = 0.02
-"""Gain of what a layer adds to its input."""
+WHISPER = 0.02  # gain of what a layer adds to its input
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Of all bfloat16 weights."""
         return self.step_bytes + 2 * self.hidden * self.vocab_size
 
 
@@ -110,7 +108,6 @@ def random_llama(shape: Shape, device: torch.device, *, whisper: float = WHISPER
 
 
 def facts_of(shape: Shape, device: torch.device, acceptance: Sequence[float] = ()) -> ModelFacts:
-    """What such a model says of itself."""
     return ModelFacts(
         name=f"random-llama-{shape.name}", vocab_size=shape.vocab_size, hidden_size=shape.hidden,
         num_layers=shape.num_layers, num_heads=shape.num_heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,

@@ -1,10 +1,12 @@
-"""How fast a worker decodes: made-up sequences in the middle of their texts, timed by the wall while all run."""
+"""What a device takes for something by its own clock, and how fast a worker decodes on it."""
 
 from __future__ import annotations
 
+import logging
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +14,11 @@ import torch
 from overhead_arms import Arm
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_common.worker_settings import StepsHere
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
+from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_batch import why_on_host
 from space_server.model_runner import StepModel
@@ -22,13 +27,140 @@ from space_server.worker import Worker
 
 from gpu.llama import FIRST_MASK, NUM_MASKS, Foretold
 
+_log = logging.getLogger(__name__)
+
+FLUSH_BYTES = 512 * 1024**2
+"""Written before each timed call: more than any L2 cache holds, and long enough that the host gets ahead."""
+
+_WARM_UP = 3
+_AHEAD_CYCLES = 400_000  # that the device sleeps (a fifth of a millisecond) while the host gives it the call to time
+
+
+class DeviceClock:
+    """Times calls on one device, with its caches cold."""
+
+    def __init__(self, device: torch.device, *, flush_bytes: int = FLUSH_BYTES) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"
+        self._flush = torch.empty(flush_bytes if self._on_gpu else 1 << 16, dtype=torch.int8, device=device)
+
+    def seconds(self, call: Callable[[], object], *, repeats: int = 20) -> float:
+        """The median of `repeats` calls, without what the host takes to launch them; on a CPU of one."""
+        for _ in range(_WARM_UP if self._on_gpu else 1):
+            call()
+        self.wait()
+        return statistics.median(self._timed(call, repeats if self._on_gpu else 1))
+
+    def _timed(self, call: Callable[[], object], repeats: int) -> list[float]:
+        if not self._on_gpu:
+            times = []
+            for _ in range(repeats):
+                begun = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - begun)
+            return times
+        marks = []
+        for _ in range(repeats):
+            self._flush.zero_()
+            torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+            begin = _mark()
+            call()
+            marks.append((begin, _mark()))
+        self.wait()
+        return [begin.elapsed_time(end) / 1000.0 for begin, end in marks]
+
+    def wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def copy_bandwidth(self, num_bytes: int) -> float:
+        """Bytes per second of a copy on the device, read and written."""
+        source = torch.ones(num_bytes, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        seconds = self.seconds(lambda: target.copy_(source), repeats=10)
+        return 2 * num_bytes / seconds
+
+    def empty_launch(self) -> float:
+        """Seconds of a kernel that does next to nothing."""
+        tiny = torch.zeros(1, device=self.device)
+        return self.seconds(lambda: tiny.add_(1))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def device_busy(run: Callable[[], object]) -> float:
+    """Seconds within `run` in which the device had something under way. Raises RuntimeError without a profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    ]
+    if not spans:
+        raise RuntimeError("the profiler saw no kernel: this machine does not let it")
+    return covered(spans) * 1e-6
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """How much the spans (begin, end) cover together."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """(bytes of tensors now, most bytes that torch has taken); nothing is known of a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def graphed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """`call` as a CUDA graph that is replayed; as it is on a CPU, or where it cannot be captured."""
+    if device.type != "cuda":
+        return call
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        _log.warning("it is timed kernel by kernel, for it cannot be captured: %s", error)
+        return call
+    return graph.replay
+
+
+def forward_seconds(
+    model: SpaceModel, kv: PagedKV, layout: DraftLayout, context: int, clock: DeviceClock
+) -> tuple[int, float]:
+    """Rows of a step of one sequence behind `context` ids, and the seconds of network and head on the device alone."""
+    chain, device = layout.num_drafts + 1, model.facts.device
+    segment = Segment([9] * chain, context, range(-(-(context + 2 * chain) // kv.block_size)), layout)
+    batch = ForwardBatch.build([segment], block_size=kv.block_size, mask_ids=model.facts.mask_ids, device=device)
+
+    def call() -> None:
+        model.logits(model.forward(batch, kv)[:chain])
+
+    return batch.num_rows, clock.seconds(graphed(call, device))
+
+
 BLOCK_SIZE = 16
-SLACK = 24
-"""Tokens of each sequence beyond those that may be timed: two steps under way, and their drafts."""
+SLACK = 24  # tokens of each sequence beyond those that may be timed: two steps under way, and their drafts
 
 HOST: Final[StepsHere] = "host"
-DEVICE: Final[StepsHere] = "device"
-"""How a worker steps: each step waited for, or state and next step on the device."""
+DEVICE: Final[StepsHere] = "device"  # how a worker steps: each step waited for, or state and next step on the device
 
 
 def known_steps(facts: ModelFacts) -> list[StepsHere]:
@@ -49,17 +181,14 @@ class DecodingSpeed:
 
     @property
     def step_seconds(self) -> float:
-        """By the wall, from report to report."""
         return self.seconds / self.num_steps
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences."""
         return self.num_tokens / self.seconds
 
     @property
     def tokens_per_step(self) -> float:
-        """E: of one sequence."""
         return self.num_tokens / (self.num_steps * self.batch)
 
 
@@ -72,7 +201,6 @@ class SequenceSize:
 
     @property
     def blocks_each(self) -> int:
-        """Pages of a sequence."""
         return -(-(self.context + 1 + self.most_tokens + SLACK) // BLOCK_SIZE)
 
 
@@ -94,16 +222,10 @@ class PacedWorker:
         """`foretold`: sets which drafts are accepted; None: the masks' own drafts."""
         self.arm, self._sequence_size, self._facts, self._foretold = arm, sequence_size, model.facts, foretold
         self.worker = Worker(
-            model,
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            max_sequences=max_sequences,
-            kv=kv,
-            cost=cost,
-            controller=arm.controller(),
-            synthetic=None if foretold is None else foretold.synthetic,
+            model, num_blocks=kv.num_blocks, block_size=kv.block_size, max_sequences=max_sequences, kv=kv, cost=cost,
+            controller=arm.controller(), synthetic=None if foretold is None else foretold.synthetic,
             device_steps=steps == DEVICE,
-        )
+        )  # fmt: skip
         self._most_drafts = NUM_MASKS if arm.num_drafts is None else arm.num_drafts
         self._client = WorkerClient(
             self.worker, max_prefill_rows=1 << 20, max_draft_length=self._most_drafts, keeps_reports=False

@@ -21,8 +21,7 @@ from space_eval.report import commit, machine, markdown_table, without_nan, writ
 
 from gpu.stages import STAGES
 
-GRACE = 15.0
-"""Seconds before its limit at which a stage begins nothing new."""
+GRACE = 15.0  # seconds before its limit at which a stage begins nothing new
 
 PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python", "grpcio")
 
@@ -32,8 +31,7 @@ CONTEXTS, BATCHES, ROWS = (1024, 8192, 32768), (1, 16, 64), (1, 36)
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Sequences at which the server's own choice of layouts is compared with plain decoding."""
 
-NOISE = 0.01
-"""Share by which two equal arms may seem to differ."""
+NOISE = 0.01  # share by which two equal arms may seem to differ
 
 
 @dataclass
@@ -90,18 +88,15 @@ class Notes:
         return True
 
     def figure(self, name: str, value: float, unit: str = "") -> float:
-        """Write down a number; the number."""
         self.record.figures[name] = (float(value), unit)
         self._keep(f"{name}: {written(value, unit)}")
         return value
 
     def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Write down a table, in place of one with the same title."""
         self.record.tables[title] = [[str(cell) for cell in row] for row in (head, *rows)]
         self.record.save(self._file)
 
     def note(self, text: str) -> None:
-        """Write down a sentence."""
         self.record.notes.append(text)
         self._keep(text)
 
@@ -111,7 +106,6 @@ class Notes:
         self._keep(f"{name}: not run: {why}")
 
     def close(self, outcome: str, why: str, seconds: float) -> None:
-        """The stage has ended."""
         self.record.outcome, self.record.why, self.record.seconds = outcome, why, seconds
         self._keep(f"{outcome} {why}")
 
@@ -222,7 +216,6 @@ class Report:
         }
 
     def write(self) -> None:
-        """Write both files."""
         records = self.records()
         rows = [dict(zip(_HEAD, row, strict=True)) for row in self.rows(records)]
         stages = {name: asdict(record) for name, record in records.items()}
@@ -249,7 +242,6 @@ class Report:
         return rows
 
     def markdown(self, records: Mapping[str, Record]) -> str:
-        """The report."""
         lines = ["# GPU check", ""]
         if self.dry:
             text = "A dry run: tiny sizes on the CPU, to see that every stage runs. Its figures mean nothing."

@@ -69,19 +69,18 @@ STAGES: dict[str, Stage] = {
     "gpu-tests": Stage("The tests that need a GPU", "", 300, _gpu_suite),
     "attention": Stage("Attention against its roofline", "test_attention.py", 240, needs=()),
     "exact-products": Stage("Exact products: SPACE ≡ plain to the last bit", "test_exact.py", 300),
-    "eight-bits": Stage("Weights, keys and values of eight bits", "test_eight_bits.py", 300),
-    "exact-float32": Stage("IEEE float32: SPACE on, off and transformers", "test_ties.py", 300),
-    "exact-bfloat16": Stage("The same in bfloat16, and where it ties", "test_ties.py", 240),
-    "device-steps": Stage("Device-resident steps against host steps", "test_device_steps.py", 240),
+    "eight-bits": Stage("Weights, keys and values of eight bits", "test_exact.py", 300),
+    "exact-float32": Stage("IEEE float32: SPACE on, off and transformers", "test_exact.py", 300),
+    "exact-bfloat16": Stage("The same in bfloat16, and where it ties", "test_exact.py", 240),
+    "device-steps": Stage("Device-resident steps against host steps", "test_worker.py", 240),
     "worker": Stage("The worker over gRPC", "test_worker.py", 180),
     "llama-1b": Stage("Decoding at the shape of a 1B Llama", "test_speed.py", 300),
     "llama-8b": Stage("Decoding at the shape of an 8B Llama", "test_speed.py", 420),
-    "start-1b": Stage("From process start to the first answer, 1B", "test_start.py", 180),
-    "start-8b": Stage("From process start to the first answer, 8B", "test_start.py", 420),
+    "start-1b": Stage("From process start to the first answer, 1B", "test_worker.py", 180),
+    "start-8b": Stage("From process start to the first answer, 8B", "test_worker.py", 420),
 }
 
-FAST_STAGES = ("attention", "exact-products")
-"""Of a dry run: what a test of every change can afford."""
+FAST_STAGES = ("attention", "exact-products")  # of a dry run: what a test of every change can afford
 
 
 def pytest_configure() -> None:

@@ -21,7 +21,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from torch import Tensor
 
-from gpu.clock import DeviceClock
+from gpu.pace import DeviceClock
 from gpu.report import BATCHES, CONTEXTS, ROWS, Notes, attention_name, written
 
 pytestmark = pytest.mark.gpu
@@ -126,13 +126,10 @@ def test_attention(notes: Notes) -> None:
             net = least / max(seconds - launch, 1e-9)
             rows.append(
                 [
-                    *map(str, (context, batch, num_rows, backend)),
-                    f"{1e6 * seconds:.1f}",
-                    f"{step.least_bytes / seconds / 1e9:.0f}",
-                    written(shares[backend], "%"),
-                    written(net, "%"),
+                    *map(str, (context, batch, num_rows, backend)), f"{1e6 * seconds:.1f}",
+                    f"{step.least_bytes / seconds / 1e9:.0f}", written(shares[backend], "%"), written(net, "%"),
                 ]
-            )
+            )  # fmt: skip
             notes.table("Attention", head, rows)
             del step
         if shares:
@@ -164,13 +161,9 @@ def _usable(notes: Notes, sizes: Sizes, device: torch.device) -> Mapping[str, tu
 
 def _need(sizes: Sizes, backend: Backend, device: torch.device) -> AttentionNeed:
     return AttentionNeed.on(
-        device,
-        num_heads=sizes.num_heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        dtype=sizes.dtype,
+        device, num_heads=sizes.num_heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=sizes.dtype,
         block_size=max(BLOCK_SIZE, backend.page_multiple),
-    )
+    )  # fmt: skip
 
 
 def _interpreted() -> Mapping[str, tuple[Attention, int]]:

@@ -16,7 +16,6 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 
 from gpu.__main__ import check, main, run_stage
-from gpu.clock import covered
 from gpu.llama import (
     DRY,
     FIRST_MASK,
@@ -29,7 +28,7 @@ from gpu.llama import (
     random_llama,
     space_llama,
 )
-from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, SequenceSize
+from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, SequenceSize, covered
 from gpu.report import TARGETS, Record, Report, Target, written
 from gpu.stages import FAST_STAGES, STAGES, Stage, kernel_tests
 from gpu.test_attention import Sizes, Step
@@ -76,7 +75,6 @@ def pytest_itemcollected(item):
 
 @pytest.fixture
 def made_up(tmp_path: Path) -> Path:
-    """A folder with made-up stages."""
     (tmp_path / "test_made_up.py").write_text(MADE_UP)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     return tmp_path
@@ -110,12 +108,9 @@ def test_a_stage_ends_as_its_process_does(made_up: Path) -> None:
     assert ran("passes", made_up).figures == {"one": (1.0, "")}
     outcomes = {name: ran(name, made_up) for name in ("passes", "fails", "breaks", "cannot", "dies")}
     assert {name: (record.outcome, record.why) for name, record in outcomes.items()} == {
-        "passes": ("passed", ""),
-        "fails": ("failed", "it is so"),
-        "breaks": ("failed", "ValueError: no such thing"),
-        "cannot": ("not run", "there is none here"),
-        "dies": ("failed", "its process ended with status 7"),
-    }
+        "passes": ("passed", ""), "fails": ("failed", "it is so"), "breaks": ("failed", "ValueError: no such thing"),
+        "cannot": ("not run", "there is none here"), "dies": ("failed", "its process ended with status 7"),
+    }  # fmt: skip
     assert outcomes["breaks"].missing == {"two": "never reached"}
 
 

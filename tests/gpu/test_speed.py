@@ -23,10 +23,20 @@ from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import calibrate
 from space_server.step_cost import StepCost
 
-from gpu.clock import DeviceClock, device_busy, forward_seconds, memory_in_use
 from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
 from gpu.llama import draft_head as random_head
-from gpu.pace import BLOCK_SIZE, DEVICE, DecodingSpeed, PacedWorker, SequenceSize, known_steps
+from gpu.pace import (
+    BLOCK_SIZE,
+    DEVICE,
+    DecodingSpeed,
+    DeviceClock,
+    PacedWorker,
+    SequenceSize,
+    device_busy,
+    forward_seconds,
+    known_steps,
+    memory_in_use,
+)
 from gpu.report import BATCH_SIZES, Notes, written
 from gpu.ties import changed_texts
 
@@ -34,8 +44,7 @@ pytestmark = pytest.mark.gpu
 
 ACCEPTANCE = NAMED_CHANCES[0.78]
 COPY_BYTES = 2 * 1024**3
-FRACTION = 0.8
-"""Of the free memory that pages may take."""
+FRACTION = 0.8  # of the free memory that pages may take
 
 
 @dataclass(frozen=True)
@@ -51,13 +60,9 @@ class Effort:
 
 
 FULL = Effort(
-    num_steps=200,
-    seconds=1.0,
-    rounds=2,
-    batch_sizes=BATCH_SIZES,
-    sequence_size=SequenceSize(512, 448),
+    num_steps=200, seconds=1.0, rounds=2, batch_sizes=BATCH_SIZES, sequence_size=SequenceSize(512, 448),
     calibration_seconds=8.0,
-)
+)  # fmt: skip
 LITTLE = Effort(
     num_steps=6, seconds=0.2, rounds=1, batch_sizes=(1, 2), sequence_size=SequenceSize(16, 96), calibration_seconds=0.2
 )
@@ -69,7 +74,6 @@ def test_llama_1b(notes: Notes) -> None:
 
 
 def test_llama_8b(notes: Notes) -> None:
-    """Without exact products."""
     _Measurement(notes, "8b").run(exact=False)
 
 
@@ -90,7 +94,6 @@ class _Measurement:
             )
 
     def run(self, *, exact: bool) -> None:
-        """`exact`: measure exact products, too."""
         notes, name = self._notes, self._name
         bandwidth = self._clock.copy_bandwidth(1 << 20 if notes.dry else COPY_BYTES)
         torch.cuda.empty_cache()  # of what was copied
@@ -156,15 +159,9 @@ class _Measurement:
         cost = self._cost(model, kv, how)
         for arm in arms:
             paced = PacedWorker(
-                model,
-                kv,
-                arm,
-                effort.sequence_size,
-                max_sequences=self._most,
-                steps=how,
-                cost=cost if arm.rule is None else None,
-                foretold=foretold,
-            )
+                model, kv, arm, effort.sequence_size, max_sequences=self._most, steps=how,
+                cost=cost if arm.rule is None else None, foretold=foretold,
+            )  # fmt: skip
             found[arm.name] = self._best(paced, 1)
             replayed[arm.name] = paced.worker.num_replays / paced.worker.num_forwards
             if arm.name in ("plain", f"k={NUM_MASKS}") and not notes.dry:
@@ -274,10 +271,7 @@ _HEAD = ["layout", "ms per step", "tokens per step", "tokens/s", "speed-up", "dr
 
 def _row(arm: str, pace: DecodingSpeed, first: DecodingSpeed) -> list[str]:
     return [
-        arm,
-        f"{1e3 * pace.step_seconds:.3f}",
-        f"{pace.tokens_per_step:.2f}",
-        f"{pace.tokens_per_second:.1f}",
+        arm, f"{1e3 * pace.step_seconds:.3f}", f"{pace.tokens_per_step:.2f}", f"{pace.tokens_per_second:.1f}",
         f"{pace.tokens_per_second / first.tokens_per_second:.2f}",
         written(pace.num_accepted / pace.num_drafted, "%") if pace.num_drafted else "–",
-    ]
+    ]  # fmt: skip

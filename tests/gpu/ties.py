@@ -1,4 +1,4 @@
-"""Models of the exactness stages, and texts that drafts may not change: decoding them in one batch, comparing them."""
+"""Texts that drafts may not change: decoded in one batch, compared, and where rounding may decide."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from space_server.speculation.controller import FixedLayout
 
 from gpu.report import Notes
 
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
-"""Compared with transformers on a GPU."""
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")  # compared with transformers on a GPU
 
 NUM_SEQUENCES, NUM_BLOCKS = 4, 600
 
@@ -69,7 +68,6 @@ def changed_texts(model: SpaceModel, num_texts: int, num_tokens: int) -> list[st
 
 
 def demo_rule(subject: Subject) -> TieRule:
-    """Ties of the embedded model in float32."""
     with importlib.resources.as_file(importlib.resources.files("space_demo")) as folder:
         return TieRule(GreedyOracle(folder, banned_ids=subject.model.facts.mask_ids), torch.float32)
 
@@ -113,7 +111,6 @@ def compare(
 
 
 def settle(notes: Notes, found: Comparison, name: str) -> None:
-    """Write down the differences. Fails where one is no tie."""
     notes.figure("texts compared", found.num_texts)
     notes.figure("ties", len(found.ties))
     for tie in found.ties[:8]:
@@ -135,7 +132,6 @@ class Difference:
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding may have decided."""
         return abs(self.gap) < self.bound
 
     def __str__(self) -> str:
@@ -155,7 +151,6 @@ class Comparison:
     faults: list[Difference] = field(default_factory=list)
 
     def add(self, found: Sequence[Difference], num_tokens: int) -> None:
-        """Add one text."""
         self.num_texts += 1
         self.num_tokens += num_tokens
         self.ties += [one for one in found if one.is_tie]

@@ -77,7 +77,6 @@ def sources(folder: Path) -> list[Path]:
 
 
 def table(root: Path) -> str:
-    """What there is, by package and in total."""
     repository = Repository(root)
     lines = ["| | files | lines | folders over 20 modules | room cycles (rooms in them) |", "|---|---:|---:|---:|---:|"]
     sizes, rooms = repository.folder_sizes(), repository.room_cycles()

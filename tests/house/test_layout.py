@@ -64,7 +64,6 @@ def repository(root: Path) -> Repository:
 
 @pytest.fixture(scope="module")
 def shrinking() -> dict[str, Any]:
-    """The lists that may only shrink."""
     return tomllib.loads((SNAPSHOTS / "may_only_shrink.toml").read_text(encoding="utf-8"))
 
 
@@ -116,12 +115,8 @@ def test_no_program_of_ours_starts_another_without_the_safe_path(root: Path, fil
 
 
 ROOMS = (
-    "router/space_router",
-    "server/space_server",
-    "server/space_model",
-    "kernels/space_kernels",
-    "proto/space_proto",
-)
+    "router/space_router", "server/space_server", "server/space_model", "kernels/space_kernels", "proto/space_proto",
+)  # fmt: skip
 DATES = {
     "router/space_router/api/openai/stream.py",  # `created`
     "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
@@ -133,7 +128,6 @@ DATES = {
 
 
 def wall_clocks(source: str) -> list[str]:
-    """Uses of clocks that can be set."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

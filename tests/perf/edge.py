@@ -8,33 +8,30 @@ container's own limits hold as well.
 from __future__ import annotations
 
 import argparse
-import json
+import asyncio
 import os
 import resource
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from space_common.worker_settings import parse_amount
+from space_eval.bench.client import Endpoint, post_json
 from space_eval.bench.server_process import ServerError, ServerProcess
 from space_eval.data import built_in
+from space_eval.flags import whole_from
 from space_server.startup.model_need import shown
 
-from perf.harness import PerfError, Report, at_least, table
+from perf.harness import PerfError, Report, table
 
-ROUTERS_SHARE = 0.25
-"""Of the memory limit; the rest is the worker's."""
+ROUTERS_SHARE = 0.25  # of the memory limit; the rest is the worker's
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,7 @@ class MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
 
@@ -90,14 +85,6 @@ class MemoryWatch:
             self.num_looks += 1
             if self._over.wait(self._period):
                 return
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    num_tokens: int
-    drafted: int
-    accepted: int
 
 
 @dataclass(frozen=True)
@@ -120,45 +107,36 @@ class Visit:
 
 def visit(flags: Sequence[str], core: int, limit: int, num_streams: int, num_tokens: int) -> Visit:
     """Start the server within its limits, ask it, end it. Raises ServerError."""
+    prompts = built_in()
+    bodies = [
+        # Greedy, and every second one sampled.
+        {"prompt": prompts[n % len(prompts)] + "#" * (n // len(prompts)), "max_tokens": num_tokens,
+         "temperature": 0.8 * (n % 2), "seed": n}
+        for n in range(num_streams)
+    ]  # fmt: skip
     server = ServerProcess(flags, wait_ready=False)
-    with confined(core, int(limit * (1 - ROUTERS_SHARE))):
-        begun = time.perf_counter()
-        server.start()
-    with _ended(server), MemoryWatch(lambda: [server.pid, *server.worker_pids()]) as watch:
+    with ExitStack() as stack:
+        with confined(core, int(limit * (1 - ROUTERS_SHARE))):
+            begun = time.perf_counter()
+            stack.enter_context(server)
+        watch = stack.enter_context(MemoryWatch(lambda: [server.pid, *server.worker_pids()]))
         server.wait_ready()
         seconds = time.perf_counter() - begun
         resource.prlimit(server.pid, resource.RLIMIT_DATA, (int(limit * ROUTERS_SHARE),) * 2)
         (worker,) = server.worker_pids()
         router_ready, worker_ready = Held.by(server.pid), Held.by(worker)
-        prompts = built_in()
-        bodies = [
-            # Greedy, and every second one sampled.
-            {"prompt": prompts[n % len(prompts)] + "#" * (n // len(prompts)), "max_tokens": num_tokens,
-             "temperature": 0.8 * (n % 2), "seed": n}
-            for n in range(num_streams)
-        ]  # fmt: skip
-        with ThreadPoolExecutor(num_streams) as pool:
-            list(pool.map(lambda body: ask(server.url, body | {"max_tokens": 4}), bodies))  # the first ones are slow
-            started = time.perf_counter()
-            together = list(pool.map(lambda body: ask(server.url, body), bodies))
-            stream_seconds = time.perf_counter() - started
-        alone = [ask(server.url, body | {"speculation": "off"}) for body in bodies]
+        stream_seconds, together, alone = asyncio.run(answers(Endpoint.parse(server.url), bodies))
         if server.worker_pids() != [worker]:
             raise ServerError("The worker was restarted while it served: its memory may not have been enough.")
+    steps = [answer["spaceserve"] for answer in together]
+    texts, wanted = ([answer["choices"][0]["text"] for answer in of] for of in (together, alone))
     return Visit(
-        speculation=flags[-1],
-        start_seconds=seconds,
-        router_ready=router_ready,
-        worker_ready=worker_ready,
-        most=watch.most,
-        num_looks=watch.num_looks,
-        stream_seconds=stream_seconds,
-        num_tokens=sum(answer.num_tokens for answer in together),
-        drafted=sum(answer.drafted for answer in together),
-        accepted=sum(answer.accepted for answer in together),
-        num_equal=sum(one.text == other.text for one, other in zip(together, alone, strict=True)),
-        num_texts=len(together),
-    )
+        speculation=flags[-1], start_seconds=seconds, router_ready=router_ready, worker_ready=worker_ready,
+        most=watch.most, num_looks=watch.num_looks, stream_seconds=stream_seconds,
+        num_tokens=sum(answer["usage"]["completion_tokens"] for answer in together),
+        drafted=sum(one["drafted"] for one in steps), accepted=sum(one["accepted"] for one in steps),
+        num_equal=sum(one == other for one, other in zip(texts, wanted, strict=True)), num_texts=len(texts),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -176,29 +154,17 @@ def confined(core: int, num_bytes: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-@contextmanager
-def _ended(server: ServerProcess) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        server.kill()
-        raise
-    if (code := server.stop()) != 0:
-        raise ServerError(f"The server ended with code {code} after SIGTERM.\n{server.last_words()}")
+async def answers(endpoint: Endpoint, bodies: Sequence[dict[str, Any]]) -> tuple[float, list[Any], list[Any]]:
+    """Seconds of all streams at once, their answers, and those that each has alone with plain decoding."""
 
+    async def ask(body: dict[str, Any], **more: Any) -> Any:
+        return await post_json(endpoint, "/v1/completions", body | more)
 
-def ask(url: str, body: dict[str, Any]) -> Answer:
-    """One completion. Raises ServerError."""
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600) as response:
-            found = json.load(response)
-    except urllib.error.HTTPError as error:
-        raise ServerError(f"It answered {error.code}: {error.read().decode(errors='replace')}") from error
-    steps = found["spaceserve"]
-    return Answer(found["choices"][0]["text"], found["usage"]["completion_tokens"], steps["drafted"], steps["accepted"])
+    await asyncio.gather(*(ask(body, max_tokens=4) for body in bodies))  # the first ones are slow
+    started = time.perf_counter()
+    together = await asyncio.gather(*map(ask, bodies))
+    seconds = time.perf_counter() - started
+    return seconds, together, [await ask(body, speculation="off") for body in bodies]
 
 
 def installed(name: str = "spaceserve") -> dict[str, int]:
@@ -221,7 +187,6 @@ def installed(name: str = "spaceserve") -> dict[str, int]:
 
 
 def problems(found: Sequence[Visit], limit: int) -> list[str]:
-    """What was not as it must be."""
     wrong = []
     for one in found:
         if one.num_equal != one.num_texts:
@@ -250,16 +215,13 @@ def report(options: argparse.Namespace, found: Sequence[Visit], sizes: dict[str,
     head += ["accepted", "texts as plain decoding alone"]
     rows = [
         (
-            one.speculation,
-            f"{one.start_seconds:.1f} s",
+            one.speculation, f"{one.start_seconds:.1f} s",
             *(shown(size) for size in (one.router_ready.total, one.worker_ready.total, one.most.total, one.most.files)),
-            f"{one.num_tokens / one.stream_seconds:.0f}",
-            one.drafted,
-            one.accepted,
+            f"{one.num_tokens / one.stream_seconds:.0f}", one.drafted, one.accepted,
             f"{one.num_equal} of {one.num_texts}",
         )
         for one in found
-    ]
+    ]  # fmt: skip
     record = {"visits": [asdict(one) for one in found], "installed": sizes, "limit": limit}
     return Report("A server on one core", notes, [table(head, rows)], record, failures=problems(found, limit))
 
@@ -293,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="what is served (demo)")
     add("--memory", type=_amount, default=1 << 30, metavar="SIZE", help="of all processes together (1GiB)")
-    add("--streams", type=at_least(1), default=4, help="at once (4)")
-    add("--tokens", type=at_least(1), default=128, help="of each answer, at most (128)")
-    add("--drafts", type=at_least(1), default=5, help="per step of the first start, always (5)")
+    add("--streams", type=whole_from(1), default=4, help="at once (4)")
+    add("--tokens", type=whole_from(1), default=128, help="of each answer, at most (128)")
+    add("--drafts", type=whole_from(1), default=5, help="per step of the first start, always (5)")
     add("--core", type=int, help="the one core (the first that this process may use)")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from space_common.process import module_command, safe_environment
 from space_eval.bench.client import LoadError
 from space_eval.bench.server_process import ServerError
+from space_eval.flags import whole_from
 from space_eval.report import commit, machine, markdown_facts, write_report
 from space_model.model_error import ModelError
 
@@ -47,11 +48,9 @@ def take_turns(
             turn(arm, number)
 
 
-TAILS = 0.1
-"""Share of the values that a `Spread` of measured times leaves out on either side."""
+TAILS = 0.1  # share of the values that a `Spread` of measured times leaves out on either side
 
-Column = tuple[str, str, str]
-"""Of a table of records: its head, the name of the value, and its format."""
+Column = tuple[str, str, str]  # of a table of records: its head, the name of the value, and its format
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -86,7 +85,6 @@ class Report:
         return "\n".join([*parts, *(f"WRONG: {failure}\n" for failure in self.failures)]).rstrip("\n") + "\n"
 
     def write(self, folder: Path, name: str) -> None:
-        """`name`.md and `name`.json."""
         record = {"facts": self.facts, "passed": not self.failures, **self.record, "failures": list(self.failures)}
         write_report(folder, name, self.markdown(), record)
 
@@ -104,24 +102,12 @@ def start_module(module: str, *words: object) -> subprocess.Popen[str]:
 
 
 def log(line: str) -> None:
-    """Progress, on standard error."""
     print(line, file=sys.stderr, flush=True)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """For argparse: a whole number."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
-        return int(text)
-
-    return parse
 
 
 def numbers(least: int) -> Callable[[str], list[int]]:
     """For argparse: whole numbers with commas between."""
-    return lambda text: [at_least(least)(word.strip()) for word in text.split(",")]
+    return lambda text: [whole_from(least)(word.strip()) for word in text.split(",")]
 
 
 MEASUREMENTS: Mapping[str, tuple[str, str]] = {

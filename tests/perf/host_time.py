@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import numpy as np
 import torch
 from space_common.process import collect_seldom
+from space_eval.flags import whole_from
 from space_eval.report import Spread
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -32,10 +33,9 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_server.worker_messages import PROTOCOL_MAJOR
 
-from perf.harness import TAILS, PerfError, Report, at_least, log, numbers, table, take_turns
+from perf.harness import TAILS, PerfError, Report, log, numbers, table, take_turns
 
-BOUNDS_MS = {1: 0.3, 64: 1.5}
-"""Upper bounds of the median host time, by batch."""
+BOUNDS_MS = {1: 0.3, 64: 1.5}  # upper bounds of the median host time, by batch
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 192
 """Ids: contexts of many lengths, so that sequences cross key blocks at different steps."""
 WARM_STEPS = 5
@@ -129,17 +129,10 @@ class _TimedWorker(Worker):
         computed = times.forward + times.sample + times.draft
         known = computed + times.pack + times.attend + times.verify + times.propose
         return HostSeconds(
-            hand_over=hand_over,
-            plan=timed.began - began,
-            pack=times.pack,
-            attend=times.attend,
-            verify=times.verify,
-            propose=times.propose,
-            settle=ended - timed.ended,
-            other=timed.ended - timed.began - known,
-            serialize=0.0,
+            hand_over=hand_over, plan=timed.began - began, pack=times.pack, attend=times.attend, verify=times.verify,
+            propose=times.propose, settle=ended - timed.ended, other=timed.ended - timed.began - known, serialize=0.0,
             computed=computed,
-        )
+        )  # fmt: skip
 
 
 def run_cell(model: SpaceModel, cell: Cell, *, num_steps: int, seed: int) -> list[HostSeconds]:
@@ -189,18 +182,13 @@ def _admit(
     length = int(generator.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1))
     allowed = sorted(set(range(model.facts.vocab_size)) - set(model.facts.mask_ids))
     return pb.Admit(
-        seq_id=number + 1,
-        ids=generator.choice(allowed, length).tolist(),
-        num_prompt=length,
-        pages=range(number * num_pages, (number + 1) * num_pages),
-        sampling=pb.Sampling(seed=number),
-        limits=pb.Limits(max_tokens=most - length),
-        max_draft_length=cell.num_drafts,
-    )
+        seq_id=number + 1, ids=generator.choice(allowed, length).tolist(), num_prompt=length,
+        pages=range(number * num_pages, (number + 1) * num_pages), sampling=pb.Sampling(seed=number),
+        limits=pb.Limits(max_tokens=most - length), max_draft_length=cell.num_drafts,
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> Report:
-    """All cells in every round."""
     keep_freed_memory()  # these two as the worker process does
     model = load_model(options.model, num_threads=1)
     collect_seldom()
@@ -232,6 +220,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="demo", help="a folder, a hub id, or demo [demo]")
     add("--batches", type=numbers(1), default=[1, 8, 64], metavar="B,…", help="sequences [1,8,64]")
     add("--drafts", type=numbers(0), default=[0, 2, 5], metavar="K,…", help="per sequence, groups whole [0,2,5]")
-    add("--steps", type=at_least(1), default=40, help="decode steps of each cell and round [40]")
-    add("--rounds", type=at_least(1), default=3, help="times that all cells are run [3]")
+    add("--steps", type=whole_from(1), default=40, help="decode steps of each cell and round [40]")
+    add("--rounds", type=whole_from(1), default=3, help="times that all cells are run [3]")
     add("--check", action="store_true", help="exit with 1 if a median is above its bound")

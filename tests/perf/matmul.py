@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from space_eval.flags import whole_from
 from space_eval.report import Spread
 from space_kernels.build.cpu_library import KINDS, CpuLibrary, cpu_library, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledLinear
@@ -20,20 +21,17 @@ from space_kernels.linear.packed_linear import PackedLinear, can_pack, pad_rows
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.harness import TAILS, Column, PerfError, Report, at_least, columns_table, log, take_turns
+from perf.harness import TAILS, Column, PerfError, Report, columns_table, log, take_turns
 
 SHAPES = ((768, 768), (2048, 2048), (5632, 2048))
 ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64)
-WORKING_SET = 320 << 20
-"""Bytes of weights passed through before the first ones come again: more than caches hold."""
-PAIRS = 16
-"""Of bfloat16, that one instruction multiplies and adds up."""
+WORKING_SET = 320 << 20  # bytes of weights passed through before the first ones come again: more than caches hold
+PAIRS = 16  # of bfloat16, that one instruction multiplies and adds up
 
 Arm = Callable[[Tensor, int], object]
 
 
-Row = dict[str, Any]
-"""One shape with one number of rows: medians over the rounds."""
+Row = dict[str, Any]  # one shape with one number of rows: medians over the rounds
 
 COLUMNS: tuple[Column, ...] = (
     ("weights", "shape", ""),
@@ -107,26 +105,17 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
     (outputs, inputs), seconds = weight.shape, {name: statistics.median(of_arm) for name, of_arm in times.items()}
     spread = Spread.without_tails([1e6 * of_turn for of_turn in times["ours"]], TAILS)
     return {
-        "outputs": outputs,
-        "inputs": inputs,
-        "shape": f"{outputs}×{inputs}",
-        "rows": len(x),
-        "microseconds": spread.shown(0),
-        "seconds": spread.median / 1e6,
+        "outputs": outputs, "inputs": inputs, "shape": f"{outputs}×{inputs}", "rows": len(x),
+        "microseconds": spread.shown(0), "seconds": spread.median / 1e6,
         "gb_per_second": outputs * inputs * 2 / seconds["read"] / 1e9,
         "gflop_per_second": 2.0 * len(x) * outputs * inputs / seconds["dots"] / 1e9,
-        "share_of_bandwidth": over("ours", "read"),
-        "share_of_ceiling": over("ours", "read", "dots"),
-        "over_plain": over("ours", "plain"),
-        "over_float32": over("ours", "float32"),
-        "over_packed": over("ours", "packed") if "packed" in arms else float("nan"),
-        "error": error(int8=False),
-        "int8_microseconds": 1e6 * seconds["int8"],
-        "int8_share_of_bandwidth": over("int8", "half"),
-        "int8_share_of_ceiling": over("int8", "half", "dots"),
-        "int8_over_bfloat16": over("int8", "ours"),
+        "share_of_bandwidth": over("ours", "read"), "share_of_ceiling": over("ours", "read", "dots"),
+        "over_plain": over("ours", "plain"), "over_float32": over("ours", "float32"),
+        "over_packed": over("ours", "packed") if "packed" in arms else float("nan"), "error": error(int8=False),
+        "int8_microseconds": 1e6 * seconds["int8"], "int8_share_of_bandwidth": over("int8", "half"),
+        "int8_share_of_ceiling": over("int8", "half", "dots"), "int8_over_bfloat16": over("int8", "ours"),
         "int8_error": error(int8=True),
-    }
+    }  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -159,8 +148,8 @@ def _shape(text: str) -> tuple[int, int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", type=_shape, nargs="+", default=SHAPES, help="OUTPUTSxINPUTS (768x768 …)")
-    add("--rows", type=at_least(1), nargs="+", default=ROWS, help="numbers of rows (1 … 64)")
-    add("--rounds", type=at_least(1), default=7, help="measurements of each arm (7)")
-    add("--num-threads", type=at_least(1), default=torch.get_num_threads(), help="threads (as torch has them)")
+    add("--rows", type=whole_from(1), nargs="+", default=ROWS, help="numbers of rows (1 … 64)")
+    add("--rounds", type=whole_from(1), default=7, help="measurements of each arm (7)")
+    add("--num-threads", type=whole_from(1), default=torch.get_num_threads(), help="threads (as torch has them)")
     kinds = [kind for kinds in KINDS.values() for kind in kinds]
     add("--kind", choices=kinds, help="of processor that the matmul is compiled for (this one's best)")

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from space_eval.flags import whole_from
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back, mappings
 from space_model.loading.load import load_model
@@ -24,7 +25,7 @@ from space_server.machine.memory import keep_freed_memory, use_one_heap
 from space_server.startup.model_need import shown
 from space_train.estimate import SHAPES, ModelShape, UnknownShape
 
-from perf.harness import PerfError, Report, at_least, start_module, table
+from perf.harness import PerfError, Report, start_module, table
 
 DRAFT_MODELS = {
     "tinyllama-1.1b": ModelShape("TinyLlama 1.1B", 32000, 2048, 22, 32, 4, 64, 5632, tied=False),
@@ -70,13 +71,11 @@ class Side:
 
 
 def held(shape: ModelShape, serving: Serving) -> int:
-    """Bytes of a model's weights."""
     packed = shape.output if serving.on_cpu else 0
     return (shape.num_parameters + packed) * serving.itemsize
 
 
 def slot(shape: ModelShape, serving: Serving) -> int:
-    """Bytes of keys and values of one token."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * serving.itemsize
 
 
@@ -92,17 +91,13 @@ def side(shape: ModelShape, draft: ModelShape | None, serving: Serving) -> Side:
     each, ahead = slot(shape, serving), serving.num_drafts + 1
     sequences, tokens = serving.num_sequences, serving.num_tokens
     return Side(
-        "SPACE" if draft is None else f"draft model {draft.name}",
-        held(shape, serving),
-        adapter(shape, serving) if draft is None else held(draft, serving),
-        sequences * tokens * each,
-        sequences * ahead * each,
-        0 if draft is None else sequences * (tokens + ahead) * slot(draft, serving),
-    )
+        "SPACE" if draft is None else f"draft model {draft.name}", held(shape, serving),
+        adapter(shape, serving) if draft is None else held(draft, serving), sequences * tokens * each,
+        sequences * ahead * each, 0 if draft is None else sequences * (tokens + ahead) * slot(draft, serving),
+    )  # fmt: skip
 
 
 def sides_table(models: Sequence[ModelShape], drafts: Sequence[ModelShape], serving: Serving) -> str:
-    """Each model with SPACE, and with each draft model."""
     head = ["model", "drafts by", "weights", "adapter, draft head / second weights", "keys and values"]
     head += ["k+1 slots ahead", "second keys and values", "total", "for drafts"]
     rows = []
@@ -139,23 +134,12 @@ def check(size: str = "125m", draft: str = "15m") -> list[tuple[str, str, int, i
 def _random(folder: Path, size: Size, serving: Serving | None) -> None:
     """A random Llama; with `serving`, with an adapter and a draft head of its sizes."""
     tiny_checkpoint(
-        folder,
-        "llama",
-        vocab_size=size.vocab_size,
-        num_masks=0 if serving is None else serving.num_drafts,
-        draft_head=serving is not None,
-        draft_head_width=size.draft_head_width,
-        adapter_rank=None if serving is None else serving.rank,
-        words=True,
-        dtype="bfloat16",
-        window=size.window,
-        hidden_size=size.hidden_size,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        kv_heads=size.num_heads,
-        head_dim=size.hidden_size // size.num_heads,
-        intermediate_size=size.intermediate_size,
-    )
+        folder, "llama", vocab_size=size.vocab_size, num_masks=0 if serving is None else serving.num_drafts,
+        draft_head=serving is not None, draft_head_width=size.draft_head_width,
+        adapter_rank=None if serving is None else serving.rank, words=True, dtype="bfloat16", window=size.window,
+        hidden_size=size.hidden_size, num_layers=size.num_layers, num_heads=size.num_heads, kv_heads=size.num_heads,
+        head_dim=size.hidden_size // size.num_heads, intermediate_size=size.intermediate_size,
+    )  # fmt: skip
 
 
 def grown(folders: Sequence[Path], num_slots: int) -> tuple[int, int]:
@@ -196,7 +180,6 @@ def _resident(files: Sequence[Path]) -> int:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """The computed table, and with --check the measured one."""
     serving = Serving(options.sequences, options.tokens, options.k, options.rank, options.head_hidden)
     try:
         models = [ModelShape.of(name) for name in options.models]
@@ -227,11 +210,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=list(SHAPES), metavar="MODEL", help="1b, 7b, 13b, or checkpoints (all three)")
     add("--drafts", nargs="+", default=["tinyllama-1.1b", "llama-160m"], metavar="MODEL",
         help=f"second models: {', '.join(DRAFT_MODELS)}, or checkpoints (tinyllama-1.1b llama-160m)")  # fmt: skip
-    add("--sequences", type=at_least(1), default=8, help="at once (8)")
-    add("--tokens", type=at_least(1), default=2048, help="cached of each (2048)")
-    add("--k", type=at_least(1), default=5, help="drafts per step (5)")
-    add("--rank", type=at_least(1), default=32, help="of the adapter (32, as in training)")
-    add("--head-hidden", type=at_least(1), default=384, help="width of the draft head (384, as in training)")
+    add("--sequences", type=whole_from(1), default=8, help="at once (8)")
+    add("--tokens", type=whole_from(1), default=2048, help="cached of each (2048)")
+    add("--k", type=whole_from(1), default=5, help="drafts per step (5)")
+    add("--rank", type=whole_from(1), default=32, help="of the adapter (32, as in training)")
+    add("--head-hidden", type=whole_from(1), default=384, help="width of the draft head (384, as in training)")
     add("--check", action="store_true", help="load small models here and compare what they take with the arithmetic")
 
 

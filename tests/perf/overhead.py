@@ -1,4 +1,10 @@
-"""Timed steps of one worker for each arm: the parts of a step, and what a forward pass costs by its rows."""
+"""What mask rows cost: the step by its parts, tokens per second against plain decoding, and where layouts stop paying.
+
+The worker is stepped in this process, without a server. Plain decoding, fixed layouts and the server's own choice take
+turns on the same weights, pages and prompts, and every text must be plain decoding's. With synthetic acceptance each
+draft is the text's own continuation, replaced by a wrong id often enough that the given rate results: every table is
+labelled with it, and the embedded model with its own drafts is measured beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms, plain
 from space_common.worker_client import WorkerClient
 from space_common.worker_settings import parse_chances
 from space_eval.data import built_in
+from space_eval.flags import whole_from
 from space_eval.report import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.heads import DraftHeadWeights
 from space_model.loading.load import load_model
-from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -35,14 +41,12 @@ from space_server.worker import Worker
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from perf.harness import PerfError, Report, at_least, log, numbers, table, take_turns
+from perf.harness import PerfError, Report, log, numbers, table, take_turns
 
 BLOCK_SIZE = 16
-TAIL = 16
-"""Tokens of each request beyond those that are timed: no step is cut short by the end of a sequence."""
+TAIL = 16  # tokens of each request beyond those that are timed: no step is cut short by the end of a sequence
 MOST_MASKS = 6
-MOST_ROWS = 512
-"""Of a measured pass. Beyond it every row costs the same: the last two points are drawn on."""
+MOST_ROWS = 512  # of a measured pass. Beyond it every row costs the same: the last two points are drawn on.
 NUM_PASSES = 5
 
 
@@ -54,19 +58,8 @@ class TimedModel:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
         self.network = 0.0
         self.heads: list[float] = []  # by matmul with the output head
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self.model.facts
-
-    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        return self.model.draft_head_of(adapter)
-
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        return self.model.allocate_kv(num_blocks, block_size)
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         begun = self._clock()
@@ -80,11 +73,8 @@ class TimedModel:
         self.heads.append(self._clock() - begun)
         return logits
 
-    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return self.model.logits_of(hidden, ids)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self.model.embed(ids)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,6 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together."""
         return self.num_tokens / self.seconds
 
     @property
@@ -138,7 +127,7 @@ class Bench:
         synthetic: SyntheticAcceptance | None = None,
         calibration_seconds: float = 3.0,
     ) -> None:
-        self.model = TimedModel(model)
+        self.model: Any = TimedModel(model)
         self.load = load
         self._texts: dict[int, list[int]] = {}
         longest = max(map(len, load.prompts)) + load.max_tokens + TAIL + MOST_MASKS
@@ -148,15 +137,10 @@ class Bench:
 
         def router(arm: Arm) -> WorkerClient:
             worker = Worker(
-                self.model,
-                num_blocks=num_blocks,
-                block_size=BLOCK_SIZE,
-                max_sequences=most_sequences,
-                kv=kv,
-                cost=StepCost.from_points(points) if points else None,
-                controller=arm.controller(),
+                self.model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_sequences=most_sequences, kv=kv,
+                cost=StepCost.from_points(points) if points else None, controller=arm.controller(),
                 synthetic=synthetic,
-            )
+            )  # fmt: skip
             return WorkerClient(worker, max_prefill_rows=1 << 20)
 
         self._routers = {arm.name: router(arm) for arm in (*arms, plain())}
@@ -264,12 +248,9 @@ def measure_pass(model: StepModel, *, most_rows: int = MOST_ROWS) -> PassCost:
     for number in range(NUM_PASSES + 1):  # all counts in turn, so that a machine that becomes slower slows all
         for count in counts:
             batch = ForwardBatch.build(
-                [Segment([id_] * count, 0, pages)],
-                block_size=BLOCK_SIZE,
-                mask_ids=facts.mask_ids,
-                adapter_masks=[adapter.num_masks for adapter in facts.adapters],
-                device=facts.device,
-            )
+                [Segment([id_] * count, 0, pages)], block_size=BLOCK_SIZE, mask_ids=facts.mask_ids,
+                adapter_masks=[adapter.num_masks for adapter in facts.adapters], device=facts.device,
+            )  # fmt: skip
             timed.begin()
             timed.logits(timed.forward(batch, kv)[:count])
             if number:  # the first time warms up
@@ -302,7 +283,6 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """For every table."""
         return f"{Path(self.model).name}, {'its own drafts' if self.chances is None else label(self.chances)}"
 
 
@@ -363,24 +343,17 @@ def crossing(ratios: Sequence[tuple[int, float]]) -> str:
 
 
 def tables(subject: Subject, rows: Sequence[Row]) -> list[str]:
-    """Two tables, each under the subject's title."""
     parts = list(rows[0].parts_ms)
     head = ("batch", "layout", "rows: chain + masks", "E", "step ms", *parts, "tokens/s", "against plain", "predicted")
     cells = [
         (
-            r.num_sequences,
-            r.arm,
-            f"{r.chain_rows:.1f} + {r.mask_rows:.1f}",
-            f"{r.tokens_per_step:.2f}",
-            f"{r.step_ms:.2f}",
-            *(f"{milliseconds:.2f}" for milliseconds in r.parts_ms.values()),
-            f"{r.tokens_per_second:.0f}",
-            "1" if r.arm == PLAIN else r.ratio.shown(),
-            f"{r.predicted:.2f}",
+            r.num_sequences, r.arm, f"{r.chain_rows:.1f} + {r.mask_rows:.1f}", f"{r.tokens_per_step:.2f}",
+            f"{r.step_ms:.2f}", *(f"{milliseconds:.2f}" for milliseconds in r.parts_ms.values()),
+            f"{r.tokens_per_second:.0f}", "1" if r.arm == PLAIN else r.ratio.shown(), f"{r.predicted:.2f}",
             f"{r.limit:.2f}",
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     layouts = []
     for arm in dict.fromkeys(r.arm for r in rows if r.arm != PLAIN):
         of_arm = [r for r in rows if r.arm == arm]
@@ -396,7 +369,6 @@ def tables(subject: Subject, rows: Sequence[Row]) -> list[str]:
 def measure(
     model: SpaceModel, subject: Subject, options: argparse.Namespace, chosen: Sequence[Arm], prompts: list[list[int]]
 ) -> list[Row]:
-    """All batches of one subject. Raises PerfError."""
     facts = model.facts
     synthetic = None
     if subject.chances is not None:
@@ -404,13 +376,9 @@ def measure(
     most = max(options.batch)
     cost = measure_pass(model, most_rows=min(MOST_ROWS, 36 * most))
     bench = Bench(
-        model,
-        Load(prompts, options.max_tokens),
-        chosen,
-        most_sequences=most,
-        synthetic=synthetic,
+        model, Load(prompts, options.max_tokens), chosen, most_sequences=most, synthetic=synthetic,
         calibration_seconds=options.calibration_seconds,
-    )
+    )  # fmt: skip
     rows = []
     for batch in options.batch:
         log(f"{subject.title}: batch {batch}")
@@ -480,7 +448,6 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def report(subjects: Sequence[Subject], found: Sequence[Sequence[Row]], facts: dict[str, str]) -> Report:
-    """Every subject's tables and rows."""
     shown = [part for subject, rows in zip(subjects, found, strict=True) for part in tables(subject, rows)]
     record = [
         {"title": subject.title, "synthetic_acceptance": subject.chances, "rows": [asdict(r) for r in rows]}
@@ -503,9 +470,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".78, .57, or five chances by mask depth; repeatable [the model's own drafts]")  # fmt: skip
     add("--batch", type=numbers(1), default=[1, 2, 4, 8, 16, 32, 64], metavar="B,…", help="[1,2,4,8,16,32,64]")
     add("--k", type=numbers(1), default=[1, 2, 3, 5], metavar="K,…", help="drafts of fixed layouts [1,2,3,5]")
-    add("--rounds", type=at_least(1), default=9, help="in which all layouts take turns [9]")
-    add("--max-tokens", type=at_least(1), default=64, help="timed, of each sequence [64]")
-    add("--steps", type=at_least(1), default=24, help="most steps of a turn [24]")
-    add("--prompt-tokens", type=at_least(1), default=64, help="of each sequence [64]")
+    add("--rounds", type=whole_from(1), default=9, help="in which all layouts take turns [9]")
+    add("--max-tokens", type=whole_from(1), default=64, help="timed, of each sequence [64]")
+    add("--steps", type=whole_from(1), default=24, help="most steps of a turn [24]")
+    add("--prompt-tokens", type=whole_from(1), default=64, help="of each sequence [64]")
     add("--calibration-seconds", type=float, default=SECONDS, help="for auto, as at a server's start [as there]")
-    add("--num-threads", type=at_least(1), help="of a matmul [as the server chooses]")
+    add("--num-threads", type=whole_from(1), help="of a matmul [as the server chooses]")

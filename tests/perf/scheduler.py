@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from doubles.router.tabletop import Tabletop
+from space_eval.flags import whole_from
 from space_eval.report import Spread
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -22,8 +23,8 @@ from space_router.engine.pages import PagePool
 from space_router.engine.request.request import SamplingOptions, Stream, ValidRequest
 from space_router.metrics import Metrics
 
-from perf.harness import TAILS, Report, at_least, log, table, take_turns
-from perf.streams_worker import InstantWorker
+from perf.harness import TAILS, Report, log, table, take_turns
+from perf.streams import InstantWorker
 
 NUM_QUEUED = (10, 100, 1_000, 10_000)
 NUM_BLOCKS = (1_000, 10_000, 100_000, 1_000_000)
@@ -96,13 +97,9 @@ def measure(num_queued: int, num_blocks: int, *, num_steps: int, seed: int = 0) 
         tick()
     ordered = sorted(1e6 * seconds for seconds in reports)
     return Cost(
-        num_queued,
-        num_blocks,
-        median_us=statistics.median(ordered),
-        p99_us=ordered[int(0.99 * len(ordered))],
-        submit_us=1e6 * statistics.median(submits),
-        num_admitted=len(submits),
-    )
+        num_queued, num_blocks, median_us=statistics.median(ordered), p99_us=ordered[int(0.99 * len(ordered))],
+        submit_us=1e6 * statistics.median(submits), num_admitted=len(submits),
+    )  # fmt: skip
 
 
 def fill(pool: PagePool) -> None:
@@ -116,18 +113,13 @@ def fill(pool: PagePool) -> None:
 def _request(dice: random.Random) -> ValidRequest:
     """Several priorities, some deadlines, an API key each; no two share a prefix."""
     return ValidRequest(
-        request_id="r",
-        prompt_ids=tuple(dice.choices(range(1 << 16), k=48)),
-        sampling=SamplingOptions(seed=0),
-        max_tokens=dice.randint(16, 96),
-        priority=dice.choice((0, 0, 0, 1, 2)),
-        deadline=dice.choice((None, None, 1e6)),
-        key=f"key {dice.randrange(NUM_KEYS)}",
-    )
+        request_id="r", prompt_ids=tuple(dice.choices(range(1 << 16), k=48)), sampling=SamplingOptions(seed=0),
+        max_tokens=dice.randint(16, 96), priority=dice.choice((0, 0, 0, 1, 2)),
+        deadline=dice.choice((None, None, 1e6)), key=f"key {dice.randrange(NUM_KEYS)}",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> Report:
-    """All points in every round."""
     rounds: dict[tuple[int, int], list[Cost]] = {point: [] for point in POINTS}
 
     def turn(point: tuple[int, int], number: int) -> None:
@@ -137,15 +129,12 @@ def run(options: argparse.Namespace) -> Report:
     take_turns(POINTS, options.rounds, turn)
     rows = [
         (
-            f"{queued:,}",
-            f"{blocks:,}",
-            Spread.without_tails([cost.median_us for cost in costs], TAILS).shown(0),
+            f"{queued:,}", f"{blocks:,}", Spread.without_tails([cost.median_us for cost in costs], TAILS).shown(0),
             f"{statistics.median(cost.p99_us for cost in costs):.0f}",
-            f"{statistics.median(cost.submit_us for cost in costs):.0f}",
-            sum(cost.num_admitted for cost in costs),
+            f"{statistics.median(cost.submit_us for cost in costs):.0f}", sum(cost.num_admitted for cost in costs),
         )
         for (queued, blocks), costs in rounds.items()
-    ]
+    ]  # fmt: skip
     head = ("requests queued", "pages", "median µs", "p99 µs", "µs per new request", "admitted")
     notes = (
         f"Router's part of a step of {BATCH} sequences, two tokens each, {NUM_KEYS} keys, three priorities; every page "
@@ -157,5 +146,5 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=at_least(1), default=600, help="timed steps per point [600, about a second]")
-    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds over all points [5]")
+    parser.add_argument("--steps", type=whole_from(1), default=600, help="timed steps per point [600, about a second]")
+    parser.add_argument("--rounds", type=whole_from(1), default=5, help="rounds over all points [5]")

@@ -1,8 +1,9 @@
-"""What the router costs per stream and per token, from one stream to a thousand.
+"""What one router adds and costs, from one stream to a thousand.
 
-One router process in front of workers that compute nothing: they emit one token per stream and step, and record when.
-Clients in this process record when it arrived. The difference is what the router (and the sockets on both sides of it)
-adds. Processor time is the router's own, so that other programs do not count; waiting for a core does, in latency.
+The workers in front of it compute nothing and emit one token per stream and step, so that what is measured is the
+router's. Every stream gets the same token, whose text is one letter. At its end each worker (`python -m perf.streams
+--listen …`) writes when each token was handed to the router, on the monotonic clock of the machine, which the clients
+read, too. Streams are identified by their seeds.
 """
 
 from __future__ import annotations
@@ -14,24 +15,202 @@ import json
 import math
 import re
 import resource
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import grpc
+import grpc.aio
 from processes import ProcessFigures
 from space_common.process import cpu_seconds
+from space_common.worker_client import PROTOCOL_MAJOR
 from space_eval.bench.server_process import ServerProcess
+from space_eval.flags import whole_from
 from space_eval.report import percentile
+from space_proto import worker_pb2, worker_pb2_grpc
 from tokenizers import Tokenizer
 
-from perf.harness import PerfError, Report, at_least, log, numbers, start_module, table
-from perf.streams_worker import MAX_SEQUENCES, WINDOW, emitted_at
+from perf.harness import PerfError, Report, log, numbers, start_module, table
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1 << 16
+WINDOW = 8192
+MAX_SEQUENCES = 1024
+HEARTBEAT_SECONDS = 1.0
+
+Emitted = dict[int, list[float]]  # by seed: when each token was emitted
+
+
+@dataclass(slots=True)
+class Stream:
+    """One stream as the worker has it."""
+
+    seed: int
+    computed: int  # ids whose keys and values would be there
+    num_left: int
+    num_slots: int
+
+
+class InstantWorker:
+    """Emits the same token, up to `per_step` times, for every stream that has slots for it; nothing is computed."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        max_sequences: int = MAX_SEQUENCES,
+        vocab_size: int = 1 << 16,
+        token: int = 5,
+        per_step: int = 1,
+        on_token: Callable[[int], None] | None = None,
+    ) -> None:
+        """`on_token`: called with a stream's seed when it gets tokens."""
+        self._num_blocks, self._max_sequences, self._vocab_size = num_blocks, max_sequences, vocab_size
+        self._token, self._per_step, self._on_token = token, per_step, on_token
+        self._streams: dict[int, Stream] = {}  # by seq_id
+        self._released: list[int] = []
+
+    def hello(self) -> worker_pb2.Hello:
+        return worker_pb2.Hello(
+            protocol_major=PROTOCOL_MAJOR, incarnation="instant", vocab_size=self._vocab_size, block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks, window=WINDOW, max_sequences=self._max_sequences,
+            max_draft_length=3 * (self._per_step > 1), dtype="none", device="none", model_name="instant",
+        )  # fmt: skip
+
+    def apply(self, command: worker_pb2.Command) -> None:
+        match command.WhichOneof("command"):
+            case "admit":
+                admit = command.admit
+                num_generated = len(admit.ids) - admit.num_prompt
+                self._streams[admit.seq_id] = Stream(
+                    admit.sampling.seed,
+                    len(admit.ids) - 1,
+                    admit.limits.max_tokens - num_generated,
+                    len(admit.pages) * BLOCK_SIZE,
+                )
+            case "extend":
+                if stream := self._streams.get(command.extend.seq_id):
+                    stream.num_slots += len(command.extend.pages) * BLOCK_SIZE
+            case "release":
+                self._streams.pop(command.release.seq_id, None)
+                self._released.append(command.release.seq_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._released) or any(s.num_left and s.computed < s.num_slots for s in self._streams.values())
+
+    def step(self) -> worker_pb2.StepReport:
+        report = worker_pb2.StepReport(stepped=True, released=self._released)
+        self._released = []
+        for seq_id, stream in self._streams.items():
+            count = min(self._per_step, stream.num_left, stream.num_slots - stream.computed)
+            if count <= 0:
+                continue
+            stream.computed += count
+            stream.num_left -= count
+            report.sequences.add(
+                seq_id=seq_id, tokens=[self._token] * count, num_computed=stream.computed,
+                num_drafted=self._per_step - 1, num_accepted=count - 1, decoded=True,
+                finish=worker_pb2.FINISH_NONE if stream.num_left else worker_pb2.FINISH_LENGTH,
+            )  # fmt: skip
+            if self._on_token is not None:
+                self._on_token(stream.seed)
+        report.stats.num_sequences = report.stats.chain_rows = len(report.sequences)
+        report.stats.forward_seconds = 0.001
+        return report
+
+
+class StreamsWorker(worker_pb2_grpc.WorkerServicer):
+    """One router's connection, a step every `step_seconds`; 0: as fast as the router reads."""
+
+    def __init__(self, *, token: int, vocab_size: int, step_seconds: float) -> None:
+        self.emitted: Emitted = defaultdict(list)
+        self._token, self._vocab_size, self._step_seconds = token, vocab_size, step_seconds
+
+    async def Serve(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.RouterMessage],
+        context: grpc.aio.ServicerContext[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
+    ) -> AsyncIterator[worker_pb2.WorkerMessage]:
+        now = 0.0  # of the present step
+        worker = InstantWorker(
+            token=self._token, vocab_size=self._vocab_size, on_token=lambda seed: self.emitted[seed].append(now)
+        )
+        news = asyncio.Event()
+
+        async def read() -> None:
+            async for message in request_iterator:
+                for command in message.commands:
+                    worker.apply(command)
+                news.set()
+
+        reader = asyncio.create_task(read())
+        clock = asyncio.get_running_loop().time
+        due, report_no = clock(), 0
+        try:
+            yield worker_pb2.WorkerMessage(hello=worker.hello())
+            while True:
+                news.clear()
+                if worker.has_work:
+                    due = max(due + self._step_seconds, clock() - self._step_seconds)
+                    await asyncio.sleep(max(0.0, due - clock()))
+                    now = time.monotonic()
+                    report = worker.step()
+                else:
+                    try:
+                        await asyncio.wait_for(news.wait(), HEARTBEAT_SECONDS)
+                        continue
+                    except TimeoutError:
+                        report = worker_pb2.StepReport()
+                report_no += 1
+                report.report_no = report_no
+                yield worker_pb2.WorkerMessage(report=report)
+        finally:
+            reader.cancel()
+
+
+async def serve(options: argparse.Namespace) -> int:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    worker = StreamsWorker(token=options.token, vocab_size=options.vocab_size, step_seconds=options.step_seconds)
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(options.listen)
+    await server.start()
+    print(f"ready {options.listen}", flush=True)
+    await stop.wait()
+    options.log.write_text(json.dumps(worker.emitted), encoding="utf-8")
+    await server.stop(0)
+    return 0
+
+
+def emitted_at(files: Iterable[Path]) -> Emitted:
+    """From the logs of all workers: a stream that moved from one to another has a part in each."""
+    found: Emitted = defaultdict(list)
+    for file in files:
+        for seed, seconds in json.loads(file.read_text(encoding="utf-8")).items():
+            found[int(seed)] += seconds
+    return {seed: sorted(seconds) for seed, seconds in found.items()}
+
+
+def worker_main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.streams")
+    parser.add_argument("--listen", required=True, help="unix:PATH or HOST:PORT")
+    parser.add_argument("--token", type=int, required=True, help="the id that is emitted")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--log", type=Path, required=True, help="file for the times, written at the end")
+    return asyncio.run(serve(parser.parse_args()))
+
 
 CONNECTING = 64  # clients that connect at once
 SECONDS = 300.0  # longest wait for all streams of one point, beside their pace
@@ -121,7 +300,6 @@ class Clients:
         }
 
     async def run(self) -> None:
-        """Raises PerfError where not all end in time."""
         loop = asyncio.get_running_loop()
         host, port = urlsplit(self._server.url).netloc.rsplit(":", 1)
         self._mark("before")
@@ -201,19 +379,15 @@ def figures(
     num_events = sum(reader.num_events for reader in readers.values())
     mib = [process.resident_bytes / 2**20 for process in (before.process, ending.process, after)]
     return Point(
-        num_streams=load.num_streams,
-        pace=load.pace,
-        num_lost=lost,
+        num_streams=load.num_streams, pace=load.pace, num_lost=lost,
         num_tokens=sum(len(reader.seconds) for reader in readers.values()),
         bytes_per_event=sum(reader.num_bytes for reader in readers.values()) / num_events if num_events else math.nan,
-        seconds=seconds,
-        tokens_per_second=len(added) / seconds if added else math.nan,
+        seconds=seconds, tokens_per_second=len(added) / seconds if added else math.nan,
         added_ms={"median": percentile(added, 0.5), "p99": percentile(added, 0.99), "most": percentile(added, 1.0)},
         cpu_us_per_token=1e6 * cpu / len(added) if added else math.nan,
         cpu_ms_per_request=1e3 * (begun.cpu_seconds - before.cpu_seconds) / load.num_streams,
-        resident_kib_per_stream=1024 * (mib[1] - mib[0]) / load.num_streams,
-        router_mib=mib,
-    )
+        resident_kib_per_stream=1024 * (mib[1] - mib[0]) / load.num_streams, router_mib=mib,
+    )  # fmt: skip
 
 
 def measure(load: Load, *, num_workers: int, serve_flags: Sequence[str] = ()) -> Point:
@@ -237,11 +411,10 @@ def measure(load: Load, *, num_workers: int, serve_flags: Sequence[str] = ()) ->
 
 @contextmanager
 def _worker(load: Load, folder: Path, number: int) -> Iterator[subprocess.Popen[str]]:
-    """A worker process that listens."""
     token, vocab_size = _letter()
     flags = ["--listen", f"unix:{folder}/{number}.sock", "--token", token, "--vocab-size", vocab_size]
     flags += ["--log", folder / f"{number}.json", "--step-seconds", 1 / load.pace if load.pace else 0.0]
-    with start_module("perf.streams_worker", *flags) as process:
+    with start_module("perf.streams", *flags) as process:
         try:
             assert process.stdout is not None
             if not process.stdout.readline().startswith("ready "):
@@ -279,7 +452,6 @@ def loads(options: argparse.Namespace) -> list[Load]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Point by point."""
     points = []
     for load in loads(options):
         log(f"{load.num_streams} streams, {f'{load.pace:g} tokens/s each' if load.pace else 'as fast as it goes'}")
@@ -294,20 +466,14 @@ def report(points: Sequence[Point], *, num_workers: int, serve_flags: Sequence[s
     head += ["router MiB before, while, after"]
     rows = [
         (
-            point.num_streams,
-            f"{point.pace:g}" if point.pace else "flood",
-            f"{point.tokens_per_second:,.0f}",
-            point.num_lost,
-            *(f"{point.added_ms[name]:.1f}" for name in ("median", "p99", "most")),
-            f"{point.cpu_us_per_token:.1f}",
-            f"{point.tokens_per_core_second:,.0f}",
-            f"{point.cpu_ms_per_request:.2f}",
-            f"{point.bytes_per_event:.0f}",
-            f"{point.resident_kib_per_stream:.0f}",
+            point.num_streams, f"{point.pace:g}" if point.pace else "flood", f"{point.tokens_per_second:,.0f}",
+            point.num_lost, *(f"{point.added_ms[name]:.1f}" for name in ("median", "p99", "most")),
+            f"{point.cpu_us_per_token:.1f}", f"{point.tokens_per_core_second:,.0f}",
+            f"{point.cpu_ms_per_request:.2f}", f"{point.bytes_per_event:.0f}", f"{point.resident_kib_per_stream:.0f}",
             ", ".join(f"{mib:.0f}" for mib in point.router_mib),
         )
         for point in points
-    ]
+    ]  # fmt: skip
     notes = f"{num_workers} worker processes that compute nothing, and the clients in one process, on the same machine."
     if any(math.isnan(point.cpu_us_per_token) for point in points):
         notes += "\n\n–: the first streams had ended before the last began. Give them more --tokens."
@@ -319,8 +485,12 @@ def report(points: Sequence[Point], *, num_workers: int, serve_flags: Sequence[s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--streams", type=numbers(1), default=[1, 100, 1000], metavar="N,…", help="at once, by point [1,100,1000]")
-    add("--workers", type=at_least(1), default=8, metavar="N", help="worker processes [8]")
+    add("--workers", type=whole_from(1), default=8, metavar="N", help="worker processes [8]")
     add("--pace", type=float, default=10.0, metavar="X", help="tokens per second and stream [10]")
-    add("--tokens", type=at_least(2), default=200, metavar="N", help="of each stream [200]")
+    add("--tokens", type=whole_from(2), default=200, metavar="N", help="of each stream [200]")
     add("--no-flood", action="store_true", help="without the last point, as fast as the router goes")
     add("serve_flags", nargs="*", metavar="FLAG", help="behind `--`: flags of `spaceserve serve`")
+
+
+if __name__ == "__main__":
+    sys.exit(worker_main())

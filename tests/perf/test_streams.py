@@ -15,8 +15,7 @@ from processes import ProcessFigures
 from space_proto import worker_pb2
 
 from perf.harness import main
-from perf.streams import Load, Point, StreamReader, figures, report
-from perf.streams_worker import Emitted, InstantWorker, emitted_at
+from perf.streams import Emitted, InstantWorker, Load, Point, StreamReader, emitted_at, figures, report
 
 
 def admit(seq_id: int, *, num_ids: int, num_pages: int, max_tokens: int) -> worker_pb2.Command:

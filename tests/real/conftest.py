@@ -17,7 +17,6 @@ SMOLLM2, GEMMA = SHA256
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark all tests of this folder."""
     item.add_marker(pytest.mark.real)
 
 

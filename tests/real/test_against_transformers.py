@@ -31,7 +31,6 @@ def file(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(file: Path) -> Any:
-    """transformers' model in float32."""
     model = AutoModelForCausalLM.from_pretrained(
         str(file.parent), gguf_file=file.name, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )

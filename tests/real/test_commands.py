@@ -15,7 +15,6 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def spaceserve(*arguments: str, code: int = 0) -> str:
-    """Run a command to its end; what it printed."""
     run = subprocess.run(
         [sys.executable, "-P", "-m", "space_router", *arguments], check=False, capture_output=True, text=True
     )

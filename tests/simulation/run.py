@@ -1,14 +1,15 @@
-"""One simulated run: clients, router and workers from the first arrival to the last token."""
+"""Runs a simulated experiment, and what it shows: latencies, throughput, the state over time."""
 
 from __future__ import annotations
 
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Refused
@@ -16,12 +17,77 @@ from space_router.engine.request.request import Stream
 from space_router.engine.request.request_state import RequestState
 from space_server.step_cost import StepCost
 
-from simulation.cluster import SimulatedCluster
-from simulation.machine import KnownCost, SimulatedMachine, estimate
-from simulation.summary import Summary, TimeSlice, percentiles, share
-from simulation.texts import DepthAcceptance, TextLibrary
-from simulation.worker import SimulatedWorker, Speculation, WorkerSetup
-from simulation.workload import ClientRequest, ClosedLoop, Workload
+from simulation.cluster import (
+    KnownCost,
+    SimulatedCluster,
+    SimulatedMachine,
+    SimulatedWorker,
+    Speculation,
+    WorkerSetup,
+    estimate,
+)
+from simulation.workload import ClientRequest, ClosedLoop, DepthAcceptance, TextLibrary, Workload
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass
+class TimeSlice:
+    """What happened in one stretch of time, and the state at its end."""
+
+    end: float  # seconds
+    num_tokens: int = 0  # that clients got
+    busy: float = 0.0  # seconds of steps, over all workers
+    num_decoded: int = 0  # sequences, once for each step in which they decoded
+    num_drafted: int = 0
+    num_running: int = 0
+
+    @property
+    def draft_length(self) -> float:
+        """Drafts verified per sequence and step."""
+        return share(self.num_drafted, self.num_decoded)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run."""
+
+    seconds: float  # of arrivals; what comes after them does not count
+    outcomes: Mapping[str, int]  # finished, left, refused, cut, error -> requests
+    num_tokens: int
+    tokens_per_step: float  # of a sequence
+    draft_length: float  # drafts per sequence and step
+    busy: float  # share of the workers' time
+    prompt_cached: float  # share of prompt tokens that were not computed
+    num_preemptions: int
+    num_switches: int  # of the controllers, from plain decoding to drafts or back
+    latencies: Mapping[str, Mapping[str, float]]  # ttft, itl, e2e -> percentile -> seconds
+    intervals: Sequence[TimeSlice]
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.outcomes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90, …, the mean and the largest; empty without values."""
+    if not len(values):
+        return {}
+    ranks = np.percentile(np.asarray(values), PERCENTILES, method="inverted_cdf")
+    return {
+        "mean": float(np.mean(values)),
+        **{f"p{p}": float(value) for p, value in zip(PERCENTILES, ranks, strict=True)},
+        "max": float(np.max(values)),
+    }
+
 
 NUM_INTERVALS = 120
 
@@ -94,7 +160,6 @@ class Simulation:
         )
 
     def run(self) -> Summary:
-        """To the last token of the last request."""
         with _few_collections():
             self._begin()
             for number in range(1, NUM_INTERVALS + 1):
@@ -132,13 +197,9 @@ class Simulation:
     def _new_worker(self) -> SimulatedWorker:
         experiment = self.experiment
         worker = SimulatedWorker(
-            experiment.worker,
-            experiment.machine,
-            self._library,
-            self._cost(),
-            jitter=experiment.jitter,
+            experiment.worker, experiment.machine, self._library, self._cost(), jitter=experiment.jitter,
             seed=experiment.seed * 1000 + len(self.workers),
-        )
+        )  # fmt: skip
         self.workers.append(worker)
         return worker
 
@@ -165,7 +226,6 @@ class Simulation:
         self._schedule_arrival()
 
     def _send_next(self) -> None:
-        """A client of the closed loop is free."""
         arrivals = self.experiment.workload.arrivals
         assert isinstance(arrivals, ClosedLoop)
         if not self._is_closing and len(self.open) < arrivals.concurrency(self.cluster.time.now):

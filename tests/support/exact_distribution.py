@@ -1,7 +1,4 @@
-"""The sampling distribution of SPACE §3, written again: numpy, float64, one row at a time; and its exact enumeration.
-
-An oracle: it shares no code with the ops that it checks.
-"""
+"""The exact next-token distribution after all processors, a model of eight ids, and tests of fit."""
 
 from __future__ import annotations
 
@@ -76,7 +73,6 @@ def _edited(
     end_ids: Collection[int],
     banned_ids: Collection[int],
 ) -> Floats:
-    """The stages before the temperature."""
     z = np.array(logits, dtype=np.float64)
     output = Counter(prefix[num_prompt:])
     for id_ in range(len(z)):
@@ -100,7 +96,6 @@ def _closes_bad_word(id_: int, prefix: Sequence[int], sampling: pb.Sampling) -> 
 
 
 def softmax(z: Floats) -> Floats:
-    """Of the last dimension."""
     e = np.exp(z - z.max(axis=-1, keepdims=True))
     p: Floats = e / e.sum(axis=-1, keepdims=True)
     return p
@@ -183,20 +178,10 @@ BLOCK_SIZE = 16
 def octal_checkpoint(path: Path, *, seed: int = 0) -> Path:
     """A random Llama of 8 ids, two of them masks, whose next-token distribution is neither flat nor certain."""
     config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+        "llama", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
@@ -236,15 +221,10 @@ def draw(
     """
     num_pages = -(-(len(prompt) + depth + 4) // BLOCK_SIZE)
     worker = Worker(
-        model,
-        num_blocks=batch_size * num_pages,
-        block_size=BLOCK_SIZE,
-        max_sequences=batch_size,
-        max_draft_length=len(MASK_IDS),
-        max_prefill_rows=batch_size * len(prompt),
-        controller=FixedLayout.full(len(MASK_IDS)),
-        draft_source=draft_source,
-    )
+        model, num_blocks=batch_size * num_pages, block_size=BLOCK_SIZE, max_sequences=batch_size,
+        max_draft_length=len(MASK_IDS), max_prefill_rows=batch_size * len(prompt),
+        controller=FixedLayout.full(len(MASK_IDS)), draft_source=draft_source,
+    )  # fmt: skip
     client = WorkerClient(worker, max_prefill_rows=batch_size * len(prompt), automatic=True)
     records = []
     for begin in range(0, num_runs, batch_size):

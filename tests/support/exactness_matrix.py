@@ -1,4 +1,4 @@
-"""A model that is watched while a worker steps it: forward passes are counted, keys and values can be looked at."""
+"""The exactness matrix: SPACE and plain decoding give the same text, bit by bit, under every condition of a cell."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from space_kernels.fp8 import FORMAT, NAN, as_kept
 from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads import DraftHeadWeights
-from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
@@ -46,13 +44,6 @@ class WatchedModel:
         self.batches: list[ForwardBatch] = []  # of the passes since this was last emptied
         self.kv: PagedKV | None = None  # the pages of the worker that was built last
 
-    @property
-    def facts(self) -> ModelFacts:
-        return self._model.facts
-
-    def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
-        return self._model.draft_head_of(adapter)
-
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         self.kv = self._model.allocate_kv(num_blocks, block_size)
         return self.kv
@@ -62,14 +53,8 @@ class WatchedModel:
         self.batches.append(batch)
         return self._model.forward(batch, kv)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
-
-    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        return self._model.logits_of(hidden, ids)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._model.embed(ids)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def fill_with_nan(kv: PagedKV, kept: Iterable[tuple[int, int]]) -> None:
@@ -102,8 +87,7 @@ PROCESSORS = (
     "allowed_ids",
     "all",
 )
-FEW_IDS = "few_ids"
-"""Beside PROCESSORS: three ids are allowed, so that the text repeats itself, exactly and nearly."""
+FEW_IDS = "few_ids"  # beside PROCESSORS: three ids are allowed, so that the text repeats itself, exactly and nearly
 TEMPERATURES = (0.0, 0.8, 1.0)
 LAYOUTS = ("k0", "k1", "k2", "k3", "k4", "k5", "pruned", "stale", "mixed")
 FORCED = (3, 0, 5, 1)
@@ -112,18 +96,11 @@ SOURCES = ("lookup", "predicted", "half predicted", "wrongly predicted", "half p
 """Drafts from beside the masks, as a worker has them that serves."""
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "dtype": ("float32", "bfloat16"),
-    "layout": LAYOUTS,
-    "temperature": TEMPERATURES,
-    "processor": PROCESSORS,
-    "company": ("alone", "batch"),
-    "prefill": ("whole", "chunked"),
-    "prefix": ("miss", "hit"),
-    "life": ("undisturbed", "preempted", "restarted"),
-    "head": (True, False),
-    "context": ("short", "long"),
+    "dtype": ("float32", "bfloat16"), "layout": LAYOUTS, "temperature": TEMPERATURES, "processor": PROCESSORS,
+    "company": ("alone", "batch"), "prefill": ("whole", "chunked"), "prefix": ("miss", "hit"),
+    "life": ("undisturbed", "preempted", "restarted"), "head": (True, False), "context": ("short", "long"),
     "stale": ("left", "nan"),
-}
+}  # fmt: skip
 """Without the model: the models a run has are a matter of where it runs."""
 
 
@@ -155,11 +132,8 @@ def layout_for(name: str, connection: int) -> DraftLayout:
         return DraftLayout(4, (5, 0, 0, 0, 0))
     if name == "mixed":
         mixed = (
-            DraftLayout.full(3, 5),
-            DraftLayout.plain(),
-            DraftLayout(5, (5, 0, 2, 0, 1, 0)),
-            DraftLayout.full(1, 1),
-        )
+            DraftLayout.full(3, 5), DraftLayout.plain(), DraftLayout(5, (5, 0, 2, 0, 1, 0)), DraftLayout.full(1, 1),
+        )  # fmt: skip
         return mixed[connection % len(mixed)]
     k = FORCED[connection] if name == "forced" else int(name.removeprefix("k"))
     return DraftLayout.full(k, k) if k else DraftLayout.plain()
@@ -261,7 +235,6 @@ class Subject:
 
     @property
     def live_ids(self) -> list[int]:
-        """Ids that can be sampled."""
         banned = {*self.model.facts.mask_ids, *self.model.facts.eos_ids}
         return [id_ for id_ in range(self.model.facts.vocab_size) if id_ not in banned]
 
@@ -300,7 +273,7 @@ class Subject:
 
 
 def make_worker(
-    model: SpaceModel | WatchedModel,
+    model: Any,  # SpaceModel or WatchedModel
     controller: FixedLayout,
     drafts: ScriptedDrafts | None,
     *,
@@ -308,7 +281,6 @@ def make_worker(
     block_size: int = BLOCK_SIZE,
     sources: DraftSources | None = None,
 ) -> Worker:
-    """A worker as the matrix runs it."""
     return Worker(
         model, num_blocks=num_blocks, block_size=block_size, controller=controller, draft_source=drafts, sources=sources
     )
@@ -429,7 +401,6 @@ class Run:
         return self._records
 
     def _open(self) -> None:
-        """A worker, its drafts and its client."""
         right, live_ids = RIGHT.get(self._drafts), self._subject.live_ids
         self._source = ScriptedDrafts(right, live_ids) if right is not None else None
         sources = DraftSources(lookup="lookup" in self._drafts) if self._drafts in SOURCES else None

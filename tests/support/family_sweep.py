@@ -38,80 +38,37 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-NUM_TOKENS, WINDOW = 40, 24
-"""Length of the prompt, and a sliding window shorter than it."""
+NUM_TOKENS, WINDOW = 40, 24  # length of the prompt, and a sliding window shorter than it
 
-CHUNKS = (1, 1, 2, 3, 7, 26)
-"""Chunks of the prompt."""
+CHUNKS = (1, 1, 2, 3, 7, 26)  # chunks of the prompt
 
-MOST_WEIGHTS = 30_000_000
-"""Maximum weights of a tiny model."""
+MOST_WEIGHTS = 30_000_000  # maximum weights of a tiny model
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "embedding_size": 64,
-    "intermediate_size": 128,
-    "ffn_dim": 128,
-    "ffn_hidden_size": 128,
-    "d_ff": 128,
-    "num_hidden_layers": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "num_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_ffn_dim": 128,
-    "encoder_ffn_dim": 128,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "sliding_window": WINDOW,
-    "query_pre_attn_scalar": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 64,
-    "expert_ffn_hidden_size": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "mamba_d_state": 8,
-}
+    "vocab_size": 128, "hidden_size": 64, "embedding_size": 64, "intermediate_size": 128, "ffn_dim": 128,
+    "ffn_hidden_size": 128, "d_ff": 128, "num_hidden_layers": 2, "decoder_layers": 2, "encoder_layers": 2,
+    "num_attention_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 128,
+    "encoder_ffn_dim": 128, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "n_shared_experts": 1,
+    "num_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "expert_ffn_hidden_size": 64,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "mamba_d_state": 8,
+}  # fmt: skip
 """Sizes of a tiny model; a config uses those that it has."""
 
 _SMALL_IMAGES = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
-}
+}  # fmt: skip
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
-    "cohere": {"logit_scale": 1.0},
-    "cohere2": {"logit_scale": 1.0},
-    "cohere_compass_text": {"num_hidden_layers": 4},
+    "cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "cohere_compass_text": {"num_hidden_layers": 4},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
-    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
-    "moshi": {"audio_vocab_size": 16},
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]}, "moshi": {"audio_vocab_size": 16},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """Overrides by family; None: the family's own default."""
 
 

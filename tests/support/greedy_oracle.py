@@ -44,15 +44,11 @@ class GreedyOracle:
 
     @torch.inference_mode()
     def generate(self, ids: Sequence[int], num_new: int) -> list[int]:
-        """The next `num_new` ids."""
         prompt = torch.tensor([list(ids)])
         found = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=num_new,
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_new,
             suppress_tokens=self.banned_ids or None,
-        )
+        )  # fmt: skip
         new: list[int] = found[0, len(ids) :].tolist()
         return new
 

@@ -34,12 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = ROOT / "tests/house/snapshots"
 PRODUCT = ("proto", "kernels", "router", "server")
 FILES = {
-    "openapi": "openapi.json",
-    "help": "help.txt",
-    "metrics": "metrics.txt",
-    "proto": "proto.txt",
+    "openapi": "openapi.json", "help": "help.txt", "metrics": "metrics.txt", "proto": "proto.txt",
     "variables": "variables.txt",
-}
+}  # fmt: skip
 """The snapshot of each view, in `SNAPSHOTS`; tests are in `pytest_ids.txt` beside them."""
 
 
@@ -88,7 +85,6 @@ class _Replaced(Exception):
 
 
 def _answer(command: str) -> tuple[int, str, str]:
-    """Run that command here, asked for help."""
     words = command.split()
     module, rest = ("space_router", words[1:]) if words[0] == "spaceserve" else (words[2], words[3:])
     out, err = io.StringIO(), io.StringIO()
@@ -472,7 +468,6 @@ def fold_ids(ids: Counter[TestId]) -> str:
 
 
 def unfold_ids(text: str) -> Counter[TestId]:
-    """What `fold_ids` wrote."""
     ids: Counter[TestId] = Counter()
     stem = name = ""
     lines = text.splitlines()

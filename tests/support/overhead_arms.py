@@ -13,8 +13,7 @@ PLAIN, AUTO = "plain", "auto"
 REACH = (1.0, 0.57, 0.33, 0.19, 0.11, 0.06)
 """A_j that select the masks of pruned layouts, for acceptance .57 (SPACE §5)."""
 
-PRUNED = ((2, 3), (3, 6), (5, 12))
-"""Drafts, and masks kept: of 6, 12 and 30."""
+PRUNED = ((2, 3), (3, 6), (5, 12))  # drafts, and masks kept: of 6, 12 and 30
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,10 @@ class Arm:
 
 
 def plain() -> Arm:
-    """Plain decoding: one root row per sequence and step."""
     return Arm(PLAIN, 0, lambda room: DraftLayout.plain())
 
 
 def auto() -> Arm:
-    """The server's default layout."""
     return Arm(AUTO, None, None)
 
 

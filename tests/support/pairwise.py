@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-Case = Mapping[str, Any]
-"""One value per axis."""
+Case = Mapping[str, Any]  # one value per axis
 
 
 def covering_cases(

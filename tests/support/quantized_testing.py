@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-GROUP = 32
-"""Inputs that share a scale in formats with groups."""
+GROUP = 32  # inputs that share a scale in formats with groups
 
 Packed = tuple[dict[str, Tensor], Tensor]
 """Tensors by suffix of the linear's path, and the weight that they encode, [out, in] float32."""

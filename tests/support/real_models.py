@@ -24,7 +24,6 @@ SHA256 = {
 
 
 def folder() -> Path:
-    """Where the models are kept."""
     given = os.environ.get("SPACESERVE_REAL_MODELS")
     return Path(given) if given else cache_folder() / "real-models"
 

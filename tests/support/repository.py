@@ -16,18 +16,11 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGES = {
-    "space_proto": "proto",
-    "space_common": "proto",
-    "space_kernels": "kernels",
-    "space_router": "router",
-    "space_model": "server",
-    "space_server": "server",
-    "space_train": "server",
-    "space_eval": "server",
-}
+    "space_proto": "proto", "space_common": "proto", "space_kernels": "kernels", "space_router": "router",
+    "space_model": "server", "space_server": "server", "space_train": "server", "space_eval": "server",
+}  # fmt: skip
 """Packages with code, and the top-level folder of each."""
-LARGEST_FOLDER = 20
-"""Modules, `__init__` not counted."""
+LARGEST_FOLDER = 20  # modules, `__init__` not counted
 DOCUMENTS = "documents"
 
 
@@ -91,7 +84,6 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """The dotted name of its folder."""
         return self.name if self.is_package else self.name.rpartition(".")[0]
 
 

@@ -1,17 +1,4 @@
-"""Verification rules as distributions: the probability of every outcome of a step, given its drafts.
-
-    coupling    the model's own sample of every row, by noise that drafts and rows share; drafts are accepted while
-                they equal the samples (SPACE §3). The rule that the server uses.
-    token-wise  accept draft c with probability min(1, p(c)/q(c)); on rejection draw from the residual max(p - q, 0)
-                (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
-    block       accept the longest prefix that the drafts' joint probability allows (Sun et al. 2403.10444, algorithm
-                2).
-    argmax      the coupling's verification of drafts that are the masks' most probable ids.
-    published   the SPACE code as published: accept with p(c)/q(c); on rejection draw from p. Not exact.
-
-Letters: p [k+1, V] the model's distributions at the root and behind each draft, q [k, V] those the drafts were drawn
-from.
-"""
+"""Verification rules and whole steps, enumerated exactly on a tiny vocabulary."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
 BLOCK_SIZE = 16
-SLOTS = 1024
-"""Of one sequence: prompt and answer."""
+SLOTS = 1024  # of one sequence: prompt and answer
 
 
 class IdleArithmetic(StepCost):
@@ -45,14 +44,10 @@ def answers(
     source = None if drafting.right is None else ScriptedDrafts(drafting.right, range(model.facts.vocab_size))
     controller = SpeculationController(cost) if drafting.k is None else FixedLayout.full(drafting.k)
     worker = Worker(
-        model,
-        num_blocks=len(requests) * SLOTS // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-        controller=controller,
-        cost=cost,
-        draft_source=source,
+        model, num_blocks=len(requests) * SLOTS // BLOCK_SIZE, block_size=BLOCK_SIZE, controller=controller,
+        cost=cost, draft_source=source,
         sources=DraftSources(lookup=True) if drafting.k is None and source is None else None,
-    )
+    )  # fmt: skip
     client = WorkerClient(worker, automatic=True)
     records = [ClientSequence(request) for request in requests]
     for number, record in enumerate(records):

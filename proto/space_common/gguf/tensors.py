@@ -23,8 +23,7 @@ ROPE_FREQUENCIES = "rope_freqs.weight"
 ROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors whose values go into config.json; the model has none by these names."""
 
-_IGNORED = ("attn_rot_embd.weight",)
-"""Tensors of a layer that are ignored: rotary angles are computed."""
+_IGNORED = ("attn_rot_embd.weight",)  # tensors of a layer that are ignored: rotary angles are computed
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}

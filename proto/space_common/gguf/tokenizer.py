@@ -25,10 +25,8 @@ class PreTokenizer:
     """Regular expressions in the order of use, and other settings that the name implies."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    """If True, a word that is a token is not split, whatever the merges are."""
-    add_bos: bool = False
-    """Whether prompts begin with BOS if the file does not say so."""
+    ignore_merges: bool = False  # if True, a word that is a token is not split, whatever the merges are
+    add_bos: bool = False  # whether prompts begin with BOS if the file does not say so
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -159,8 +157,7 @@ def pre_tokenizer_named(name: str) -> PreTokenizer:
 _CONVERT = "convert the original checkpoint again with a current convert_hf_to_gguf.py, or serve it as it is"
 
 
-Pair = tuple[str, str]
-"""Two tokens that a merge joins."""
+Pair = tuple[str, str]  # two tokens that a merge joins
 
 
 class TokenType(IntEnum):
@@ -201,17 +198,14 @@ _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrai
 class GgufVocabulary:
     """Tokens by id, their types, and the special ids that the file names or llama.cpp recognises by text."""
 
-    ids: Mapping[str, int]
-    """Token -> id, in the order of the ids."""
-    merged: Set[str]
-    """Tokens that merges produce."""
+    ids: Mapping[str, int]  # token -> id, in the order of the ids
+    merged: Set[str]  # tokens that merges produce
     types: Sequence[TokenType]
     bos: int | None
     eos: int | None
     unknown: int | None
     padding: int | None
-    ends: Sequence[int]
-    """EOS ids: the file's EOS first, then the others, ascending."""
+    ends: Sequence[int]  # EOS ids: the file's EOS first, then the others, ascending
 
     @cached_property
     def tokens(self) -> Sequence[str]:
@@ -266,15 +260,9 @@ class GgufVocabulary:
             ends.remove(ids["<|end|>"])
             types[ids["<|end|>"]] = TokenType.USER_DEFINED
         return cls(
-            ids,
-            merged,
-            types,
-            named("bos"),
-            named("eos"),
-            named("unknown"),
-            named("padding"),
+            ids, merged, types, named("bos"), named("eos"), named("unknown"), named("padding"),
             sorted(ends, key=lambda id_: (id_ != named("eos"), id_)),
-        )
+        )  # fmt: skip
 
 
 def read_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -399,17 +387,10 @@ def _bpe(
 ) -> dict[str, Any]:
     """Return the model of tokenizer.json. `falls_back`: unknown text becomes the tokens of its bytes."""
     return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": falls_back,
-        "byte_fallback": falls_back,
-        "ignore_merges": ignore_merges,
-        "vocab": vocabulary.entries(),
-        "merges": merges,
-    }
+        "type": "BPE", "dropout": None, "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+        "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": falls_back,
+        "byte_fallback": falls_back, "ignore_merges": ignore_merges, "vocab": vocabulary.entries(), "merges": merges,
+    }  # fmt: skip
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -479,17 +460,13 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> li
     swallows = "phi-3" in name or "phi3" in name
     return [
         {
-            "id": id_,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": swallows and token not in {"<unk>", "<s>", "<|endoftext|>"},
-            "normalized": False,
+            "id": id_, "content": token, "single_word": False, "lstrip": False,
+            "rstrip": swallows and token not in {"<unk>", "<s>", "<|endoftext|>"}, "normalized": False,
             "special": type_ is not TokenType.USER_DEFINED,
         }
         for id_, (token, type_) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if type_ in found
-    ]
+    ]  # fmt: skip
 
 
 def _post_processor(vocabulary: GgufVocabulary, first: int | None, last: int | None) -> dict[str, Any] | None:

@@ -16,8 +16,7 @@ from space_server.worker import Worker
 from space_eval.acceptance.generation import CompletionOutput, generate, is_looping
 from space_eval.report import Spread, ratio
 
-PLAIN = 0
-"""The k of plain decoding."""
+PLAIN = 0  # the k of plain decoding
 
 _FINISH = {pb.FINISH_EOS: "eos", pb.FINISH_STOP_ID: "stop", pb.FINISH_LENGTH: "length"}
 
@@ -51,16 +50,11 @@ class TimedAnswer:
         """Build from several generations of the same ids."""
         first = made[0]
         return cls(
-            ids=tuple(first.tokens),
-            finish=_FINISH[first.finish],
-            num_steps=len(first.steps),
-            num_decoded=first.num_decoded,
-            num_drafted=sum(step.num_drafted for step in first.steps),
-            num_accepted=sum(step.num_accepted for step in first.steps),
-            num_rows=first.num_rows,
-            seconds=tuple(one.seconds for one in made),
-            decode_seconds=tuple(one.decode_seconds for one in made),
-        )
+            ids=tuple(first.tokens), finish=_FINISH[first.finish], num_steps=len(first.steps),
+            num_decoded=first.num_decoded, num_drafted=sum(step.num_drafted for step in first.steps),
+            num_accepted=sum(step.num_accepted for step in first.steps), num_rows=first.num_rows,
+            seconds=tuple(one.seconds for one in made), decode_seconds=tuple(one.decode_seconds for one in made),
+        )  # fmt: skip
 
     @property
     def is_looping(self) -> bool:

@@ -163,11 +163,9 @@ def parsed(event: bytes) -> Mapping[str, Any]:
 
 ENERGY = "spaceserve_energy_joules_total"
 DRAFTS = ("spaceserve_draft_length_sum", "spaceserve_draft_length_count")
-POWER_SECONDS = 0.25
-"""The interval at which workers report their counters."""
+POWER_SECONDS = 0.25  # the interval at which workers report their counters
 JOULES_PER_KWH = 3.6e6
-IDLE_SECONDS = 30.0
-"""Longest wait for cancelled requests to leave a server."""
+IDLE_SECONDS = 30.0  # longest wait for cancelled requests to leave a server
 
 
 @asynccontextmanager

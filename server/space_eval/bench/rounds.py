@@ -27,8 +27,7 @@ from space_eval.bench.client import (
 from space_eval.bench.options import BenchSettings
 from space_eval.bench.workload import Closed, LoadShape, Open, Swing, Workload
 
-CpuCounter = Callable[[], Mapping[str, float]]
-"""Returns the CPU seconds so far, by process."""
+CpuCounter = Callable[[], Mapping[str, float]]  # returns the CPU seconds so far, by process
 
 
 @dataclass(frozen=True)
@@ -255,15 +254,11 @@ class LoadRun:
             await run_round(plain, Closed(shape.warm_up_streams), iter(missing), salt=None)
         self._progress.set_description(label)
         made = await run_round(
-            arm,
-            shape,
-            requests(num_requests),
-            salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None,
-            seconds=seconds,
+            arm, shape, requests(num_requests),
+            salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None, seconds=seconds,
             poll_seconds=shape.moment_seconds if isinstance(shape, Swing) and arm.is_spaceserve else None,
-            cpu_seconds=self.cpu_counter(arm),
-            on_done=self._progress.update,
-        )
+            cpu_seconds=self.cpu_counter(arm), on_done=self._progress.update,
+        )  # fmt: skip
         if seconds is not None and not isinstance(shape, Open):  # cancelled requests must not slow the next arm
             await idle(arm.endpoint, is_ours=arm.is_spaceserve)
         return replace(made, start=self.start)

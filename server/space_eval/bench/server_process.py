@@ -11,8 +11,7 @@ from types import TracebackType
 
 from space_common.process import ModuleProcess, children, command_line, module_command
 
-STOP_SECONDS = 60.0
-"""From SIGTERM to SIGKILL: longer than a server may need to drain and stop its workers."""
+STOP_SECONDS = 60.0  # from SIGTERM to SIGKILL: longer than a server may need to drain and stop its workers
 
 
 class ServerError(RuntimeError):

@@ -202,8 +202,7 @@ def family_of(model_name: str) -> PromptFamily:
 
 
 SAMPLE_TEMPERATURE = 0.8
-SAMPLE_TOP_P = 0.95
-"""Top-p of the samples for pass@10, as in HumanEval."""
+SAMPLE_TOP_P = 0.95  # top-p of the samples for pass@10, as in HumanEval
 
 
 @dataclass(frozen=True)
@@ -312,15 +311,11 @@ class PaperProtocol:
                 base_text = self.base.text(base_prompt, base.ids)
             turns.append(
                 Turn(
-                    num_prompt_ids=len(prompt.ids),
-                    truncated=prompt.truncated,
-                    plain=answers[PLAIN],
-                    space=answers[self.k],
-                    text=self.model.text(prompt, answers[self.k].ids),
-                    base=base,
+                    num_prompt_ids=len(prompt.ids), truncated=prompt.truncated, plain=answers[PLAIN],
+                    space=answers[self.k], text=self.model.text(prompt, answers[self.k].ids), base=base,
                     base_text=base_text,
                 )
-            )
+            )  # fmt: skip
         return MeasuredQuestion(question, tuple(turns))
 
     def with_samples(self, measured: MeasuredQuestion, number: int, max_tokens: int) -> MeasuredQuestion:

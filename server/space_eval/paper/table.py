@@ -15,8 +15,7 @@ from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
 from space_eval.quality.scores import rouge_l
 from space_eval.report import Spread, columns_table, markdown_facts, write_report
 
-FOR_SCALE = "LLaMA-2-7B"
-"""Reference for models of families not in the paper."""
+FOR_SCALE = "LLaMA-2-7B"  # reference for models of families not in the paper
 
 
 @dataclass(frozen=True)
@@ -177,21 +176,13 @@ def summarise(
         for name in sorted({one.question.category for one in measured} - {""})
     }
     return PaperRow(
-        task=task.name,
-        title=task.title,
-        num_questions=len(measured),
-        num_asked=num_asked,
-        num_answers=len(turns),
+        task=task.name, title=task.title, num_questions=len(measured), num_asked=num_asked, num_answers=len(turns),
         tokens_per_step_not_looping=tokens_per_step([answer for answer in space if not answer.is_looping]),
-        plain_tokens_per_second=Spread.of(rates(plain)),
-        space_tokens_per_second=Spread.of(rates(space)),
-        speedup_over_base=speedup(space, base) if base else None,
-        num_truncated=sum(turn.truncated for turn in turns),
-        quality=quality,
-        published=published.figures.get(task.name),
-        categories=categories,
+        plain_tokens_per_second=Spread.of(rates(plain)), space_tokens_per_second=Spread.of(rates(space)),
+        speedup_over_base=speedup(space, base) if base else None, num_truncated=sum(turn.truncated for turn in turns),
+        quality=quality, published=published.figures.get(task.name), categories=categories,
         **PaperRow.figures(space, plain),
-    )
+    )  # fmt: skip
 
 
 COLUMNS: Sequence[tuple[str, Callable[[PaperRow], str]]] = (

@@ -15,8 +15,7 @@ from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts
 from space_eval.quality.scores import Score, rouge_l, rouge_l_sum
 from space_eval.report import Journal
 
-Answer = dict[str, Any]
-"""Has `record`, `sample` and the task's own fields."""
+Answer = dict[str, Any]  # has `record`, `sample` and the task's own fields
 
 Answers = Journal[tuple[str, int]]
 
@@ -134,8 +133,7 @@ class Summarise:
         return scores
 
 
-WritingTask = HumanEval | Summarise
-"""The tasks with generated answers."""
+WritingTask = HumanEval | Summarise  # the tasks with generated answers
 
 
 def _mean_score(name: str, answers: Sequence[Answer], field: str) -> Score:

@@ -40,7 +40,6 @@ NUM_HARD_LINES, LONGEST_HARD_LINE = 240, 36
 
 
 def llama(python: str, file: Path, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """llama.cpp's answers; see llama_ids.py."""
     run = subprocess.run(
         [python, str(Path(__file__).with_name("llama_ids.py")), str(file)],
         input="".join(json.dumps(request) + "\n" for request in requests),

@@ -28,20 +28,13 @@ def write(tmp_path: Path) -> Write:
     ) -> Path:
         writer = GGUFWriter(tmp_path / name, architecture)
         facts: dict[str, Any] = {
-            f"{architecture}.context_length": 64,
-            f"{architecture}.embedding_length": HIDDEN,
-            f"{architecture}.block_count": layers,
-            f"{architecture}.feed_forward_length": HIDDEN,
-            f"{architecture}.attention.head_count": HEADS,
-            f"{architecture}.attention.layer_norm_rms_epsilon": 1e-6,
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "gpt-2",
-            "tokenizer.ggml.tokens": ["<end>", "t", "h", "th"],
-            "tokenizer.ggml.token_type": [3, 1, 1, 1],
-            "tokenizer.ggml.merges": ["t h"],
-            "tokenizer.ggml.eos_token_id": 0,
-            **(values or {}),
-        }
+            f"{architecture}.context_length": 64, f"{architecture}.embedding_length": HIDDEN,
+            f"{architecture}.block_count": layers, f"{architecture}.feed_forward_length": HIDDEN,
+            f"{architecture}.attention.head_count": HEADS, f"{architecture}.attention.layer_norm_rms_epsilon": 1e-6,
+            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": ["<end>", "t", "h", "th"], "tokenizer.ggml.token_type": [3, 1, 1, 1],
+            "tokenizer.ggml.merges": ["t h"], "tokenizer.ggml.eos_token_id": 0, **(values or {}),
+        }  # fmt: skip
         adders = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
         for key, value in facts.items():
             if isinstance(value, list):

@@ -102,13 +102,9 @@ def test_divisors_of_rotary_frequencies_are_llama_3s_scaling_or_refused(write: W
         values = {"llama.rope.freq_base": theta}
         file = write(values=values, tensors={"rope_freqs.weight": divisors})
         assert config_of(GgufFile.open(file))["rope_parameters"] == {
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": original,
-        }
+            "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": original,
+        }  # fmt: skip
     divisors[3] = 2.5
     assert "otherwise than Llama 3 does" in refusal(write(values=values, tensors={"rope_freqs.weight": divisors}))
     assert "has 3 numbers where 8" in refusal(write(values=values, tensors={"rope_freqs.weight": divisors[:3]}))

@@ -18,7 +18,6 @@ from space_common.gguf.view import view_folder
 
 
 def write(path: Path, *, alignment: int | None = None) -> Path:
-    """A file with a value of each kind and three tensors."""
     writer = GGUFWriter(path, "llama")
     if alignment is not None:
         writer.add_custom_alignment(alignment)
@@ -119,11 +118,8 @@ def test_a_header_has_one_folder_with_the_files_of_a_checkpoint(write: Write, ca
     folder = view_folder(file)
     assert folder.parent == cache
     assert {path.name for path in folder.iterdir()} == {
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    }
+        "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    }  # fmt: skip
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     written = (folder / "config.json").stat().st_mtime_ns
     copy = tmp_path / "copy.gguf"

@@ -1,16 +1,24 @@
 """Tokenizer files made from the metadata of small vocabularies."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 from space_common.gguf.find import GgufError
+from space_common.gguf.reader import GgufFile
 from space_common.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from space_router.text import chat_template
 from space_router.text.tokenizer import Tokenizer
 from space_server.grammar import TokenVocabulary
+from transformers import AutoTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
@@ -243,3 +251,138 @@ def test_a_vocabulary_without_scores_or_merges_is_refused_with_the_cure() -> Non
 def test_the_same_metadata_give_the_same_texts() -> None:
     assert tokenizer_files(sentencepiece()) == tokenizer_files(sentencepiece())
     assert list(tokenizer_files(byte_level())) == ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  2 + 2?\n"}],
+    [
+        {"role": "user", "content": "Un café, s'il vous plaît ☕"},
+        {"role": "assistant", "content": "Voilà."},
+        {"role": "user", "content": "{{ 1 }} <|im_end|> <b>"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = os.environ.get("SPACESERVE_REAL_MODELS")
+    file = Path(models or ".", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    if models is None or not file.is_file():
+        pytest.skip(f"$SPACESERVE_REAL_MODELS has no {file.name}")
+    written = tmp_path_factory.mktemp("smollm2")
+    for name, text in tokenizer_files(GgufFile.open(file).metadata).items():
+        (written / name).write_text(text, encoding="utf-8")
+    return written
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_template_of_a_real_file_renders_as_transformers_renders_it(
+    messages: list[dict[str, Any]], asks: bool, folder: Path
+) -> None:
+    tokenizer = Tokenizer.load(folder)
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    template = chat_template.find(folder, None, tokens)
+    assert template is not None
+    text = template.render(messages, add_generation_prompt=asks)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    assert tokenizer.encode(text) == theirs(text)["input_ids"]
+    assert tokenizer.bos_id == theirs.bos_token_id
+    assert theirs.eos_token == tokenizer.eos_token
+
+
+HERE = Path(__file__).parent
+MODELS = ("SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf")
+NAMES = [
+    name for name, pre in PRE_TOKENIZERS.items() if name == next(n for n in PRE_TOKENIZERS if PRE_TOKENIZERS[n] == pre)
+]
+"""The first of the names of each pre-tokenizer."""
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((HERE / "llama_lines.json").read_text(encoding="utf-8"))
+    return content
+
+
+def lines_of(name: str) -> dict[str, list[int]]:
+    """llama.cpp's ids of the lines that a vocabulary is recorded for."""
+    return {
+        entry["line"]: ids
+        for entry in recorded()["lines"]
+        for names, ids in entry["ids"].items()
+        if name in names.split()
+    }
+
+
+def tokenizer_of(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+
+
+def ids_of(tokenizer: tokenizers.Tokenizer, lines: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {line: tokenizer.encode(line, add_special_tokens=False).ids for line in lines}
+
+
+def real_model(name: str) -> Path:
+    """A real model's file; skips the test where there is none."""
+    folder = os.environ.get("SPACESERVE_REAL_MODELS")
+    file = Path(folder or ".", name)
+    if folder is None or not file.is_file():
+        pytest.skip(f"$SPACESERVE_REAL_MODELS has no {name}")
+    return file
+
+
+@pytest.mark.parametrize("pre", NAMES)
+def test_words_are_cut_as_llama_cpp_cuts_them(pre: str) -> None:
+    lines = lines_of(pre)
+    assert len(lines) > 120
+    assert ids_of(tokenizer_of(recorded()["byte_level"] | {"tokenizer.ggml.pre": pre}), lines) == lines
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_scores_merge_as_llama_cpp_merges_them(prefixed: bool) -> None:
+    lines = lines_of(f"sentencepiece-{prefixed}")
+    assert len(lines) > 220
+    metadata = recorded()["sentencepiece"] | {"tokenizer.ggml.add_space_prefix": prefixed}
+    assert ids_of(tokenizer_of(metadata), lines) == lines
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_of_a_real_vocabulary_are_llama_cpps(name: str) -> None:
+    metadata = GgufFile.open(real_model(name)).metadata
+    lines = lines_of(name)
+    assert len(lines) > 220
+    assert ids_of(tokenizer_of(metadata), lines) == lines
+
+
+# Where llama.cpp has to simplify a published pattern, the original tokenizer decides.
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("tekken", "नमस्ते दुनिया", ["नमस्ते", " दुनिया"]),  # llama.cpp cuts at every combining mark
+        ("gpt-4o", "สวัสดี", ["สวัสดี"]),
+        ("gpt-4o", "e\u0301cole we've", ["e\u0301cole", " we've"]),
+        ("tekken", "caféÉcole", ["café", "École"]),  # llama.cpp knows upper and lower case of ASCII only
+        ("llama-bpe", "it'ſ", ["it", "'ſ"]),  # an s in any case, also the long one
+        ("deepseek-coder", "\x1f\u2009\x1f", ["\x1f", "\u2009", "\x1f"]),  # U+2009 is within U+0800–U+4E00
+        ("superbpe", "१२३४५", ["१२", "३४५"]),  # digits of any script
+    ],
+)
+def test_where_llama_cpp_simplifies_a_pattern_the_published_one_decides(pre: str, text: str, words: list[str]) -> None:
+    tokenizer = tokenizer_of(recorded()["byte_level"] | {"tokenizer.ggml.pre": pre})
+    cuts = [text[start:end] for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert cuts == words
+
+
+@pytest.mark.slow
+def test_ten_thousand_lines_and_every_id_of_the_real_vocabularies_are_llama_cpps() -> None:
+    python = os.environ.get("SPACESERVE_LLAMA_PYTHON", sys.executable)
+    if python == sys.executable and importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("llama_cpp is not installed; $SPACESERVE_LLAMA_PYTHON may name an interpreter that has it")
+    for name in MODELS:
+        real_model(name)
+    command = [sys.executable, str(HERE / "compare_with_llama.py"), "--python", python]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

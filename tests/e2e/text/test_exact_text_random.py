@@ -131,7 +131,6 @@ class Tally:
         self.counts: Counter[str] = Counter()
 
     def run(self, seeds: range) -> list[str]:
-        """The requests whose two answers differ."""
         asked = [(seed, *random_body(Random(f"request {seed}"))) for seed in seeds]
         jobs = list(self._jobs(asked))
         Random(0).shuffle(jobs)

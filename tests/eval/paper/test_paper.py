@@ -348,14 +348,10 @@ def answer(*ids: int, steps: int, seconds: tuple[float, ...]) -> TimedAnswer:
 def measured(text: str, *, reference: str = "", base_text: str = "", name: str = "q") -> MeasuredQuestion:
     ids = tuple(range(11))
     turn = Turn(
-        num_prompt_ids=4,
-        truncated=False,
-        plain=answer(*ids, steps=10, seconds=(4.0, 6.0, 9.0)),
-        space=answer(*ids, steps=4, seconds=(2.0, 2.0, 9.0)),
-        text=text,
-        base=answer(*ids, steps=10, seconds=(1.0, 1.0, 1.0)) if base_text else None,
-        base_text=base_text,
-    )
+        num_prompt_ids=4, truncated=False, plain=answer(*ids, steps=10, seconds=(4.0, 6.0, 9.0)),
+        space=answer(*ids, steps=4, seconds=(2.0, 2.0, 9.0)), text=text,
+        base=answer(*ids, steps=10, seconds=(1.0, 1.0, 1.0)) if base_text else None, base_text=base_text,
+    )  # fmt: skip
     return MeasuredQuestion(Question(name, ("",), ("",), reference=reference), (turn,))
 
 

@@ -33,7 +33,6 @@ SMALL = ExecutionLimits(seconds=20.0, memory=256 << 20, file_bytes=1 << 16)
 
 
 def failure(program: str) -> str:
-    """Why the program failed."""
     outcome = run_program(program, SMALL)
     assert outcome.end is End.FAILED, outcome
     return outcome.detail

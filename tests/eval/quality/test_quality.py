@@ -1,4 +1,4 @@
-"""ROUGE-L against the reference implementation, which only the tests need."""
+"""`spaceserve eval quality`: ROUGE-L and perplexity as references have them, and what the command reports."""
 
 import argparse
 import errno
@@ -31,14 +31,12 @@ from space_proto import worker_pb2 as pb
 from space_server.worker import Worker
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
-SCORER = rouge_scorer.RougeScorer(["rougeL", "rougeLsum"], use_stemmer=False)
-
 SENTENCES = st.text(alphabet="abc é1.\n-", max_size=60)
 
 
 def check_equal(reference: str, candidate: str) -> None:
-    expected = SCORER.score(reference, candidate)
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL", "rougeLsum"], use_stemmer=False)
+    expected = scorer.score(reference, candidate)
     assert rouge_l(reference, candidate) == pytest.approx(expected["rougeL"].fmeasure, abs=1e-12)
     assert rouge_l_sum(reference, candidate) == pytest.approx(expected["rougeLsum"].fmeasure, abs=1e-12)
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from space_common.worker_settings import parse_chances
 from space_eval.data import long_text
+from space_eval.flags import whole_from
 from space_eval.report import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_server.speculation.synthetic_acceptance import label
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer
 
 from perf.engines.gguf_llama import write_gguf
 from perf.engines.process import DRIVERS, Answer, EngineFailed, EngineProcess, EngineSpec, Point
-from perf.harness import PerfError, Report, at_least, log, numbers, table, take_turns
+from perf.harness import PerfError, Report, log, numbers, table, take_turns
 
 OURS, TRANSFORMERS, LLAMA = "spaceserve", "transformers", "llama.cpp"
 BUILT_IN: Mapping[str, Path] = {
@@ -37,8 +38,7 @@ BUILT_IN: Mapping[str, Path] = {
     LLAMA: DRIVERS / "llama_cpp_driver.py",
 }
 CHANCES = (".78", ".57")
-TIE = 0.15
-"""Differences below this share are called level: machines with neighbours vary by as much from run to run."""
+TIE = 0.15  # differences below this share are called level: machines with neighbours vary by as much from run to run
 
 NOTES = """\
 Tokens per second, medians over the rounds. In a round every arm of every engine had its turn on the same prompts, each
@@ -86,7 +86,6 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """`openvino: continuous batching`."""
         return f"{self.engine}: {self.arm}"
 
     @property
@@ -124,7 +123,6 @@ class PointResult:
 
 
 def rank(ratio: float) -> str:
-    """`ahead`, `level` or `behind`."""
     return "level" if 1 / (1 + TIE) < ratio < 1 + TIE else "ahead" if ratio > 1 else "behind"
 
 
@@ -240,7 +238,6 @@ def compare(
 
 
 def run(options: argparse.Namespace) -> Report:
-    """All models. Raises PerfError, ModelError."""
     specs, points = specs_of(options), points_of(options)
     results = [compare(model, specs, points, options) for model in options.model or ["demo"]]
     facts = {
@@ -372,11 +369,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--without", action="append", default=[], metavar="NAME", help="leave one out; repeatable")
     add("--converted", type=Path, default=Path("converted"), help="other formats' folder [converted]")
     add("--batch", type=numbers(1), default=[1, 8, 32], metavar="B,…", help="sequences [1,8,32]")
-    add("--prompt-tokens", type=at_least(1), default=128, help="before decoding is timed [128]")
+    add("--prompt-tokens", type=whole_from(1), default=128, help="before decoding is timed [128]")
     add("--new-tokens", type=numbers(1), default=[128, 64, 48], metavar="N,…", help="for each batch [128,64,48]")
     add("--prefill-tokens", type=numbers(1), default=[512], metavar="N,…", help="of prompts that are timed [512]")
     add("--no-synthetic", dest="synthetic", action="store_false", help="without synthetic acceptance")
-    add("--rounds", type=at_least(1), default=5, help="in which all take turns [5]")
+    add("--rounds", type=whole_from(1), default=5, help="in which all take turns [5]")
     add("--point-seconds", type=float, default=120.0, help="after which no round begins [120]")
-    add("--threads", type=at_least(1), default=2, help="of every engine [2]")
+    add("--threads", type=whole_from(1), default=2, help="of every engine [2]")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of all [bfloat16]")

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from perf.harness import environment
@@ -36,7 +35,6 @@ class Point:
 
     @property
     def name(self) -> str:
-        """`batch 8`, `prefill 512`."""
         return f"prefill {self.prompt_tokens}" if self.is_prefill else f"batch {self.num_sequences}"
 
 
@@ -115,11 +113,8 @@ class EngineProcess:
             try:
                 self._process = subprocess.Popen(
                     [spec.python, str(DRIVERS / "conversation.py"), str(spec.driver), json.dumps(settings)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    env={**ours, **threads},
-                )
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env={**ours, **threads},
+                )  # fmt: skip
             except OSError as error:
                 raise EngineFailed(f"{spec.python} cannot be started: {error.strerror}.") from error
         try:
@@ -135,9 +130,7 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -152,11 +145,9 @@ class EngineProcess:
             self._process.wait()
 
     def prepare(self, arm: str, prompts: Sequence[Sequence[int]], point: Point) -> None:
-        """Warm up. Raises EngineFailed."""
         self._ask({"do": "prepare", "arm": arm, "prompts": prompts, "max_tokens": point.new_tokens})
 
     def run(self, arm: str, prompts: Sequence[Sequence[int]], point: Point) -> Answer:
-        """One turn. Raises EngineFailed."""
         answer = self._ask({"do": "run", "arm": arm, "prompts": prompts, "max_tokens": point.new_tokens})
         try:
             return Answer(answer["outputs"], answer["seconds"])

@@ -115,11 +115,8 @@ def test_every_other_round_is_in_reverse_and_an_arm_that_fails_is_left_out() -> 
     )
     assert turns == ["ax", "ay", "bx", "by", *("by", "bx", "ay", "ax"), *("ax", "ay", "bx")]
     assert [(cell.name, cell.rates, cell.failure) for cell in cells] == [
-        ("a: x", [2.0] * 3, None),
-        ("a: y", [2.0] * 3, None),
-        ("b: x", [2.0] * 3, None),
-        ("b: y", [], "b: gone"),
-    ]
+        ("a: x", [2.0] * 3, None), ("a: y", [2.0] * 3, None), ("b: x", [2.0] * 3, None), ("b: y", [], "b: gone"),
+    ]  # fmt: skip
     assert [cell.same_ids for cell in cells][:3] == [1.0] * 3
 
 
@@ -257,15 +254,10 @@ def test_our_arms_give_the_same_ids_as_many_as_asked(tmp_path: Path) -> None:
     chances = (0.84, 0.81, 0.78, 0.75, 0.72)
     engine = open_engine(
         {
-            "checkpoint": str(folder),
-            "dtype": "bfloat16",
-            "threads": 1,
-            "most_sequences": 2,
-            "most_ids": 40,
-            "synthetic_acceptance": [chances],
-            "own_drafts": False,
+            "checkpoint": str(folder), "dtype": "bfloat16", "threads": 1, "most_sequences": 2, "most_ids": 40,
+            "synthetic_acceptance": [chances], "own_drafts": False,
         }
-    )
+    )  # fmt: skip
     assert engine.facts()["arms"] == [PLAIN, "SPACE at .78"] == [PLAIN, synthetic_arm(chances)]
     prompts = [[10, 20, 30], [40, 50, 60]]
     answers = []

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import pytest
 from doubles.router import Script
-from doubles.router.house import answer, request_of
-from doubles.router.scenario import ScriptedTableWorker
-from doubles.router.tabletop import Tabletop
+from doubles.router.scripted_worker import ScriptedBatch
+from doubles.router.tabletop import Tabletop, answer, request_of
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import EngineError, RequestFailed, WorkerFailed
@@ -73,8 +72,8 @@ class Table:
         for request in requests:
             self.submit(request)
 
-    def _new_worker(self) -> ScriptedTableWorker:
-        return ScriptedTableWorker(self._scripts.pop(0))
+    def _new_worker(self) -> ScriptedBatch:
+        return ScriptedBatch(self._scripts.pop(0))
 
     def start(self, number: int, script: Script = SCRIPT) -> None:
         self._scripts.append(script)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doubles.router import FixedReply, HashLanguage, Script, always, never, sometimes
-from doubles.router.house import answer, in_house, request_of
+from doubles.router.tabletop import answer, in_house, request_of
 from space_router.engine.errors import (
     CacheTooSmall,
     DeadlineExceeded,

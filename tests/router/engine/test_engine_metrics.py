@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from doubles.router import Script, always, never
-from doubles.router.house import in_house, request_of
+from doubles.router.tabletop import in_house, request_of
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest

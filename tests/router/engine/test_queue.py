@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 from doubles.router import Script
-from doubles.router.house import request_of
-from doubles.router.scenario import ScriptedTableWorker
-from doubles.router.tabletop import Tabletop
+from doubles.router.scripted_worker import ScriptedBatch
+from doubles.router.tabletop import Tabletop, request_of
 from space_router.config import ServeConfig
 from space_router.engine.queueing.queue import RequestQueue
 from space_router.engine.request.request import ValidRequest
@@ -299,7 +298,7 @@ def test_any_order_of_moves_serves_everybody_once() -> None:
 
 def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch() -> None:
     script = Script(num_blocks=400, max_sequences=4)
-    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    table = Tabletop(lambda: ScriptedBatch(script), config=ServeConfig(max_queue=1000))
     flood = [table.engine.submit(request_of((10 + i % 200, 11 + i // 200), 20, key="many")) for i in range(600)]
     for _ in range(50):
         table.tick()
@@ -312,7 +311,7 @@ def test_a_single_request_of_another_key_gets_the_next_place_in_the_batch() -> N
 
 def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged() -> None:
     script = Script(num_blocks=400, max_sequences=1)
-    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000, priority_ageing=1.0))
+    table = Tabletop(lambda: ScriptedBatch(script), config=ServeConfig(max_queue=1000, priority_ageing=1.0))
     patient = table.engine.submit(request_of((8, 8), 5, priority=2))  # runs at once
     patient = table.engine.submit(request_of((8, 9), 5, priority=2))
     served_at = None
@@ -328,7 +327,7 @@ def test_urgent_ones_go_first_through_the_whole_engine_until_others_have_aged() 
 
 def test_a_deadline_is_not_near_because_the_answer_might_fill_the_window() -> None:
     script = Script(num_blocks=4000, window=30_000, max_sequences=1, eos_ids=(2,))
-    table = Tabletop(lambda: ScriptedTableWorker(script), config=ServeConfig(max_queue=1000))
+    table = Tabletop(lambda: ScriptedBatch(script), config=ServeConfig(max_queue=1000))
     table.engine.submit(request_of((9, 9), 20))
     for _ in range(40):
         table.tick()

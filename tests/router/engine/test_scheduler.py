@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from doubles.router import Accepts, HashLanguage, Script, always, half, never, sometimes
-from doubles.router.house import Lockstep, answer, in_house, request_of
+from doubles.router.tabletop import Lockstep, answer, in_house, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from space_proto import worker_pb2

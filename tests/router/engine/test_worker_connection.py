@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 from doubles.router import Script, ScriptedWorker, never
-from doubles.router.house import House, Lockstep, answer, in_house, request_of, text_of, until
+from doubles.router.tabletop import House, Lockstep, answer, in_house, request_of, text_of, until
 from doubles.router.whole_router import Certificate, authority, signed
 from space_proto import worker_pb2, worker_pb2_grpc
 from space_router.config import ServeConfig, build

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from doubles.router import Script, ScriptedWorker
-from doubles.router.house import answer, request_of, text_of, until
+from doubles.router.tabletop import answer, request_of, text_of, until
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import RestartRefused

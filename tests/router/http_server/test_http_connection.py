@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from doubles.router.web_trial import SOON, Client, WebTrial, serving
+from doubles.router.whole_router import SOON, Client, WebTrial, serving
 from space_router.config import ServeConfig
 from space_router.http_server import http_connection
 from space_router.http_server.http_connection import NUM_GUESTS

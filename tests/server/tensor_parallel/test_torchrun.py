@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos.machines import can_have_namespaces
+from chaos.hosts import can_have_namespaces
 from processes import free_port
 from space_common.worker_client import GrpcWorker, WorkerClient
 from space_model.loading.load import load_model

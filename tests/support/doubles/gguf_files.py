@@ -21,14 +21,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 _ARCHITECTURES = {
-    "llama": constants.MODEL_ARCH.LLAMA,
-    "mistral": constants.MODEL_ARCH.LLAMA,
-    "qwen2": constants.MODEL_ARCH.QWEN2,
-    "qwen3": constants.MODEL_ARCH.QWEN3,
-    "gemma2": constants.MODEL_ARCH.GEMMA2,
-    "gemma3_text": constants.MODEL_ARCH.GEMMA3,
-    "phi3": constants.MODEL_ARCH.PHI3,
-}
+    "llama": constants.MODEL_ARCH.LLAMA, "mistral": constants.MODEL_ARCH.LLAMA, "qwen2": constants.MODEL_ARCH.QWEN2,
+    "qwen3": constants.MODEL_ARCH.QWEN3, "gemma2": constants.MODEL_ARCH.GEMMA2,
+    "gemma3_text": constants.MODEL_ARCH.GEMMA3, "phi3": constants.MODEL_ARCH.PHI3,
+}  # fmt: skip
 
 
 def write_gguf(

@@ -40,15 +40,11 @@ def outputs(
     router = WorkerClient(worker)
     numbers = [
         router.admit(
-            prompt,
-            max_tokens=max_tokens,
-            sampling=pb.Sampling(grammar=grammar, **sampling),
-            max_draft_length=99 if k else 0,
-            num_pages=num_pages,
-            eos_ids=eos_ids,
+            prompt, max_tokens=max_tokens, sampling=pb.Sampling(grammar=grammar, **sampling),
+            max_draft_length=99 if k else 0, num_pages=num_pages, eos_ids=eos_ids,
         )
         for prompt in prompts
-    ]
+    ]  # fmt: skip
     router.run()
     return [router.sequences[number] for number in numbers]
 
@@ -85,7 +81,6 @@ def _regex(chance: Random, depth: int) -> str:
 
 
 def choice_case(chance: Random) -> Case:
-    """A random list of texts."""
     texts = [chance.choice(_WORDS) + chance.choice(_WORDS) for _ in range(chance.randint(1, 5))]
     return Case(pb.Grammar(kind=pb.GRAMMAR_KIND_CHOICE, source=json.dumps(texts)), lambda text: text in texts)
 
@@ -183,12 +178,8 @@ def _number(chance: Random, depth: int) -> dict[str, Any]:
 
 def _constant(chance: Random, depth: int) -> dict[str, Any]:
     constants = (
-        {"const": None},
-        {"const": {"k": [1, "two"]}},
-        {"type": "boolean"},
-        {"type": "null"},
-        {"enum": [1, "a"]},
-    )
+        {"const": None}, {"const": {"k": [1, "two"]}}, {"type": "boolean"}, {"type": "null"}, {"enum": [1, "a"]},
+    )  # fmt: skip
     return dict(chance.choice(constants))
 
 

@@ -12,8 +12,7 @@ from space_kernels.fp8 import nearest
 from space_kernels.paging.step_rows import RowPattern, StepRows
 from torch import Tensor
 
-SCALE = 0.3
-"""Of the scores."""
+SCALE = 0.3  # of the scores
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class MadeUpStep:
 
     @property
     def num_rows(self) -> int:
-        """Without padding."""
         return len(self.rows.pattern.offsets)
 
     @property
@@ -127,12 +125,9 @@ def made_up_step(
         return torch.cat([joined, padding]).to(device)
 
     step_rows = StepRows(
-        pattern=pattern,
-        starts=np.array([one.cached for one in sequences], dtype=np.int64),
-        pages=pages,
-        block_size=block_size,
-        device=device,
-    )
+        pattern=pattern, starts=np.array([one.cached for one in sequences], dtype=np.int64), pages=pages,
+        block_size=block_size, device=device,
+    )  # fmt: skip
     pages_there = KVPages(key_pages.to(device), value_pages.to(device))
     return MadeUpStep(QKV(packed(0), packed(1), packed(2)), pages_there, step_rows)
 
@@ -158,14 +153,9 @@ def _pattern(sequences: Sequence[MadeUp]) -> RowPattern:
             number += 1
         mask_runs.append(range(first, len(offsets)))
     return RowPattern(
-        chain_runs=chain_runs,
-        mask_runs=mask_runs,
-        offsets=np.array(offsets),
-        reach=np.array(reach),
-        group=np.array(group),
-        num_chain_rows=num_chain,
-        num_padded=-(-len(offsets) // 4) * 4,
-    )
+        chain_runs=chain_runs, mask_runs=mask_runs, offsets=np.array(offsets), reach=np.array(reach),
+        group=np.array(group), num_chain_rows=num_chain, num_padded=-(-len(offsets) // 4) * 4,
+    )  # fmt: skip
 
 
 def full_layout(k: int) -> list[tuple[int, int]]:

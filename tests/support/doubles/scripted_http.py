@@ -67,7 +67,6 @@ class Reply:
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event."""
     return b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
 
 

@@ -17,14 +17,12 @@ from space_train.training.trainer import TrainResult, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-FIRST_ID, VOCABULARY = 16, 128
-"""Random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint."""
+FIRST_ID, VOCABULARY = 16, 128  # random texts have ids from FIRST_ID on: none of the special ones of a tiny checkpoint
 
 _BLOCK = 16
 
 
 def random_ids(count: int, seed: int) -> list[int]:
-    """A text."""
     return torch.randint(FIRST_ID, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -40,18 +38,10 @@ def random_examples(count: int, shortest: int, longest: int) -> list[Example]:
 def tiny_plan(method: Method = Method.GATED_LORA, **changes: Any) -> TrainPlan:
     """A plan of three updates, in float32."""
     switches: dict[str, Any] = {
-        "method": method,
-        "budget": Budget(steps=3),
-        "num_masks": 3,
-        "length": 32,
-        "rows_per_step": 4,
-        "head": HeadForm.NONE if method is Method.SFT else HeadForm.MLP,
-        "head_hidden": 16,
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "precision": "no",
-        "evaluations": 1,
-    }
+        "method": method, "budget": Budget(steps=3), "num_masks": 3, "length": 32, "rows_per_step": 4,
+        "head": HeadForm.NONE if method is Method.SFT else HeadForm.MLP, "head_hidden": 16, "lora_rank": 4,
+        "learning_rate": 1e-2, "precision": "no", "evaluations": 1,
+    }  # fmt: skip
     return TrainPlan(**switches | changes)
 
 
@@ -64,7 +54,6 @@ def rows_for(plan: TrainPlan, examples: list[Example] | None = None) -> MixedRow
 
 
 def read_model(folder: Path, attention: str | None = None) -> PreTrainedModel:
-    """A checkpoint in float32, as transformers has it."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
     )
@@ -83,8 +72,7 @@ def decoder_rows(model: SpaceModel, prefix: list[int], num_masks: int, adapter: 
     return model.forward(batch, model.allocate_kv(len(pages), _BLOCK))[: len(prefix) + num_masks]
 
 
-TOKENIZER_SIZE = 100
-"""Ids from there on mean nothing to the tokenizer of a tiny checkpoint."""
+TOKENIZER_SIZE = 100  # ids from there on mean nothing to the tokenizer of a tiny checkpoint
 
 
 def held_out(plan: TrainPlan) -> Texts:
@@ -94,7 +82,6 @@ def held_out(plan: TrainPlan) -> Texts:
 
 
 def run(source: Path, plan: TrainPlan, out: Path, **keywords: Any) -> TrainResult:
-    """Train the checkpoint `source` as `plan` says, on random text."""
     given: dict[str, Any] = {"tokenizer_size": TOKENIZER_SIZE, "held_out": held_out(plan), "progress": False}
     data = keywords.pop("data", None) or rows_for(plan)
     return train(read_model(source), source, data, plan, out, **given | keywords)

@@ -59,28 +59,12 @@ class ScriptedModel:
         self.num_rows = 0  # rows of forward passes
         self._wrong, self._poison, self._nan_at = frozenset(wrong), poison, nan_at
         self.facts = ModelFacts(
-            name="scripted",
-            vocab_size=vocab_size,
-            hidden_size=vocab_size,
-            num_layers=0,
-            num_heads=1,
-            kv_heads=1,
-            head_dim=1,
-            window=window,
-            dtype=torch.float32,
-            dtype_reason="scripted",
-            device=torch.device("cpu"),
-            eos_ids=(0,),
-            mask_ids=tuple(range(1, num_masks + 1)),
-            num_masks=num_masks,
-            model_hash="model",
-            tokenizer_hash="tokenizer",
-            has_draft_head=False,
-            kv_bytes_per_token=8,
-            attention="none",
-            num_threads=1,
+            name="scripted", vocab_size=vocab_size, hidden_size=vocab_size, num_layers=0, num_heads=1, kv_heads=1,
+            head_dim=1, window=window, dtype=torch.float32, dtype_reason="scripted", device=torch.device("cpu"),
+            eos_ids=(0,), mask_ids=tuple(range(1, num_masks + 1)), num_masks=num_masks, model_hash="model",
+            tokenizer_hash="tokenizer", has_draft_head=False, kv_bytes_per_token=8, attention="none", num_threads=1,
             adapters=tuple(AdapterFacts(name, masks, False) for name, masks in (adapters or {}).items()),
-        )
+        )  # fmt: skip
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Its masks know the text already."""

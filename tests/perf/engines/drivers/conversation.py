@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-Timed = tuple[list[list[int]], list[list[float]]]
-"""By prompt: the ids that were generated, and when each was there."""
+Timed = tuple[list[list[int]], list[list[float]]]  # by prompt: the ids that were generated, and when each was there
 
 
 class Engine(Protocol):
@@ -36,7 +35,6 @@ class Engine(Protocol):
 
 
 def load_driver(file: Path) -> Any:
-    """The module in `file`."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python file.")

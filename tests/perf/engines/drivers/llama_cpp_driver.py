@@ -96,5 +96,4 @@ class LlamaCpp:
 
 
 def open_engine(settings: dict[str, Any]) -> LlamaCpp:
-    """For `conversation`."""
     return LlamaCpp(settings)

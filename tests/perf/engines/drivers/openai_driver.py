@@ -23,12 +23,9 @@ class OpenAIServer:
 
     def facts(self) -> dict[str, Any]:
         return {
-            "version": self._model,
-            "arms": [ARM],
-            "settings": f"as {self._url} was started",
-            "lacks": "nothing; HTTP and text are in its figures",
-            "is_remote": True,
-        }
+            "version": self._model, "arms": [ARM], "settings": f"as {self._url} was started",
+            "lacks": "nothing; HTTP and text are in its figures", "is_remote": True,
+        }  # fmt: skip
 
     def prepare(self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         self.run(arm, [prompt[:16] for prompt in prompts], 4)
@@ -64,5 +61,4 @@ class OpenAIServer:
 
 
 def open_engine(settings: dict[str, Any]) -> OpenAIServer:
-    """For `conversation`."""
     return OpenAIServer(settings)

@@ -91,5 +91,4 @@ def check_weights(folder: Path) -> None:
 
 
 def open_engine(settings: dict[str, Any]) -> OpenVino:
-    """For `conversation`."""
     return OpenVino(settings)

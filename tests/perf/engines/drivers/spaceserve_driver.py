@@ -47,12 +47,9 @@ class Bound:
         def shape(worth: LayoutYield) -> StepShape:
             drafts = worth.layout.num_drafts > 0
             return StepShape(
-                num_sequences,
-                round(num_sequences * worth.chain_rows),
-                round(num_sequences * worth.mask_rows),
-                num_drafting=num_sequences if drafts else 0,
-                num_context=num_sequences * num_context,
-            )
+                num_sequences, round(num_sequences * worth.chain_rows), round(num_sequences * worth.mask_rows),
+                num_drafting=num_sequences if drafts else 0, num_context=num_sequences * num_context,
+            )  # fmt: skip
 
         plain_seconds = cost.seconds(shape(NO_DRAFTS))
         best = max(
@@ -83,15 +80,10 @@ class SpaceServe:
                     self._chances[arm], vocab_size=facts.vocab_size, mask_ids=facts.mask_ids
                 )
             worker = self._workers[arm] = Worker(
-                self._model,
-                num_blocks=num_blocks,
-                block_size=BLOCK_SIZE,
-                max_sequences=most,
-                kv=kv,
+                self._model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_sequences=most, kv=kv,
                 cost=StepCost.from_points(calibration.points),
-                controller=plain().controller() if arm == PLAIN else None,
-                synthetic=synthetic,
-            )
+                controller=plain().controller() if arm == PLAIN else None, synthetic=synthetic,
+            )  # fmt: skip
             self._clients[arm] = WorkerClient(worker, max_prefill_rows=1 << 20)
 
     def facts(self) -> dict[str, Any]:
@@ -134,18 +126,14 @@ class SpaceServe:
         return {
             arm: vars(
                 Bound.of(
-                    self._workers[arm].cost,
-                    chances,
-                    max_drafts=self._model.facts.most_masks,
-                    num_sequences=num_sequences,
-                    num_context=num_context,
+                    self._workers[arm].cost, chances, max_drafts=self._model.facts.most_masks,
+                    num_sequences=num_sequences, num_context=num_context,
                 )
             )
             for arm, chances in self._chances.items()
             if arm in self._clients
-        }
+        }  # fmt: skip
 
 
 def open_engine(settings: dict[str, Any]) -> SpaceServe:
-    """For `conversation`."""
     return SpaceServe(settings)

@@ -54,7 +54,6 @@ class Transformers:
         ids, times = self._torch.tensor([list(prompt) for prompt in prompts]), []
 
         def watch(input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-            """Stops nothing."""
             times.append(time.perf_counter())
             return input_ids.new_zeros(len(input_ids), dtype=self._torch.bool)
 
@@ -104,5 +103,4 @@ class Transformers:
 
 
 def open_engine(settings: dict[str, Any]) -> Transformers:
-    """For `conversation`."""
     return Transformers(settings)

@@ -18,19 +18,6 @@ from doubles.router.script import (
 from doubles.router.scripted_worker import Figures, PageLedger, ScriptedBatch, ScriptedWorker, Violation
 
 __all__ = [
-    "Accepts",
-    "Figures",
-    "FixedReply",
-    "HashLanguage",
-    "Language",
-    "PageLedger",
-    "Script",
-    "ScriptedBatch",
-    "ScriptedWorker",
-    "Violation",
-    "always",
-    "half",
-    "listed",
-    "never",
-    "sometimes",
-]
+    "Accepts", "Figures", "FixedReply", "HashLanguage", "Language", "PageLedger", "Script", "ScriptedBatch",
+    "ScriptedWorker", "Violation", "always", "half", "listed", "never", "sometimes",
+]  # fmt: skip

@@ -40,7 +40,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def script_of(args: argparse.Namespace) -> Script:
-    """The script that the flags describe."""
     vocab: list[int] = list(range(4, 250))
     vocab_size, tokenizer_hash = 256, ""
     language: Language = HashLanguage(vocab)
@@ -55,25 +54,14 @@ def script_of(args: argparse.Namespace) -> Script:
         reply = tokenizer.encode(args.reply, add_special_tokens=False).ids if args.reply else []
         language = FixedReply(reply) if reply else HashLanguage(vocab)
     return Script(
-        language=language,
-        accepts=ACCEPTS[args.accepts],
-        draft_length=args.draft_length,
-        vocab_size=vocab_size,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        window=args.max_model_len,
-        max_sequences=args.max_sequences,
-        mask_ids=(),
-        eos_ids=(),
-        model_name=args.model,
-        tokenizer_hash=tokenizer_hash,
-        step_seconds=args.step_seconds,
-        die_after_steps=args.die_after_steps,
-    )
+        language=language, accepts=ACCEPTS[args.accepts], draft_length=args.draft_length, vocab_size=vocab_size,
+        block_size=args.block_size, num_blocks=args.num_blocks, window=args.max_model_len,
+        max_sequences=args.max_sequences, mask_ids=(), eos_ids=(), model_name=args.model,
+        tokenizer_hash=tokenizer_hash, step_seconds=args.step_seconds, die_after_steps=args.die_after_steps,
+    )  # fmt: skip
 
 
 async def serve(args: argparse.Namespace) -> int:
-    """Until SIGTERM, Drain, the parent's end, or the scripted death."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with ScriptedWorker(script_of(args), listen=args.listen) as worker:

@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.errors import Broken, DeadlineExceeded, QueueFull, RequestCancelled, WorkerFailed
-from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Finish, SamplingOptions, Stream, ValidRequest
 from space_router.engine.request.request_state import MAX_BLOCKS_AHEAD
 from space_router.engine.scheduler import PREFILL_STEPS_AHEAD, Scheduler
@@ -18,8 +16,8 @@ from space_router.engine.workers.supervisor import ExitCause
 from space_router.metrics import Metrics
 
 from doubles.router.script import HashLanguage, Script, always, half, never, sometimes
-from doubles.router.scripted_worker import ScriptedBatch, ScriptedWorker
-from doubles.router.tabletop import Tabletop, TableWorker
+from doubles.router.scripted_worker import ScriptedBatch
+from doubles.router.tabletop import Tabletop, TableWorker, answer
 
 MAX_TICKS = 20_000
 SECONDS_PER_TICK = 0.01
@@ -27,23 +25,6 @@ SECONDS_PER_TICK = 0.01
 
 class RuleBroken(AssertionError):
     """What must hold did not; the message names the scenario's seed."""
-
-
-class ScriptedTableWorker:
-    """A scripted batch as a worker on the table."""
-
-    def __init__(self, script: Script) -> None:
-        self.batch = ScriptedBatch(script)
-        self._hello = ScriptedWorker(script).hello()
-
-    def hello(self) -> worker_pb2.Hello:
-        return self._hello
-
-    def apply(self, command: worker_pb2.Command) -> None:
-        self.batch.apply(command)
-
-    def step(self) -> worker_pb2.StepReport | None:
-        return self.batch.step()
 
 
 @dataclass(eq=False)
@@ -97,7 +78,20 @@ class Scenario:
         longest = dice.choice([8, 30, 60])
         visits: list[Visit] = []
         for number in range(dice.randint(2, num_visits)):
-            visit = _visit(dice, number, families, busy, longest, vocabulary, eos_ids, max_drafts, temperatures)
+            shared = dice.choice(families)[: dice.randrange(0, 36)]
+            own = tuple(dice.choices(vocabulary, k=dice.randrange(1, 8)))
+            num_prompt_logprobs = dice.choice([None] * 9 + [1])
+            request = ValidRequest(
+                request_id=str(number), prompt_ids=shared + own if dice.random() < 0.8 else (shared or own),
+                sampling=SamplingOptions(seed=dice.randrange(100), temperature=dice.choice(temperatures)),
+                max_tokens=dice.randint(1, longest), eos_ids=eos_ids if dice.random() < 0.7 else (),
+                max_draft_length=dice.choice([None, None, 0, 1, max_drafts]), want_logprobs=dice.random() < 0.1,
+                num_prompt_logprobs=num_prompt_logprobs, priority=dice.choice([0, 0, 0, -1, 1, 5]),
+                deadline=dice.choice([None] * 8 + [0.2, 1.5]), cache_salt=dice.choice(["", "", "", "pepper"]),
+                share_prefix=num_prompt_logprobs is None and dice.random() < 0.9,
+                key=dice.choice(["", "a", "a", "a", "b"]),
+            )  # fmt: skip
+            visit = _visit(dice, request, dice.randrange(0, 40), busy)
             room = min(window, num_slots - 1) - len(visit.request.prompt_ids)
             visit.request = replace(visit.request, max_tokens=min(visit.request.max_tokens or room, room))
             visits.append(visit)
@@ -108,12 +102,7 @@ class Scenario:
                     visits.append(Visit(other, visit.arrives, follows=visit))
         num_workers = dice.choice([1, 1, 2])
         deaths = [
-            (
-                dice.randrange(5, 80),
-                dice.randrange(num_workers),
-                dice.choice([0, 0, 3, 20]),
-                dice.choice(list(ExitCause)),
-            )
+            (dice.randrange(5, 80), dice.randrange(num_workers), dice.choice([0, 0, 3, 20]), dice.choice([*ExitCause]))
             for _ in range(dice.choice([0, 0, 0, 1, 2, 4]))
         ]
         config = ServeConfig(
@@ -127,39 +116,9 @@ class Scenario:
         )  # fmt: skip
 
 
-def _visit(
-    dice: random.Random,
-    number: int,
-    families: list[tuple[int, ...]],
-    busy: int,
-    longest: int,
-    vocabulary: range,
-    eos_ids: tuple[int, ...],
-    max_drafts: int,
-    temperatures: tuple[float, ...],
-) -> Visit:
-    shared = dice.choice(families)[: dice.randrange(0, 36)]
-    own = tuple(dice.choices(vocabulary, k=dice.randrange(1, 8)))
-    num_prompt_logprobs = dice.choice([None] * 9 + [1])
-    request = ValidRequest(
-        request_id=str(number),
-        prompt_ids=shared + own if dice.random() < 0.8 else (shared or own),
-        sampling=SamplingOptions(seed=dice.randrange(100), temperature=dice.choice(temperatures)),
-        max_tokens=dice.randint(1, longest),
-        eos_ids=eos_ids if dice.random() < 0.7 else (),
-        max_draft_length=dice.choice([None, None, 0, 1, max_drafts]),
-        want_logprobs=dice.random() < 0.1,
-        num_prompt_logprobs=num_prompt_logprobs,
-        priority=dice.choice([0, 0, 0, -1, 1, 5]),
-        deadline=dice.choice([None] * 8 + [0.2, 1.5]),
-        cache_salt=dice.choice(["", "", "", "pepper"]),
-        share_prefix=num_prompt_logprobs is None and dice.random() < 0.9,
-        key=dice.choice(["", "a", "a", "a", "b"]),
-    )
-    begins = dice.randrange(0, 40)
-    visit = Visit(
-        request, dice.randrange(busy), reads_every=dice.choice([1, 1, 1, 2, 7]), deaf=(begins, dice.choice([0, 0, 90]))
-    )
+def _visit(dice: random.Random, request: ValidRequest, deaf_from: int, busy: int) -> Visit:
+    arrives, reads_every = dice.randrange(busy), dice.choice([1, 1, 1, 2, 7])
+    visit = Visit(request, arrives, reads_every=reads_every, deaf=(deaf_from, dice.choice([0, 0, 90])))
     match dice.choice(["stays"] * 7 + ["after", "at", "cancelled"]):
         case "after":
             visit.leaves_after = dice.randrange(1, 10)
@@ -184,13 +143,9 @@ class Performance:
         """`solo_text`: what a request is answered when it is alone."""
         self.scenario = scenario
         self.table = Tabletop(
-            new_worker,
-            num_workers=scenario.num_workers,
-            delay=scenario.delay,
-            config=scenario.config,
-            metrics=metrics,
-            max_lag=scenario.max_lag,
-        )
+            new_worker, num_workers=scenario.num_workers, delay=scenario.delay, config=scenario.config,
+            metrics=metrics, max_lag=scenario.max_lag,
+        )  # fmt: skip
         self.outcomes: Counter[str] = Counter()
         self.num_preemptions = 0
         self.num_cached = 0
@@ -356,41 +311,20 @@ def check_budgets(scheduler: Scheduler, config: ServeConfig) -> None:
             raise RuleBroken(f"{sequence.num_slots} slots for {len(sequence.live.ids)} ids, of {most} at most")
 
 
-def scripted_solo_text(request: ValidRequest, script: Script) -> tuple[int, ...]:
-    """What the scripted language says to a request, asked one id at a time."""
-    ids, num_prompt = list(request.prompt_ids), len(request.prompt_ids)
-    sampling, most = worker_messages.sampling(request.sampling), request.max_tokens or 1
-    while len(ids) < min(num_prompt + most, script.window):
-        ids.append(script.language.next_id(ids, num_prompt, sampling))
-        if ids[-1] in request.eos_ids + request.stop_ids:
-            break
-    return tuple(ids[num_prompt:])
-
-
 def scripted_performance(seed: int, metrics: Metrics | None = None) -> Performance:
     """A random scenario with a random scripted worker."""
     dice = random.Random(f"script {seed}")
     script = Script(
         language=HashLanguage(range(4, 250), eos_id=2, eos_period=25),
-        accepts=dice.choice([never, always, half, sometimes]),
-        draft_length=dice.randrange(6),
-        block_size=dice.choice([2, 4, 8]),
-        window=100,
-        max_sequences=dice.choice([1, 4, 8]),
+        accepts=dice.choice([never, always, half, sometimes]), draft_length=dice.randrange(6),
+        block_size=dice.choice([2, 4, 8]), window=100, max_sequences=dice.choice([1, 4, 8]),
         release_steps=dice.randrange(3),
-    )
+    )  # fmt: skip
     script.num_blocks = dice.choice([76, 80, 100, 130, 400]) // script.block_size + 1
     scenario = Scenario.random(
-        seed,
-        window=script.window,
-        num_slots=script.num_blocks * script.block_size,
-        vocabulary=range(4, 250),
-        eos_ids=(2,),
-        max_drafts=script.draft_length,
-    )
+        seed, window=script.window, num_slots=script.num_blocks * script.block_size, vocabulary=range(4, 250),
+        eos_ids=(2,), max_drafts=script.draft_length,
+    )  # fmt: skip
     return Performance(
-        scenario,
-        lambda: ScriptedTableWorker(script),
-        lambda request: scripted_solo_text(request, script),
-        metrics=metrics,
+        scenario, lambda: ScriptedBatch(script), lambda request: answer(request, script), metrics=metrics
     )

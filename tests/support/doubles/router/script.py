@@ -55,17 +55,14 @@ Garbage: TypeAlias = Literal["report_no", "unknown_sequence", "too_many_tokens",
 
 
 def never(seq_id: int, step: int, num_drafts: int) -> int:
-    """No draft is accepted."""
     return 0
 
 
 def always(seq_id: int, step: int, num_drafts: int) -> int:
-    """Every draft is accepted."""
     return num_drafts
 
 
 def half(seq_id: int, step: int, num_drafts: int) -> int:
-    """Every other step accepts all."""
     return num_drafts if step % 2 else 0
 
 

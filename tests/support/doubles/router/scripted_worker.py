@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,7 +37,6 @@ class PageLedger:
         self._readers: dict[int, set[int]] = {}  # block -> sequences that share it
 
     def grant(self, seq_id: int, blocks: Sequence[int]) -> None:
-        """Blocks for `seq_id` alone."""
         for block in blocks:
             if not 0 <= block < len(self._contents):
                 raise Violation(f"sequence {seq_id} got block {block}, outside 0..{len(self._contents) - 1}")
@@ -47,7 +46,6 @@ class PageLedger:
             self._writer[block] = seq_id
 
     def share(self, seq_id: int, blocks: Sequence[int]) -> None:
-        """Blocks that `seq_id` only reads."""
         for block in blocks:
             self._readers.setdefault(block, set()).add(seq_id)
 
@@ -76,7 +74,6 @@ class PageLedger:
                 )
 
     def release(self, seq_id: int) -> None:
-        """Forget a sequence; contents stay as they are."""
         self._writer = {block: writer for block, writer in self._writer.items() if writer != seq_id}
         for readers in self._readers.values():
             readers.discard(seq_id)
@@ -128,7 +125,6 @@ class ScriptedSequence:
         return len(self.pages) * self._script.block_size
 
     def extend(self, pages: list[int]) -> None:
-        """More pages at the end."""
         self._ledger.grant(self.seq_id, pages)
         self.pages += pages
         self.paused = False
@@ -223,25 +219,8 @@ class ScriptedSequence:
             self._ledger.write(self.seq_id, self.pages, position, self._hashes[position])
         self._ledger.attend(self.seq_id, self.pages, self._hashes[: self.computed])
 
-    def _report(
-        self,
-        *,
-        finish: worker_pb2.Finish.ValueType = worker_pb2.FINISH_NONE,
-        error: str = "",
-        paused: bool = False,
-        decoded: bool = False,
-        num_drafted: int = 0,
-        num_computed: int | None = None,
-    ) -> worker_pb2.SequenceReport:
-        return worker_pb2.SequenceReport(
-            seq_id=self.seq_id,
-            finish=finish,
-            error=error,
-            paused=paused,
-            decoded=decoded,
-            num_drafted=num_drafted,
-            num_computed=self.computed if num_computed is None else num_computed,
-        )
+    def _report(self, **fields: Any) -> worker_pb2.SequenceReport:
+        return worker_pb2.SequenceReport(seq_id=self.seq_id, **{"num_computed": self.computed, **fields})
 
     def _logprobs(self, token: int, num_top: int) -> worker_pb2.TokenLogprobs:
         """A made-up law: log-probability -(1 + id mod 7), the next ids as alternatives."""
@@ -252,6 +231,20 @@ class ScriptedSequence:
             top_ids=[i % self._script.vocab_size for i in top],
             top_logprobs=[-(1.0 + token % 7 + i) for i in range(num_top)],
         )
+
+
+def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
+    return worker_pb2.Hello(
+        protocol_major=script.protocol_major, incarnation=incarnation,
+        model_hash=script.model_hash, tokenizer_hash=script.tokenizer_hash, vocab_size=script.vocab_size,
+        block_size=script.block_size, num_blocks=script.num_blocks, window=script.window,
+        max_draft_length=script.draft_length,
+        num_masks=script.draft_length if script.num_masks is None else script.num_masks, mask_ids=script.mask_ids,
+        dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
+        attention="none", eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
+        step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
+        adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
+    )  # fmt: skip
 
 
 @dataclass
@@ -285,16 +278,17 @@ class ScriptedBatch:
         self._failed: list[worker_pb2.SequenceReport] = []
         self._report_no = 0
 
+    def hello(self) -> worker_pb2.Hello:
+        return hello_of(self.script, uuid.uuid4().hex)
+
     @property
     def has_work(self) -> bool:
-        """A step would do something."""
         return any(
             sequence.releasing is not None or not (sequence.ended or sequence.paused)
             for sequence in self.sequences.values()
         )
 
     def apply(self, command: worker_pb2.Command) -> None:
-        """Heed one command."""
         kind = command.WhichOneof("command")
         if (self._start is None) != (kind == "start"):
             raise Violation(f"{kind} came {'before' if self._start is None else 'after'} Start")
@@ -382,7 +376,6 @@ class ScriptedBatch:
         return result
 
     def heartbeat(self) -> worker_pb2.StepReport:
-        """A report that says nothing."""
         self._report_no += 1
         return worker_pb2.StepReport(report_no=self._report_no)
 
@@ -449,9 +442,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         await self._server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for conversation in list(self._conversations):
             conversation.die()
         if self._server is not None:
@@ -472,36 +463,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             conversation.drain()
 
     def check(self) -> None:
-        """Raise Violation if the router ever broke the contract."""
         if self.violations:
             raise Violation("; ".join(self.violations))
 
     def hello(self) -> worker_pb2.Hello:
-        """Who the worker is in this life."""
-        script = self.script
-        return worker_pb2.Hello(
-            protocol_major=script.protocol_major,
-            incarnation=f"life {self.num_lives} of {self._name}",
-            model_hash=script.model_hash,
-            tokenizer_hash=script.tokenizer_hash,
-            vocab_size=script.vocab_size,
-            block_size=script.block_size,
-            num_blocks=script.num_blocks,
-            window=script.window,
-            max_draft_length=script.draft_length,
-            num_masks=script.draft_length if script.num_masks is None else script.num_masks,
-            mask_ids=script.mask_ids,
-            dtype="float32",
-            device="cpu",
-            model_name=script.model_name,
-            max_sequences=script.max_sequences,
-            attention="none",
-            eos_ids=script.eos_ids,
-            takes_grammars=script.takes_grammars,
-            step_cost_source=script.step_cost_source,
-            step_cost_reason=script.step_cost_reason,
-            adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
-        )
+        return hello_of(self.script, f"life {self.num_lives} of {self._name}")
 
     async def Serve(
         self,

@@ -1,10 +1,12 @@
-"""Figures are files that show what they were given."""
+"""Plots of evaluations, and the commands that were removed."""
 
 import struct
 import sys
 from pathlib import Path
 
 import pytest
+from space_eval.__main__ import COMMANDS, MOVED, main
+from space_eval.bench import command as bench
 from space_eval.plots import Bar, PlotError, bar_plot, line_plot
 
 
@@ -50,3 +52,17 @@ def test_a_missing_matplotlib_names_the_cure(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(PlotError, match=r"pip install 'spaceserve\[train\]'"):
         line_plot(tmp_path / "a.png", {"a": [(1.0, 1.0)]}, title="t", x="x", y="y")
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_removed_evaluation_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert name not in COMMANDS
+    assert main([name, "--model", "demo"]) == 2
+    assert capsys.readouterr() == ("", f"spaceserve eval {name} was removed; {MOVED[name]}\n")
+
+
+@pytest.mark.parametrize("name", bench.MOVED)
+def test_a_removed_benchmark_says_what_to_use_instead(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert name not in bench.COMMANDS
+    assert bench.main([name]) == 2
+    assert capsys.readouterr() == ("", f"spaceserve bench {name} was removed; {bench.MOVED[name]}\n")
