@@ -10,8 +10,10 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 MAX_DRAFT_LENGTH = 16  # maximum K of `speculation`; no known checkpoint gains from more
@@ -43,10 +45,12 @@ def setting(group: str, default: Any, kind: Kind, *, own_workers: bool = False, 
     return field(default=default, metadata={"setting": Setting(group, *kind, own_workers, repeatable)})
 
 
+@cache
 def help_texts(config: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class, by field name: meaning, unit, and reason of the default."""
-    [definition] = ast.parse(inspect.getsource(config)).body
-    pairs = itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else ())
+    module = ast.parse(inspect.getsource(sys.modules[config.__module__]))
+    [definition] = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == config.__name__]
+    pairs = itertools.pairwise(definition.body)
     return {
         field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
         for field, text in pairs
