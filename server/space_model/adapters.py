@@ -15,9 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -31,12 +29,11 @@ from space_model.checkpoint.checkpoint import (
     describe_peft,
     how_to_merge,
     is_contained,
-    is_gated,
     is_local_name,
     read_object,
 )
 from space_model.checkpoint.space_section import SpaceSection
-from space_model.heads import DraftHeadWeights, load_draft_head
+from space_model.heads import BaseSpec, DraftHeadWeights, load_draft_head
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
 from space_model.model_facts import AdapterFacts
 
@@ -46,15 +43,9 @@ GATED_LORA_FILE = "gated_lora.safetensors"
 _MASKS = "gated_lora.mask_embeddings"
 _OURS = ("gated_lora.", ".a", ".b")  # prefix and suffixes of the names in a single file
 _PEFT = ("base_model.model.", ".lora_A.weight", ".lora_B.weight")
-_PEFT_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
-}
-"""Fields of PEFT's config that change the computation, with the supported values."""
+# fields of PEFT's config that change the computation, with their neutral value besides null
+_PEFT_UNSERVED = {"use_dora": False, "fan_in_fan_out": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+_PEFT_UNSERVED |= {"modules_to_save": []}
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,7 @@ class GatedLora:
     """One adapter's LoRA pairs and mask embeddings."""
 
     mask_embeddings: Tensor  # [num_masks, hidden] input of the first decoder layer; no family scaling applies
-    pairs: Mapping[
-        str, tuple[Tensor, Tensor]
-    ]  # path of a linear in the transformers model -> a [rank, in], b [out, rank]
+    pairs: Mapping[str, tuple[Tensor, Tensor]]  # path of a linear in the whole model -> a [rank, in], b [out, rank]
     scale: float  # alpha / rank
 
     @property
@@ -78,65 +67,43 @@ class GatedLora:
         return next((len(a) for a, _ in self.pairs.values()), 1)
 
     @classmethod
-    def load(
-        cls,
-        path: Path,
-        *,
-        num_masks: int | None,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> GatedLora:
-        """Read a single file or a PEFT folder.
-
-        `num_masks`: keep the first so many masks; None: all. Raises InvalidSpaceSection naming the bad tensor.
-        """
-        if path.is_dir():
-            scale, tensors, affixes = _read_peft(path)
-        else:
-            scale, tensors, affixes = _read_ours(path)
+    def load(cls, path: Path, base: BaseSpec, num_masks: int | None = None) -> GatedLora:
+        """Read a single file or a PEFT folder. `num_masks`: keep the first so many masks; None: all. Raises
+        InvalidSpaceSection naming the bad tensor."""
+        scale, tensors, affixes = _read_peft(path) if path.is_dir() else _read_ours(path)
         masks = tensors.pop(_MASKS, None)
-        if masks is None or masks.dim() != 2 or masks.shape[1] != hidden_size or not len(masks):
+        if masks is None or masks.dim() != 2 or masks.shape[1] != base.hidden_size or not len(masks):
             shape = "is not there" if masks is None else f"has shape {tuple(masks.shape)}"
-            raise InvalidSpaceSection(f"{_MASKS} of {path} {shape}; it must be [masks, {hidden_size}].")
+            raise InvalidSpaceSection(f"{_MASKS} of {path} {shape}; it must be [masks, {base.hidden_size}].")
         if num_masks is not None and num_masks > len(masks):
             raise InvalidSpaceSection(f"{path} has embeddings for {len(masks)} masks; {num_masks} are asked for.")
         pairs = _pairs(tensors, affixes, path)
         for name, tensor in {_MASKS: masks, **{n: t for n, pair in pairs.items() for t in pair}}.items():
             if not bool(tensor.isfinite().all()):
                 raise InvalidSpaceSection(f"{name} in {path} has values that are not finite.")
-        moved = {n: (a.to(device=device, dtype=dtype), b.to(device=device, dtype=dtype)) for n, (a, b) in pairs.items()}
-        return cls(masks[:num_masks].to(device=device, dtype=dtype), moved, scale)
+        moved = {name: (base.place(a), base.place(b)) for name, (a, b) in pairs.items()}
+        return cls(base.place(masks[:num_masks]), moved, scale)
 
     def save(self, file: Path) -> None:
         """Write a single file."""
-        before, after_a, after_b = _OURS
-        tensors = {_MASKS: self.mask_embeddings}
-        for path, (a, b) in self.pairs.items():
-            tensors |= {f"{before}{path}{after_a}": a, f"{before}{path}{after_b}": b}
+        tensors = {_MASKS: self.mask_embeddings} | self._named(_OURS)
         alpha = self.scale * self.rank
         figures = {"rank": str(self.rank), "alpha": f"{alpha:.17g}", "num_masks": str(self.num_masks)}
         save_file(_on_disk(tensors), file, metadata={"format": FORMAT, **figures})
 
+    def _named(self, affixes: tuple[str, str, str]) -> dict[str, Tensor]:
+        before, after_a, after_b = affixes
+        both = (((path, after_a, a), (path, after_b, b)) for path, (a, b) in self.pairs.items())
+        return {f"{before}{path}{after}": tensor for pair in both for path, after, tensor in pair}
+
     def save_peft(self, folder: Path, *, base: str) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained` reads, plus the mask embeddings."""
         folder.mkdir(parents=True, exist_ok=True)
-        before, after_a, after_b = _PEFT
-        tensors: dict[str, Tensor] = {}
-        for path, (a, b) in self.pairs.items():
-            tensors |= {f"{before}{path}{after_a}": a, f"{before}{path}{after_b}": b}
-        save_file(_on_disk(tensors), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
+        save_file(_on_disk(self._named(_PEFT)), folder / PEFT_WEIGHTS, metadata={"format": "pt"})
         save_file(_on_disk({_MASKS: self.mask_embeddings}), folder / PEFT_MASKS, metadata={"format": "pt"})
-        config = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "r": self.rank,
-            "lora_alpha": self.scale * self.rank,
-            "target_modules": sorted(self.pairs),
-            "bias": "none",
-            "inference_mode": True,
-        }
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": self.rank}
+        config |= {"lora_alpha": self.scale * self.rank, "target_modules": sorted(self.pairs)}
+        config |= {"bias": "none", "inference_mode": True}
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
 
     def check(self, model: nn.Module, layers: str) -> None:
@@ -150,10 +117,8 @@ class GatedLora:
             if linear is None or None in sizes:  # linears with packed weights have sizes, too
                 raise InvalidSpaceSection(f"The adapter adapts {path}, which is no linear of the model's {layers}.")
             if (b.shape[0], a.shape[1]) != sizes:
-                raise InvalidSpaceSection(
-                    f"The adapter's pair for {path} makes [{b.shape[0]}, {a.shape[1]}]; "
-                    f"the model's weight is {list(sizes)}."
-                )
+                made = f"[{b.shape[0]}, {a.shape[1]}]; the model's weight is {list(sizes)}"
+                raise InvalidSpaceSection(f"The adapter's pair for {path} makes {made}.")
 
 
 def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
@@ -178,7 +143,7 @@ def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, st
 
 def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
     file = folder / PEFT_CONFIG
-    if file.is_file() and not is_gated(folder):
+    if file.is_file() and not (folder / PEFT_MASKS).is_file():
         raise InvalidSpaceSection(
             f"{folder} is {describe_peft(folder)}, which changes the text of the model. An adapter here is a gated "
             f"one, which only drafts: it has {PEFT_MASKS} beside it. {how_to_merge(folder)}"
@@ -191,7 +156,7 @@ def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, 
     if config.get("peft_type") != "LORA" or rank < 1 or not math.isfinite(alpha):
         raise InvalidSpaceSection(f"{file} has peft_type {config.get('peft_type')!r} and r {rank}; LORA is read.")
     for name, neutral in _PEFT_UNSERVED.items():
-        if config.get(name) not in neutral:
+        if config.get(name) not in (None, neutral):
             raise InvalidSpaceSection(f"{file} has {name} = {config[name]!r}, which is not served.")
     tensors, _ = _read(folder / PEFT_WEIGHTS)
     masks, _ = _read(folder / PEFT_MASKS)
@@ -199,7 +164,6 @@ def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, 
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a safetensors file, and its metadata."""
     if not file.is_file():
         raise InvalidSpaceSection(f"There is no adapter file {file}.")
     try:
@@ -238,8 +202,7 @@ def _on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-OWN = ""
-"""The name of the checkpoint's own adapter, for requests that name none."""
+OWN = ""  # the name of the checkpoint's own adapter, for requests that name none
 
 
 @dataclass(frozen=True)
@@ -253,49 +216,24 @@ class Adapter:
 
     @property
     def facts(self) -> AdapterFacts:
-        """Return the adapter's figures."""
         return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
 
     @classmethod
-    def read(
-        cls,
-        name: str,
-        folder: Path,
-        section: SpaceSection,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Adapter:
+    def read(cls, name: str, folder: Path, section: SpaceSection, base: BaseSpec) -> Adapter:
         """Load what `section` declares from `folder`. Raises InvalidSpaceSection."""
         if section.adapter is None:
             raise InvalidSpaceSection(f'{folder} declares no "adapter" in the space section of its config.json.')
         file = folder / section.adapter
         if not is_local_name(section.adapter) or not is_contained(file, folder):
             raise InvalidSpaceSection(f"The adapter {section.adapter} is not in {folder}.")
-        gated = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden_size, dtype=dtype, device=device)
-        head = None
-        if section.draft_head is not None:
-            head = load_draft_head(folder, section.draft_head, hidden_size=hidden_size, dtype=dtype, device=device)
+        gated = GatedLora.load(file, base, section.num_masks)
+        head = None if section.draft_head is None else load_draft_head(folder, section.draft_head, base)
         return cls(name, gated, head, section.acceptance)
 
     @classmethod
-    def open(
-        cls,
-        name: str,
-        path: str | Path,
-        *,
-        base: Checkpoint,
-        vocab_size: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Adapter:
-        """Load the adapter in a folder: a gated checkpoint's, with or without base weights, or a PEFT folder.
-
-        `base`: the model that it drafts for.
-        """
+    def open(cls, name: str, path: str | Path, checkpoint: Checkpoint, vocab_size: int, base: BaseSpec) -> Adapter:
+        """Load a folder's adapter, for `checkpoint`: a gated checkpoint with or without base weights, or PEFT's."""
         folder, config = adapter_section(path)
         section = SpaceSection.parse(config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
-        section.check_base(base.name, base.weights_sha256)
-        return cls.read(name, folder, section, hidden_size=hidden_size, dtype=dtype, device=device)
+        section.check_base(checkpoint.name, checkpoint.weights_sha256)
+        return cls.read(name, folder, section, base)

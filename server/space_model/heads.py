@@ -44,11 +44,9 @@ class OutputHead:
         keeps_rows: bool = True,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
-        """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy.
-
-        `packed` False: no copy, for a head with gathered rows only; `int8`: the copy is int8 with scales;
-        `keeps_rows` False: no gathered rows are needed. `linear` replaces the full matmul.
-        """
+        """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy. `packed` False: no
+        copy, for a head with gathered rows only; `int8`: the copy is int8 with scales; `keeps_rows` False: no gathered
+        rows are needed. `linear` replaces the full matmul."""
         self.weight = weight.detach() if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
@@ -84,10 +82,12 @@ class OutputHead:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
         if self.weight is None:
             raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
-        logits_at = _logits_at
         if hidden.is_cuda:
-            from space_kernels.step.draft_head_triton import logits_of as logits_at
-        logits = logits_at(hidden, self.weight, ids)
+            from space_kernels.step.draft_head_triton import logits_of
+
+            logits = logits_of(hidden, self.weight, ids)
+        else:  # each row times its own rows of the weight, [N, M, hidden]
+            logits = torch.bmm(F.embedding(ids, self.weight).float(), hidden.float().unsqueeze(-1)).squeeze(-1)
         if self.bias is not None:
             logits = logits + self.bias[ids]
         return self._finish(logits)
@@ -98,18 +98,10 @@ class OutputHead:
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _logits_at(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """hidden [N, hidden], ids [N, M] -> [N, M] float32: each row times its own rows of the weight."""
-    rows = F.embedding(ids, weight)  # [N, M, hidden]
-    return torch.bmm(rows.float(), hidden.float().unsqueeze(-1)).squeeze(-1)
-
-
 class ShardedHead:
-    """Each rank computes the logits of its ids; rank 0 concatenates them.
-
-    Only rank 0 needs the logits, because it alone samples: sampling reads penalties' counts, bans and histories, which
-    other ranks do not have, and a single process cannot disagree with itself.
-    """
+    """Each rank computes the logits of its ids; rank 0 concatenates them. Only rank 0 needs the logits, because it
+    alone samples: sampling reads penalties' counts, bans and histories, which other ranks do not have, and a single
+    process cannot disagree with itself."""
 
     def __init__(self, part: OutputHead, whole: OutputHead | None, vocab_size: int, ranks: Ranks) -> None:
         """`part`: this rank's ids, equally many on every rank; `whole`: rank 0's whole head, to rescore drafts."""
@@ -131,6 +123,18 @@ class ShardedHead:
 
 
 @dataclass(frozen=True)
+class BaseSpec:
+    """What adapters and draft heads are loaded for: a base model, where and how it is held."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+
+    def place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
 class DraftHeadWeights:
     """h'_j = h_j + W2·silu(W1·[h_j ; s·e(previous)]), or h_j + W2·(W1·(s·e(previous)))  (SPACE §4)."""
 
@@ -141,16 +145,14 @@ class DraftHeadWeights:
     compiled: CompiledDraftHead | None = None  # used instead of these tensors on a CPU that supports it
 
 
-def load_draft_head(
-    folder: Path, section: DraftHeadSection, *, hidden_size: int, dtype: torch.dtype, device: torch.device
-) -> DraftHeadWeights:
+def load_draft_head(folder: Path, section: DraftHeadSection, base: BaseSpec) -> DraftHeadWeights:
     """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
     file = folder / section.file
     if file.parent != folder or not file.is_file() or not is_contained(file, folder):
         raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
     wanted = {
-        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(hidden_size)),
-        "draft_head.w2.weight": (hidden_size, section.hidden),
+        "draft_head.w1.weight": (section.hidden, section.form.num_inputs(base.hidden_size)),
+        "draft_head.w2.weight": (base.hidden_size, section.hidden),
     }
     found = {}
     try:
@@ -165,7 +167,7 @@ def load_draft_head(
                     )
     except SafetensorError as error:
         raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
-    w1, w2 = (found[name].to(device=device, dtype=dtype) for name in wanted)
+    w1, w2 = (base.place(found[name]) for name in wanted)
     return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)
 
 
@@ -181,39 +183,25 @@ def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: Outp
     return replace(head, compiled=compiled)
 
 
-UNMEASURED = 64
-"""The result on devices that are not measured."""
-
-BASE = 2
-"""Number of rows that takes the time of reading the weights."""
-
-TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-"""Numbers of rows to try."""
+UNMEASURED = 64  # the result on devices that are not measured
+BASE = 2  # number of rows that takes the time of reading the weights
+TRIED = (4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # numbers of rows to try
 
 WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
 """Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
 minimum by more than this share."""
 
-SECONDS, MOST_SECONDS = 0.3, 1.0
-"""Time limits for starting a round: normally, and while minima still fall."""
+SECONDS, MOST_SECONDS = 0.3, 1.0  # time limits for starting a round: normally, and while minima still fall
 
 
-def head_rows(
-    logits: Callable[[Tensor], Tensor],
-    hidden_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    clock: Callable[[], float] | None = None,
-) -> int:
+def head_rows(logits: Callable[[Tensor], Tensor], base: BaseSpec, clock: Callable[[], float] | None = None) -> int:
     """Return the most rows [R, hidden_size] whose `logits` take at most twice as long as two rows; 0 if none do.
-
-    `clock` in seconds; None: with one thread its CPU time, which other load hardly affects; with several, wall time.
-    """
-    if device.type != "cpu":
+    `clock` in seconds; None: with one thread its CPU time, which other load hardly affects; with several, wall time."""
+    if torch.device(base.device).type != "cpu":
         return UNMEASURED
     if clock is None:
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    rows = torch.zeros(max(TRIED), hidden_size, dtype=dtype, device=device)
+    rows = torch.zeros(max(TRIED), base.hidden_size, dtype=base.dtype, device=base.device)
     logits(rows[:BASE])  # warm-up
     least: dict[int, float] = {}
     begun, num_rounds, last_fall = clock(), 0, 0
@@ -236,5 +224,4 @@ def head_rows(
 
 
 def _at_most(least: dict[int, float], count: int) -> float:
-    """Return the minimum time of this many rows, at most that of larger counts."""
     return min(taken for rows, taken in least.items() if rows >= count)

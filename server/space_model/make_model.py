@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -29,12 +30,12 @@ class Size:
     vocab_size: int
     window: int
     draft_head_width: int
-    num_kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: as many as heads
 
     @property
     def num_weights(self) -> int:
         """Number of weights without norms and draft head."""
-        kv_size = self.hidden_size * (self.num_kv_heads or self.num_heads) // self.num_heads
+        kv_size = self.hidden_size * (self.kv_heads or self.num_heads) // self.num_heads
         per_layer = 2 * self.hidden_size * (self.hidden_size + kv_size)
         per_layer += 3 * self.hidden_size * self.intermediate_size
         return self.vocab_size * self.hidden_size + self.num_layers * per_layer
@@ -43,7 +44,7 @@ class Size:
 SIZES: Mapping[str, Size] = {
     "15m": Size(288, 6, 6, 768, 32000, 2048, 96),
     "125m": Size(768, 12, 12, 2560, 32000, 8192, 256),
-    "1.1b": Size(2048, 22, 32, 5632, 32000, 2048, 512, num_kv_heads=4),
+    "1.1b": Size(2048, 22, 32, 5632, 32000, 2048, 512, kv_heads=4),
 }
 """Sizes by their name in the command."""
 
@@ -59,24 +60,9 @@ def random_llama(
     folder: Path, size: Size, *, num_masks: int = NUM_MASKS, draft_head: bool = True, seed: int = 0
 ) -> Path:
     """Write a random bfloat16 Llama of this size to `folder`, with mask ids and a byte-level tokenizer."""
-    return tiny_checkpoint(
-        folder,
-        "llama",
-        vocab_size=size.vocab_size,
-        num_masks=num_masks,
-        draft_head=draft_head,
-        draft_head_width=size.draft_head_width,
-        words=True,
-        dtype="bfloat16",
-        window=size.window,
-        hidden_size=size.hidden_size,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        kv_heads=size.num_kv_heads or size.num_heads,
-        head_dim=size.hidden_size // size.num_heads,
-        seed=seed,
-        intermediate_size=size.intermediate_size,
-    )
+    shape = asdict(size) | {"kv_heads": size.kv_heads or size.num_heads, "head_dim": size.hidden_size // size.num_heads}
+    how: dict[str, Any] = {"num_masks": num_masks, "draft_head": draft_head, "seed": seed}
+    return tiny_checkpoint(folder, "llama", words=True, dtype="bfloat16", **how, **shape)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,21 +28,15 @@ class InvalidSetting(ModelError):
 
 @contextmanager
 def malformed_is_unsupported() -> Iterator[None]:
-    """Convert Python errors caused by malformed checkpoint files to UnsupportedModel.
-
-    Out-of-memory errors pass through.
-    """
+    """Convert Python errors caused by malformed checkpoint files to UnsupportedModel. Out-of-memory errors pass
+    through."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, OSError) as error:
         raise UnsupportedModel(_said(error)) from error
     except RuntimeError as error:
-        if type(error) not in (
-            RuntimeError,
-            RecursionError,
-            NotImplementedError,
-        ):  # torch's subclasses, such as out of memory
-            raise
+        if type(error) not in (RuntimeError, RecursionError, NotImplementedError):
+            raise  # torch's subclasses, such as out of memory
         raise UnsupportedModel(_said(error)) from error
 
 

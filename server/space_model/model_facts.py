@@ -99,17 +99,13 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """Return this process's rank; 0 leads."""
-        ...
 
     @property
     def size(self) -> int:
         """Return the number of ranks."""
-        ...
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, with the same bits on every rank; may overwrite x."""
-        ...
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return all ranks' x, in order, on rank 0; an empty list elsewhere."""
-        ...

@@ -32,8 +32,7 @@ def refuse_tf32() -> None:
 WEIGHTS = ("plain", "int8", "fp8")
 """Storage of linears' weights: plain dtype, int8 with scales, or fp8 with scales (which saves nothing on a CPU)."""
 
-KV_DTYPES = ("auto", "fp8")
-"""Storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)."""
+KV_DTYPES = ("auto", "fp8")  # storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)
 
 
 def choose_dtype(
@@ -44,12 +43,9 @@ def choose_dtype(
     cpu_kernels: str | None = None,
     kept: str | None = None,
 ) -> tuple[torch.dtype, str]:
-    """Return the dtype and the reason for it.
-
-    `stored`: the checkpoint's own dtype; `weights`: one of WEIGHTS; `cpu_kernels`: one of CHOICES in cpu_library.py,
-    None: from the environment; `kept`: the format of quantised weights, such as Q4_K, in which case `stored` is a dtype
-    that is finer.
-    """
+    """Return the dtype and the reason for it. `stored`: the checkpoint's own dtype; `weights`: one of WEIGHTS;
+    `cpu_kernels`: one of CHOICES in cpu_library.py, None: from the environment; `kept`: the format of quantised
+    weights, such as Q4_K, in which case `stored` is a dtype that is finer."""
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
         raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")

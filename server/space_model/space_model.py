@@ -15,10 +15,8 @@ from space_model.networks.network import Network, PagedKV
 
 
 class SpaceModel:
-    """A decoder with its output head, the checkpoint's draft head if it has one, and the loaded adapters.
-
-    On the CPU all methods are row-invariant: a row's bits do not depend on other rows, their number, or the threads.
-    """
+    """A decoder with its output head, the checkpoint's draft head if it has one, and the loaded adapters. On the CPU
+    all methods are row-invariant: a row's bits do not depend on other rows, their number, or the threads."""
 
     def __init__(
         self,
@@ -39,15 +37,7 @@ class SpaceModel:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Allocate a KV cache of num_blocks·block_size slots."""
-        return PagedKV.allocate(
-            num_layers=self.facts.num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            kv_heads=self.facts.kv_heads,
-            head_dim=self.facts.head_dim,
-            dtype=self.facts.kv_dtype,
-            device=self.facts.device,
-        )
+        return PagedKV.allocate(self.facts, num_blocks, block_size)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

@@ -16,22 +16,16 @@ from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.family import decoder_layers
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
-FIRST_MASK = 4
-"""Ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)."""
+FIRST_MASK = 4  # ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_LLAMA3_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **_LLAMA3_FACTORS}
+_GRANITE = {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
 _MOE = {"num_experts_per_tok": 2}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -44,12 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 24, "query_pre_attn_scalar": 16},
     "phi3": {"model_type": "phi3"},
     "olmo2": {"model_type": "olmo2"},
-    "granite": {
-        "model_type": "granite",
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.7,
-        "embedding_multiplier": 3.0,
-    },
+    "granite": {"model_type": "granite", **_GRANITE},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64, **_MOE},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **_MOE},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
@@ -103,9 +92,7 @@ def tiny_checkpoint(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": window,
-        "bos_token_id": END,
-        "eos_token_id": END,
-        "pad_token_id": END,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END),
         "tie_word_embeddings": True,
         **FAMILIES[family],
         **config,
@@ -119,20 +106,15 @@ def tiny_checkpoint(
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(path)
     if num_masks:
-        section: dict[str, Any] = {
-            "num_masks": num_masks,
-            "mask_token_ids": list(range(FIRST_MASK, FIRST_MASK + mask_tokens)),
-            "adapter": None,
-            "draft_head": (
-                _write_draft_head(path, hidden_size, dtype, generator, draft_head_width) if draft_head else None
-            ),
-        }
+        ids = list(range(FIRST_MASK, FIRST_MASK + mask_tokens))
+        section: dict[str, Any] = {"num_masks": num_masks, "mask_token_ids": ids, "adapter": None, "draft_head": None}
+        if draft_head:
+            section["draft_head"] = _write_head(path, hidden_size, dtype, generator, draft_head_width)
         if adapter_rank is not None:
             random_gated_lora(model, num_masks=num_masks, rank=adapter_rank, seed=seed).save(path / GATED_LORA_FILE)
             section["adapter"] = GATED_LORA_FILE
-        config_file = path / "config.json"
-        written = json.loads(config_file.read_text(encoding="utf-8"))
-        config_file.write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
+        written = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        (path / "config.json").write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
     _write_tokenizer(path, vocab_size, mask_tokens, words=words)
     return path
 
@@ -151,9 +133,7 @@ def tiny_adapter(
     linears: tuple[str, ...] | None = None,
 ) -> Path:
     """Write a random gated adapter for the checkpoint `base`, which it declares as its base, to the folder `path`.
-
-    `linears`: last path components of the adapted linears, such as ("q_proj", "up_proj"); None: all.
-    """
+    `linears`: last path components of the adapted linears, such as ("q_proj", "up_proj"); None: all."""
     path.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(base)
     with torch.device("meta"):
@@ -161,7 +141,7 @@ def tiny_adapter(
     gated = random_gated_lora(model, num_masks=num_masks, rank=rank, seed=seed, linears=linears)
     gated.save(path / GATED_LORA_FILE)
     generator = torch.Generator().manual_seed(seed)
-    head = _write_draft_head(path, config.hidden_size, "float32", generator) if draft_head else None
+    head = _write_head(path, config.hidden_size, "float32", generator) if draft_head else None
     section = {"base": str(base), "num_masks": num_masks, "mask_token_ids": [], "adapter": GATED_LORA_FILE}
     (path / "config.json").write_text(json.dumps({"space": section | {"draft_head": head}}, indent=1), encoding="utf-8")
     return path
@@ -188,9 +168,7 @@ def random_gated_lora(
     return GatedLora(normal(num_masks, model.config.hidden_size, 2.0), pairs, scale=2.0)
 
 
-def _write_draft_head(
-    path: Path, hidden: int, dtype: str, generator: torch.Generator, width: int = 32
-) -> dict[str, Any]:
+def _write_head(path: Path, hidden: int, dtype: str, generator: torch.Generator, width: int = 32) -> dict[str, Any]:
     """Write a random draft head, and return its part of the `space` section."""
     weights = {
         "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
@@ -203,8 +181,7 @@ def _write_draft_head(
 
 def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool = False) -> None:
     """Write a byte-level tokenizer without merges: one token per byte; with `words`, then words that no text encodes
-    to.
-    """
+    to."""
     masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
     specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
     letter_of = _byte_letters()
@@ -219,9 +196,7 @@ def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
+        **dict.fromkeys(("eos_token", "bos_token", "pad_token"), "<|endoftext|>"),
         "unk_token": "<|unk|>",
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,

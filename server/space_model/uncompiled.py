@@ -107,8 +107,7 @@ _submodules = _Submodules()
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """In the block, imports get the stand-in, which loads the real compiler on demand. If it is loaded already, it
-    stays.
-    """
+    stays."""
     if _COMPILER in sys.modules:
         yield
         return

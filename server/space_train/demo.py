@@ -35,7 +35,7 @@ from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowSt
 from space_train.data.train_batch import Texts
 from space_train.networks.network import NetworkShape, TrainNetwork, export, load_llama
 from space_train.networks.trainee import Trainee
-from space_train.reports import CardFacts, StageRecord, card, current_commit, read_corpus
+from space_train.reports import CardFacts, StageRecord, card, current_commit
 from space_train.run_folder import Measures
 from space_train.self_generation.loops import LoopsToUnlearn, line_ends
 from space_train.self_generation.self_generate import own_examples, write_own_texts
@@ -147,14 +147,9 @@ def prepare(options: argparse.Namespace) -> None:
 
 def network_shape(options: argparse.Namespace, vocab_size: int) -> NetworkShape:
     """Return the network sizes from the options."""
-    return NetworkShape(
-        vocab_size,
-        hidden_size=options.hidden,
-        num_layers=options.layers,
-        num_heads=options.heads,
-        num_kv_heads=max(1, options.heads // 2),
-        intermediate_size=options.intermediate,
-    )
+    heads = options.heads, max(1, options.heads // 2)
+    shape = NetworkShape(vocab_size, options.hidden, options.layers, *heads)
+    return replace(shape, intermediate_size=options.intermediate)
 
 
 def keep_masks(source: Path, base: Path) -> None:
@@ -188,12 +183,8 @@ class Recipe:
     def next_token(self) -> None:
         """Train the network and write it to `base`, a plain checkpoint."""
         options, network = self.options, TrainNetwork(self.shape)
-        plan = PretrainPlan(
-            seed=options.seed,
-            tokens_per_step=options.tokens_per_step,
-            loops_every=options.loops_every,
-            compile=self.compile,
-        )
+        per_step, every = options.tokens_per_step, options.loops_every
+        plan = PretrainPlan(seed=options.seed, tokens_per_step=per_step, loops_every=every, compile=self.compile)
         if options.start_from is not None:
             # Trained weights get a lower rate (measured: at half the rate two million tokens raised the held-out loss
             # from 2.78 to 3.15).
@@ -329,7 +320,7 @@ class Recipe:
             remark=options.remark,
             stages=self.stages,
             final=figures | {"bits_per_byte": figures["loss"] * self.bits_per_nat},
-            corpus=read_corpus(self.out / "corpus" / "corpus.json"),
+            corpus=json.loads((self.out / "corpus" / "corpus.json").read_text()),
         )
         (folder / "README.md").write_text(card(facts))
 

@@ -181,10 +181,8 @@ SHAPES = {
 
 UTILISATION = 0.4
 """Share of the datasheet rate that training reaches: common for dense decoders on one GPU, and not measured here."""
-ALLOWANCE = 2.0e9
-"""Bytes for the CUDA context, workspaces and what the allocator cannot use."""
-FILL = 0.95
-"""Share of a GPU's memory that a plan may use; the rest is the margin for errors of the estimate."""
+ALLOWANCE = 2.0e9  # bytes for the CUDA context, workspaces and what the allocator cannot use
+FILL = 0.95  # share of a GPU's memory that a plan may use; the rest is the margin for errors of the estimate
 GB = 1e9
 LOGIT_BYTES = 20
 """Bytes per row and vocabulary entry while a loss is differentiated: the teacher's probabilities, log-probabilities and
@@ -226,7 +224,6 @@ class TrainingEstimate:
 
     @property
     def bytes(self) -> float:
-        """Peak memory in bytes."""
         return sum(self.memory.values())
 
     def fits(self, memory: float) -> bool:
@@ -260,16 +257,13 @@ def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
     }[plan.method]
     flops, recomputed = _flops(shape, plan, adapters, head)
     memory = _memory(shape, plan, trained, adapters, head)
-    return TrainingEstimate(
-        shape, plan, _masked_share(plan) * masks_per_token(plan), trained, flops, recomputed, memory
-    )
+    masks = _masked_share(plan) * masks_per_token(plan)
+    return TrainingEstimate(shape, plan, masks, trained, flops, recomputed, memory)
 
 
 def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
-    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed.
-
-    Returns None if nothing fits.
-    """
+    """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed. Returns
+    None if nothing fits."""
     parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
     for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
         for accumulate in parts:
@@ -277,9 +271,6 @@ def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | Non
             if estimate(shape, tried).fits(memory):
                 return tried
     return None
-
-
-# ------------------------------------------------------------------------------------------------------ operations
 
 
 def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
@@ -338,9 +329,6 @@ def _head_weights(shape: ModelShape, plan: TrainPlan) -> int:
     return plan.head_hidden * shape.hidden_size * (3 if plan.head is HeadForm.MLP else 2)
 
 
-# ------------------------------------------------------------------------------------------------------------ bytes
-
-
 def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
     """Return the bytes that one row keeps of one layer for the backward pass: attention without its scores, matmuls in
     half precision.
@@ -363,9 +351,8 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
     frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
     num_real = _tokens_at_once(plan)
     num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
-    learning = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}.get(
-        plan.method, 0.0
-    )
+    rows_of = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}
+    learning = rows_of.get(plan.method, 0.0)
     per_layer = activation_bytes(shape, plan)
     if plan.activation_checkpointing and plan.trains_base:
         activations = learning * (4.0 * shape.hidden_size * shape.num_layers + per_layer)
@@ -426,11 +413,8 @@ def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memor
     """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
     rows = plan.rows_per_step // num_processes
     more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
-    smaller = (
-        "a shorter --length"
-        if plan.activation_checkpointing or not plan.trains_base
-        else ("--activation-checkpointing, a shorter --length")
-    )
+    can_recompute = plan.trains_base and not plan.activation_checkpointing
+    smaller = "--activation-checkpointing, a shorter --length" if can_recompute else "a shorter --length"
     if not more:
         return f"It has one row at a time already: give {smaller} or a smaller model, and --restart."
     least = replace(plan, rows_per_step=rows, accumulate=more[0])
@@ -490,10 +474,8 @@ def _cure(found: TrainingEstimate, gpu: GpuSpec) -> str:
 
 
 def to_markdown(shapes: Sequence[ModelShape], num_tokens: float, utilisation: float = UTILISATION) -> str:
-    """Return the guide's table: every model with every method, on the smallest GPU it fits.
-
-    Uses the least memory: one text at a time (`--accumulate`), and recomputed layers if the base is trained.
-    """
+    """Return the guide's table: every model with every method, on the smallest GPU it fits. Uses the least memory: one
+    text at a time (`--accumulate`), and recomputed layers if the base is trained."""
     gpus = sorted(GPUS.values(), key=lambda gpu: (gpu.memory, gpu.flops))
     rates = {gpu.flops: " / ".join(g.name for g in gpus if g.flops == gpu.flops) for gpu in gpus}
     times = " | ".join(f"{_count(num_tokens)} tokens, {names}" for names in rates.values())

@@ -57,16 +57,11 @@ def plot(file: Path, plan: TrainPlan, counters: Counters) -> bool:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     left.plot(range(1, len(counters.losses) + 1), counters.losses, linewidth=0.8, color="tab:gray", label="updates")
-    left.plot(
-        [entry["step"] for entry in counters.curve],
-        [entry["loss"] for entry in counters.curve],
-        color="tab:blue",
-        label="held out, next token",
-    )
+    steps = [entry["step"] for entry in counters.curve]
+    left.plot(steps, [entry["loss"] for entry in counters.curve], color="tab:blue", label="held out, next token")
     left.set(xlabel="update", ylabel="loss (nats)", title=plan.method.value)
     left.legend()
     for name in _drafts(counters.curve):
-        steps = [entry["step"] for entry in counters.curve]
         right.plot(steps, [entry[name] for entry in counters.curve], label=name.replace("_", " "))
     right.set(xlabel="update", ylabel="agreement with the model's own token", ylim=(0, 1), title="held out, by draft")
     if right.lines:
@@ -155,16 +150,15 @@ def card(facts: CardFacts) -> str:
             ["with the draft head", *(f"{final[f'head_{depth}']:.2f}" for depth in depths)],
         ],
     )
+
+    def last(stage: StageRecord, *keys: str) -> list[str]:
+        return [f"{stage.history[-1][key]:.3f}" for key in keys]
+
     stages = table(
         ["stage", "minutes", "tokens", "held-out loss", "bits per byte"],
         [
-            [
-                stage.name,
-                f"{stage.minutes:.0f}",
-                f"{stage.num_tokens / 1e6:.1f} M",
-                *(f"{stage.history[-1][key]:.3f}" for key in ("loss", "bits_per_byte")),
-            ]
-            for stage in facts.stages
+            [one.name, f"{one.minutes:.0f}", f"{one.num_tokens / 1e6:.1f} M", *last(one, "loss", "bits_per_byte")]
+            for one in facts.stages
         ],
     )
     curves = "\n".join(
@@ -225,9 +219,3 @@ Held out as whole packages, with everything in the other sources that repeats on
 
 {sources(held_out)}
 """
-
-
-def read_corpus(path: Path) -> list[dict[str, Any]]:
-    """Read the reports in `corpus.json`."""
-    reports: list[dict[str, Any]] = json.loads(path.read_text())
-    return reports

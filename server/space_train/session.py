@@ -41,8 +41,7 @@ LOOK_SHARE = 0.5
 
 _CPU = torch.device("cpu")
 
-PATIENCE = timedelta(days=7)
-"""How long the other processes wait while the first generates the model's own texts."""
+PATIENCE = timedelta(days=7)  # how long the other processes wait while the first generates the model's own texts
 
 
 def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
@@ -59,9 +58,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         precision, reason = choose_precision(cpu=on_cpu())
         plan = replace(plan, precision=precision)
         if processes.is_main_process:
-            print(
-                f"precision: {'float32' if precision == 'no' else precision}, as {reason}.", file=sys.stderr, flush=True
-            )
+            name = "float32" if precision == "no" else precision
+            print(f"precision: {name}, as {reason}.", file=sys.stderr, flush=True)
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:
         forget(out, but=(OWN_TEXT_FILE, LEDGER) if options.self_generate else ())
@@ -105,6 +103,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             f"The chat template of {checkpoint.name} is in the GGUF file, and no other can be written beside it. "
             f"Train a converted copy: spaceserve convert {checkpoint.gguf.path} NEW_FOLDER"
         )
+    held_out = None
+    if loaded.held_out:
+        held_out = held_out_rows(loaded.held_out, plan, fill, rows_of_a_look(plan, len(data)))
     try:
         result = train(
             model,
@@ -114,9 +115,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             out,
             tokenizer_size=tokenizer_size(tokenizer),
             given_mask_ids=options.mask_ids,
-            held_out=held_out_rows(loaded.held_out, plan, fill, rows_of_a_look(plan, len(data)))
-            if loaded.held_out
-            else None,
+            held_out=held_out,
             dtype=getattr(torch, options.weights),
             chat_template=loaded.report.template if has_own else None,
             before=before,
@@ -149,11 +148,9 @@ def choose_precision(*, cpu: bool) -> tuple[str, str]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
-    """Load the checkpoint's tokenizer."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(checkpoint.folder), trust_remote_code=False
-        )
+        folder = str(checkpoint.folder)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())  # may have several lines
         raise UnusableTokenizer(f"The tokenizer of {checkpoint.name} cannot be read: {reason}") from error
@@ -200,9 +197,7 @@ def packed(examples: list[Example], plan: TrainPlan, fill: int) -> PackedExample
 
 def rows_of_a_look(plan: TrainPlan, epoch: int) -> int:
     """Return the held-out rows per evaluation, limited so that a short run does not spend most of its time on them.
-
-    `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance.
-    """
+    `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance."""
     budget, known = plan.budget, [math.inf]
     for limit, rows in ((budget.steps, plan.rows_per_step), (budget.epochs, epoch), (budget.tokens, 1 / plan.length)):
         if limit is not None:
@@ -232,7 +227,7 @@ def write_own(options: argparse.Namespace, plan: TrainPlan, checkpoint: Checkpoi
         spent = {name: share * value for name, value in spent.items()}
         ledger.write_text(json.dumps(spent))
     written = write_own_texts(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
-    spent = {"rows": spent["rows"] + written.num_rows, "seconds": spent["seconds"] + written.seconds}
+    spent = {"rows": spent["rows"] + written.counts.num_rows, "seconds": spent["seconds"] + written.seconds}
     ledger.write_text(json.dumps(spent))
 
 

@@ -26,10 +26,10 @@ class Budget:
             raise ValueError(f"A budget is 0 or more, and finite; got {', '.join(f'{value:g}' for value in given)}.")
 
     def progress(
-        self, elapsed_seconds: float, num_tokens: int, *, step: int = 0, epoch: float = 0.0, flops: float = 0.0
+        self, seconds: float, num_tokens: int, *, step: int = 0, epoch: float = 0.0, flops: float = 0.0
     ) -> float:
         """Return the share used, at most 1."""
-        minutes = elapsed_seconds / 60
+        minutes = seconds / 60
         used = ((minutes, self.minutes), (num_tokens, self.tokens), (step, self.steps), (epoch, self.epochs))
         shares = [done / most if most else 1.0 for done, most in (*used, (flops, self.flops)) if most is not None]
         return min(1.0, max(shares))
@@ -42,9 +42,7 @@ class Budget:
 @dataclass(frozen=True)
 class LearningRate:
     """A multiplier of the peak rate: linear warm-up over `warmup`, flat until `decay_from`, then linear to `final`.
-
-    `cosine`: from the end of the warm-up on, half a cosine to `final` instead.
-    """
+    `cosine`: from the end of the warm-up on, half a cosine to `final` instead."""
 
     warmup: float = 0.02
     decay_from: float = 0.3
@@ -220,14 +218,6 @@ class TrainPlan:
         """Plain values, for `plan.json`."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         return found | {"budget": self.budget.as_json()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainPlan:
-        """The plan that `as_json` wrote."""
-        parsed: dict[str, Any] = dict(values)
-        parsed["method"], parsed["head"] = Method(values["method"]), HeadForm(values["head"])
-        parsed["anchors"], parsed["budget"] = Anchors(values["anchors"]), Budget(**values["budget"])
-        return cls(**parsed)
 
 
 PUBLISHED_SIZES: dict[str, Any] = {"length": 2048, "rows_per_step": 32, "warmup": 0.0}

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from space_eval.bench.server_process import ServerProcess
 from space_model.testing import tiny_checkpoint
 
 COMMIT = "c0ffee" * 6 + "c0ff"
@@ -143,18 +145,18 @@ def refused(made: Any) -> str:
     return str(made.error)
 
 
-def test_a_gated_model_without_a_token_says_whose_terms_to_accept_and_where_the_token_goes(
-    fetch: Any, hub: Any, model: Any
-) -> None:
+def test_a_gated_model_without_a_token_names_the_terms_and_the_token_file(fetch: Any, hub: Any, model: Any) -> None:
     model.token, model.gated = SECRET, True
     said = refused(fetch("house/model"))
     assert said.startswith(f"house/model is gated: accept its terms at {hub.url}/house/model, and give a token")
     assert "--token-file or HF_TOKEN" in said
 
 
-def test_a_missing_model_may_be_private_or_mistyped(fetch: Any) -> None:
+def test_a_missing_model_or_revision_is_named(fetch: Any) -> None:
     said = refused(fetch("house/modle"))
     assert "has no model house/modle, or it is private" in said
+    said = refused(fetch("house/model", revision="v9"))
+    assert said == "house/model has no revision v9; leave out --revision for main."
 
 
 def test_a_private_model_and_a_wrong_token_name_the_token_file(fetch: Any, model: Any, tmp_path: Path) -> None:
@@ -163,11 +165,6 @@ def test_a_private_model_and_a_wrong_token_name_the_token_file(fetch: Any, model
     assert "the token in --token-file may not see it" in refused(
         fetch("house/model", token_file=str(tmp_path / "token"))
     )
-
-
-def test_a_missing_revision_is_named(fetch: Any) -> None:
-    said = refused(fetch("house/model", revision="v9"))
-    assert said == "house/model has no revision v9; leave out --revision for main."
 
 
 def test_no_network_names_the_address_and_the_cures(fetch: Any) -> None:
@@ -218,3 +215,34 @@ def test_the_doctor_says_what_would_be_fetched_and_fetches_none_of_it(hub: Any, 
     (note,) = [one["fact"] for one in told["findings"] if one["state"] == "note"]
     assert note.startswith("house/tiny is not here yet: ")
     assert "model.safetensors" not in [name for name, _ in hub.bodies()]
+
+
+FLAGS = ["--num-threads", "1", "--calibration-seconds", "0", "--num-blocks", "64"]
+
+
+@pytest.mark.e2e
+def test_a_model_is_downloaded_served_and_served_again_offline(hub: Any, repository: Any, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "tiny", "llama", words=True)
+    hub.models["house/tiny"] = repository({file.name: file.read_bytes() for file in folder.iterdir()})
+    known = hub.environment(tmp_path / "home")
+    flags = ["--model", "house/tiny", "--download-folder", str(tmp_path / "volume"), *FLAGS]
+    ids = []
+    for extra in ([], ["--offline", "on"]):
+        hub.asked.clear()
+        with ServerProcess([*flags, *extra], environment=known) as server:
+            body = {"prompt": "a b", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            ids.append(answer["choices"][0]["token_ids"])
+            said = " ".join(server.lines)
+        assert ("worker 0: downloaded house/tiny" in said) == (not extra)
+        assert (hub.asked == []) == bool(extra)
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.e2e
+def test_a_model_that_is_not_there_ends_the_server_with_one_line(hub: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "space_router", "serve", "--model", "house/none", "--port", "0"]
+    run = subprocess.run(command, env=hub.environment(tmp_path / "home"), capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    (line,) = run.stderr.strip().splitlines()
+    assert line.startswith(f"spaceserve: --model='house/none' is no folder, and: {hub.url} has no model house/none")

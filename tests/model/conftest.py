@@ -26,12 +26,17 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     return make
 
 
+@pytest.fixture(scope="session")
+def llama(checkpoint_of: Callable[[str], Path]) -> Path:
+    return checkpoint_of("llama")
+
+
 @pytest.fixture
-def copy_of(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+def copy_of(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the tiny Llama whose config.json has other fields (None: the field goes)."""
 
     def make(**fields: Any) -> Path:
-        shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+        shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
         file = tmp_path / "config.json"
         config = {name: value for name, value in (json.loads(file.read_text()) | fields).items() if value is not None}
         file.write_text(json.dumps(config))

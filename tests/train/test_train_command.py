@@ -9,16 +9,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from doubles.training import random_examples, tiny_plan
 from quantized_testing import write_quantized
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
 from space_train.data.examples import TEMPLATES
 from space_train.run_folder import load_checkpoint
+from space_train.session import choose_precision, held_out_rows, load_base, rows_of_a_look
+from space_train.train_plan import Budget, Method
 from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
@@ -80,7 +85,6 @@ def test_a_checkpoint_is_served_with_the_template_it_was_trained_with(base: Path
     ):
         assert train(base, data, tmp_path / "out", f"--restart {flags}") == 0
         found = find(tmp_path / "out" / "model", None, {})
-        assert found is not None
         assert found.source == (TEMPLATES[name] if name else CHAT_TEMPLATE)
 
 
@@ -105,9 +109,7 @@ def test_a_head_is_trained_on_what_a_run_left(base: Path, chats: Path, tmp_path:
     assert load_model(tmp_path / "head" / "model").facts.adapters[0].has_draft_head
 
 
-def test_the_same_command_goes_on_and_restart_forgets_only_what_the_run_wrote(
-    base: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_the_same_command_goes_on_and_restart_forgets_only_the_run(base: Path, chats: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert train(base, chats, tmp_path) == 0
     assert train(base, chats, tmp_path, "--steps 5") == 0
@@ -125,9 +127,7 @@ def test_without_held_out_records_there_are_no_figures_but_a_report(base: Path, 
     assert (tmp_path / "run.png").exists()
 
 
-def test_rows_are_as_long_as_the_model_has_positions_unless_asked_for(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_as_long_as_the_window(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tiny_checkpoint(tmp_path / "short", num_masks=0, window=40)
     capsys.readouterr()
     assert_refused(capsys, train(short, chats, tmp_path / "out"), r"Rows of 48 ids are longer than the 40 positions")
@@ -163,9 +163,6 @@ def test_text_of_its_own_is_written_once_and_learnt_from(
     assert {text["max_tokens"] for text in texts} == {6}
     assert train(base, chats, tmp_path, "--restart") == 0
     assert not (tmp_path / "own_texts.jsonl").exists()
-
-
-# -------------------------------------------------------------------------------------------------------- refusals
 
 
 def test_a_model_that_is_not_there_is_named(chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,9 +293,7 @@ def test_a_run_that_is_stopped_behind_its_last_update_says_what_it_keeps(
     assert load_model(tmp_path / "model").facts.num_masks == 3
 
 
-def test_a_rate_that_makes_the_weights_infinite_is_named(
-    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rate_too_high_is_named(base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train(base, chats, tmp_path, "--method full --learning-rate 1e30 --warmup 0")
     assert_refused(capsys, code, r"a lower --learning-rate than 1e\+30\. What was saved last is kept")
     assert not (tmp_path / "state.pt").exists()
@@ -343,19 +338,13 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert fact in words
 
 
-# --------------------------------------------------------------------------------------------------------- processes
-
-
-def test_a_run_that_is_interrupted_says_so_and_the_same_command_ends_it(
-    base: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_says_so_and_the_same_command_ends_it(base: Path, chats: Path, tmp_path: Path) -> None:
     """A real process, a real signal."""
     command = [sys.executable, "-W", "ignore", "-m", "space_train", "--model", str(base), "--data", str(chats)]
     command += ["--out", str(tmp_path), *TINY.split(), "--checkpoint-steps", "1"]
     endless = subprocess.Popen(
         [*command, "--steps", "1000000"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert endless.stderr is not None
     deadline = time.monotonic() + 120
     while not (tmp_path / "state.pt").exists() and endless.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -370,3 +359,75 @@ def test_a_run_that_is_interrupted_says_so_and_the_same_command_ends_it(
     torch.set_num_threads(1)
     assert main([*command[5:], "--steps", str(done + 2)]) == 0
     assert len(json.loads((tmp_path / "run.json").read_text())["losses"]) == done + 2
+
+
+@pytest.mark.parametrize(
+    ("found", "precision"), [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx2": True}, "no")]
+)
+def test_a_cpu_without_bfloat16_products_computes_in_float32_unless_asked(
+    found: dict[str, Any], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert choose_precision(cpu=True)[0] == precision
+    assert choose_precision(cpu=False)[0] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "said"),
+    [("", "no", "precision: float32, as this CPU has no bfloat16 products"), ("--precision bf16", "bf16", "")],
+)
+def test_the_precision_that_the_machine_decides_is_said_and_kept(
+    flags: str,
+    precision: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    base, data = tiny_checkpoint(tmp_path / "base", num_masks=0), tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps({"text": f"one dog saw {n} cats"}) + "\n" for n in range(9)))
+    sizes = "--steps 1 --length 32 --rows-per-step 2 --num-masks 2 --held-out-share 0"
+    run = ["--model", str(base), "--data", str(data), "--out", str(tmp_path / "out"), *sizes.split(), *flags.split()]
+    assert main(run) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("precision: ")]
+    assert [line.startswith(said) for line in lines] == [True] * bool(said)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["plan"]["precision"] == precision
+
+
+@pytest.mark.parametrize("method", [Method.GATED_LORA, Method.HEAD, Method.FULL])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_a_base_is_held_as_it_was_saved_on_a_gpu_alone_and_where_products_may_be_so(
+    method: Method, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint(tmp_path, num_masks=0, dtype="bfloat16"))
+    plan = tiny_plan(method, precision=precision)
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        as_saved = has_gpu and precision == "bf16" and method is not Method.FULL
+        assert load_base(checkpoint, plan).dtype is (torch.bfloat16 if as_saved else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"),
+    [
+        (Budget(steps=0), 4),
+        (Budget(steps=50), 10),  # 200 rows are trained on, half as many read in ten looks
+        (Budget(epochs=2), 30),
+        (Budget(tokens=320 * 32), 16),
+        (Budget(epochs=2, steps=50), 10),
+        (Budget(epochs=2000), 64),
+        (Budget(minutes=1), 64),
+    ],
+)
+def test_looks_read_at_most_half_as_many_rows_as_are_trained_on_but_a_few(budget: Budget, rows: int) -> None:
+    plan = tiny_plan(budget=budget, rows_per_step=4, length=32, evaluations=9)
+    assert rows_of_a_look(plan, epoch=300) == rows
+
+
+def test_the_first_rows_are_looked_at() -> None:
+    plan, examples = tiny_plan(), random_examples(12, 20, 30)
+    whole, part = held_out_rows(examples, plan, 0), held_out_rows(examples, plan, 0, 5)
+    assert len(whole.ids) == 12
+    assert part.ids.tolist() == whole.ids[:5].tolist()

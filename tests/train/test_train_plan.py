@@ -1,12 +1,24 @@
 """The switches of a run: each that does not do is refused with its bound, its value and the cure."""
 
-import json
 import math
+import re
 from typing import Any
 
 import pytest
-from space_train.__main__ import arguments, plan_of
-from space_train.train_plan import Anchors, Budget, HeadForm, InvalidPlan, Method, TrainPlan, paper
+from space_train.__main__ import arguments, main, plan_of
+from space_train.data.examples import TEMPLATES
+from space_train.train_plan import (
+    Anchors,
+    Budget,
+    HeadForm,
+    InvalidPlan,
+    LearningRate,
+    Method,
+    TrainPlan,
+    between,
+    paper,
+)
+from space_train.training.published_options import TRAINING_OPTIONS, options_table
 
 
 @pytest.mark.parametrize(
@@ -39,20 +51,12 @@ def test_switches_that_do_not_do_are_refused_by_name(switches: dict[str, Any], m
         TrainPlan(**switches)
 
 
-@pytest.mark.parametrize("plan", [TrainPlan(), paper(TrainPlan()), TrainPlan(budget=Budget(minutes=3, tokens=10**7))])
-def test_a_plan_is_the_same_behind_json(plan: TrainPlan) -> None:
-    assert TrainPlan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-
-
 def planned(flags: str) -> TrainPlan:
     return plan_of(arguments(["--model", "m", "--data", "d", "--out", "o", *flags.split()]))
 
 
-def test_without_flags_the_plan_is_the_default_one() -> None:
-    assert planned("") == TrainPlan()
-
-
 def test_flags_change_what_they_name_and_win_over_the_preset() -> None:
+    assert planned("") == TrainPlan()
     assert planned("--preset paper") == paper(TrainPlan(length=2048, rows_per_step=32, warmup=0.0))
     plan = planned("--preset paper --ar-share 0 --anchors many --head mlp --steps 7")
     assert plan.method is Method.FULL
@@ -61,9 +65,6 @@ def test_flags_change_what_they_name_and_win_over_the_preset() -> None:
     assert planned("--no-pack --no-distill --survival --scheduled-drafting 0.25") == TrainPlan(
         pack=False, distill=False, survival=True, scheduled_drafting=0.25
     )
-
-
-def test_every_budget_has_a_flag_and_they_bound_a_run_together() -> None:
     plan = planned("--epochs 0.5 --steps 3 --minutes 2 --tokens 1e7 --flops 1e15")
     assert plan.budget == Budget(epochs=0.5, steps=3, minutes=2.0, tokens=10**7, flops=1e15)
 
@@ -86,3 +87,52 @@ def test_every_switch_that_has_no_flag_is_known() -> None:
     by_other_names = {"budget", "pack", "distill"}  # --steps …, --no-pack, --no-distill
     without = set(TrainPlan.__dataclass_fields__) - set(options) - by_other_names
     assert without == set()
+
+
+def test_progress_is_the_larger_share_of_the_budgets_and_never_above_one() -> None:
+    budget = Budget(minutes=2, tokens=1000)
+    assert budget.progress(30, 100) == 0.25
+    assert budget.progress(30, 900) == 0.9
+    assert budget.progress(500, 0) == 1.0
+    assert Budget(minutes=0).progress(0, 0) == 1.0
+    assert Budget(tokens=0).progress(0, 0) == 1.0
+    with pytest.raises(ValueError, match="needs a budget"):
+        Budget()
+
+
+def test_the_rate_warms_up_stays_and_falls_to_its_end() -> None:
+    rate = LearningRate(warmup=0.1, decay_from=0.5, final=0.2)
+    assert 0 < rate.at(0.0) < rate.at(0.05) < 1.0
+    assert rate.at(0.1) == rate.at(0.4) == 1.0
+    assert rate.at(0.75) == pytest.approx(0.6)
+    assert rate.at(1.0) == pytest.approx(0.2)
+    assert [between(2.0, 4.0, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 3.0, 4.0]
+
+
+# As run_sft_multi_node.sh gives them, and the further ones that SPACE added to the script's data arguments.
+PUBLISHED_SCRIPT = """
+stage model_name_or_path do_train dataset template finetuning_type output_dir overwrite_cache
+per_device_train_batch_size gradient_accumulation_steps lr_scheduler_type logging_steps save_strategy learning_rate
+num_train_epochs plot_loss bf16 cutoff_len overwrite_output_dir mask_num remove_unused_columns mask_random mask_prob
+mask_efficient_train mask_id mask_loss_weight mask_diff
+"""
+
+
+def flags(text: str) -> set[str]:
+    return set(re.findall(r"--[a-z][a-z0-9_-]*", text))
+
+
+def test_the_table_has_every_option_of_the_published_script() -> None:
+    published = set().union(*(flags(option.published) for option in TRAINING_OPTIONS))
+    assert {f"--{name}" for name in PUBLISHED_SCRIPT.split()} <= published
+    (template,) = [option.ours for option in TRAINING_OPTIONS if option.published.startswith("--template")]
+    assert template.split()[1] in TEMPLATES
+    assert len(options_table().splitlines()) == len(TRAINING_OPTIONS)
+
+
+def test_every_flag_the_table_names_is_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    known = flags(capsys.readouterr().out)
+    for option in TRAINING_OPTIONS:
+        assert flags(option.ours) <= known, option

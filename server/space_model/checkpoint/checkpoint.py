@@ -34,10 +34,8 @@ def is_local_name(name: str) -> bool:
 
 
 def is_contained(file: Path, folder: Path) -> bool:
-    """Return whether the file, after following links, is in the folder or is a blob of the hub's cache.
-
-    A snapshot in the cache contains links: models--OWNER--NAME/snapshots/COMMIT/FILE -> models--OWNER--NAME/blobs/HASH.
-    """
+    """Return whether the file, after following links, is in the folder or is a blob of the hub's cache. A snapshot in
+    the cache contains links: models--OWNER--NAME/snapshots/COMMIT/FILE -> models--OWNER--NAME/blobs/HASH."""
     there = file.resolve()
     if there.is_relative_to(folder.resolve()):
         return True
@@ -94,11 +92,8 @@ def indexed_files(index: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "mask_embeddings.safetensors",
-)
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_MASKS = "mask_embeddings.safetensors"  # which a gated adapter has beyond a LoRA
 
 _NO_WEIGHTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"}
 """PEFT types that extend the prompt or its keys, and cannot be merged into base weights."""
@@ -107,7 +102,11 @@ _NO_WEIGHTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_T
 def describe_peft(folder: Path) -> str:
     """Return a description such as `a LoRA adapter of peft for meta-llama/Llama-3.2-1B`."""
     config = read_object(folder / PEFT_CONFIG)
-    return f"{_kind(config)} of peft for {_base(config)}"
+    kind = str(config.get("peft_type") or "unnamed").upper()
+    what = f"an adapter of type {kind}"
+    if kind == "LORA":
+        what = "a DoRA adapter" if config.get("use_dora") else "a LoRA adapter"
+    return f"{what} of peft for {_base(config)}"
 
 
 def how_to_merge(folder: Path) -> str:
@@ -121,20 +120,13 @@ def how_to_merge(folder: Path) -> str:
     )
 
 
-def is_gated(folder: Path) -> bool:
-    """Return whether the folder has mask embeddings, which a gated adapter has beyond a LoRA."""
-    return (folder / PEFT_MASKS).is_file()
-
-
 def refuse_as_model(folder: Path, section: object) -> None:
-    """Refuse an adapter's folder as a model, unless its `space` section declares the adapter as a draft adapter.
-
-    Raises CheckpointNotFound.
-    """
+    """Refuse an adapter's folder as a model, unless its `space` section declares the adapter as a draft adapter. Raises
+    CheckpointNotFound."""
     if not (folder / PEFT_CONFIG).is_file() or (isinstance(section, dict) and section.get("adapter") is not None):
         return
     said = describe_peft(folder)
-    if is_gated(folder):
+    if (folder / PEFT_MASKS).is_file():
         base = _base(read_object(folder / PEFT_CONFIG))
         raise CheckpointNotFound(
             f"{folder} is a gated adapter, and no model: it drafts for {base}. Serve that one with it: "
@@ -148,22 +140,13 @@ def refuse_as_model(folder: Path, section: object) -> None:
     raise CheckpointNotFound(f"{folder} is {said}, and no model: it has no weights of its own. {how_to_merge(folder)}")
 
 
-def _kind(config: dict[str, Any]) -> str:
-    kind = str(config.get("peft_type") or "unnamed").upper()
-    if kind == "LORA":
-        return "a DoRA adapter" if config.get("use_dora") else "a LoRA adapter"
-    return f"an adapter of type {kind}"
-
-
 def _base(config: dict[str, Any]) -> str:
     return str(config.get("base_model_name_or_path") or "its base")
 
 
 def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
-    """Return the EOS id; None if the tokenizer names none, or one that is not in the vocabulary.
-
-    `read_json` returns a file of the checkpoint, empty if absent.
-    """
+    """Return the EOS id; None if the tokenizer names none, or one that is not in the vocabulary. `read_json` returns a
+    file of the checkpoint, empty if absent."""
     config = read_json("tokenizer_config.json")
     text = token_text(named_tokens(config, read_json("special_tokens_map.json")).get("eos_token"))
     if text is None:
@@ -191,10 +174,8 @@ Fetch = Callable[[str], Path]
 @dataclass(frozen=True)
 class Checkpoint:
     """A folder with config.json and safetensors files, a GGUF file, or a folder whose `space` section names one as
-    base.
-
-    With a base, config, weights and tokenizer come from the base; the folder only holds what its `space` section names.
-    """
+    base. With a base, config, weights and tokenizer come from the base; the folder only holds what its `space` section
+    names."""
 
     name: str  # as the user named it
     folder: Path  # has config and tokenizer; for a GGUF file, the folder they were extracted to
@@ -205,10 +186,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
-        """Open `demo`, a folder, a GGUF file, or a hub id (OWNER/NAME or OWNER/NAME:FILE.gguf).
-
-        `fetch` downloads a hub id (None: with huggingface_hub). An open checkpoint is returned as it is.
-        """
+        """Open `demo`, a folder, a GGUF file, or a hub id (OWNER/NAME or OWNER/NAME:FILE.gguf). `fetch` downloads a hub
+        id (None: with huggingface_hub). An open checkpoint is returned as it is."""
         if isinstance(path, Checkpoint):
             return path
         fetch = fetch or _from_the_hub
@@ -301,9 +280,7 @@ class Checkpoint:
 
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Return the EOS ids of the generation config (else the config), as in transformers, and the tokenizer's EOS.
-
-        Ids outside the vocabulary are dropped.
-        """
+        Ids outside the vocabulary are dropped."""
         sources = (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {})
         said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
         ids = [*(said if isinstance(said, list) else [said]), tokenizer_eos(self.read_json)]
@@ -347,7 +324,6 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _folder(path: str, fetch: Fetch) -> Path:
-    """Return the folder or GGUF file that `path` names."""
     packaged = default_model.packaged(path)
     if packaged is not None:
         return packaged
@@ -405,18 +381,14 @@ def _weights(folder: Path) -> tuple[Path, ...]:
     )
 
 
-PARTIAL, REPLACED = ".partial", ".replaced"
-"""Suffixes of the folder being written, and of the one it replaces."""
+PARTIAL, REPLACED = ".partial", ".replaced"  # suffixes of the folder being written, and of the one it replaces
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder, which replaces `folder` after the block; if the block raises, it is removed.
-
-    model.partial    written .......... |
-    model            the old ......... | | the new
-    model.replaced                     | the old |            if killed here, both are complete; the next call finishes
-    """
+    """Yield an empty folder, which replaces `folder` after the block; if the block raises, it is removed. model.partial
+    written .......... | model the old ......... | | the new model.replaced | the old | if killed here, both are
+    complete; the next call finishes"""
     folder = folder.resolve()  # if it is a link, write to the disk that it leads to
     partial, replaced = folder.with_name(folder.name + PARTIAL), folder.with_name(folder.name + REPLACED)
     shutil.rmtree(partial, ignore_errors=True)

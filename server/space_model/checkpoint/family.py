@@ -26,41 +26,17 @@ _ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
 
 
 def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, model_class: type) -> None:
-    """Raises UnsupportedModel with the reason and the cure.
-
-    `said`: the raw config.json; `config`: as transformers reads it.
-    """
+    """Raises UnsupportedModel with the reason and the cure. `said`: config.json; `config`: as transformers reads it."""
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"Models of type {kind!r} have an encoder; only decoders are served.")
-    _refuse_both_ways(name, said, config)
-    _refuse_layers(kind, config)
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
-            "so its keys and values cannot be paged."
-        )
-    _refuse_rope(name, config)
-    _refuse_heads(name, kind, config)
-
-
-def _refuse_both_ways(name: str, said: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse bidirectional attention: masked language models and embedding models do not generate text."""
-    both_ways = (
-        said.get("is_causal") is False
-        or getattr(config, "is_causal", None) is False
-        or getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    )
-    if both_ways:
-        raise UnsupportedModel(
+    causal = said.get("is_causal") is not False and getattr(config, "is_causal", None) is not False
+    if not causal or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModel(  # masked language models and embedding models do not generate text
             f"{name} attends to later tokens, too (is_causal or use_bidirectional_attention in config.json)"
             ": it is no causal language model, and writes no text. Use a checkpoint of one."
         )
-
-
-def _refuse_layers(kind: str, config: PreTrainedConfig) -> None:
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS)
-    if others:
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS):
         raise UnsupportedModel(
             f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
         )
@@ -72,10 +48,18 @@ def _refuse_layers(kind: str, config: PreTrainedConfig) -> None:
             "and values have different sizes; pages hold keys and values of one size. Use a model with grouped-query "
             "attention."
         )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
+            "so its keys and values cannot be paged."
+        )
+    _refuse_rope(name, config)
+    _refuse_heads(name, kind, config)
 
 
 def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
-    for rope in _ropes(config):
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for rope in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type, or one set
         kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
         if kind in _ROPE_OF_LENGTH:
             raise UnsupportedModel(
@@ -92,13 +76,6 @@ def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
                 f"rope_theta in the config.json of {name} is {theta!r}; it must be above 0 (10000 in most models). "
                 "Fetch the config.json of the original checkpoint."
             )
-
-
-def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the RoPE parameters in config.json: one set, or one per layer type."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]
 
 
 def _refuse_heads(name: str, kind: str, config: PreTrainedConfig) -> None:
@@ -151,13 +128,8 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-_TEXT_PARTS = {
-    "gemma3": {
-        r"^language_model\.model\.": "model.",
-        r"^model\.language_model\.": "model.",
-        r"^language_model\.lm_head": "lm_head",
-    }
-}
+_GEMMA3 = {r"^language_model\.model\.": "model.", r"^model\.language_model\.": "model."}
+_TEXT_PARTS = {"gemma3": _GEMMA3 | {r"^language_model\.lm_head": "lm_head"}}
 """Vision-language models whose text part is a separate model, and its tensor prefix."""
 
 
@@ -182,10 +154,8 @@ def _text_of(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[PreTrain
 
 
 def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
-    """Parse config.json with transformers; remote code of the checkpoint `name` (auto_map) is never run.
-
-    Raises UnsupportedModel for a model that transformers does not have.
-    """
+    """Parse config.json with transformers; remote code of the checkpoint `name` (auto_map) is never run. Raises
+    UnsupportedModel for a model that transformers does not have."""
     kind = said.get("model_type")
     if not isinstance(kind, str) or not kind:
         raise UnsupportedModel(f"The config.json of {name} has no model_type: it does not say what model this is.")
@@ -252,10 +222,7 @@ def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def refuse_more_head(model: PreTrainedModel) -> None:
-    """Refuse heads with weights beyond one linear, a scale and a cap.
-
-    Raises UnsupportedModel.
-    """
+    """Refuse heads with weights beyond one linear, a scale and a cap. Raises UnsupportedModel."""
     known = {id(weight) for part in (model.base_model, model.get_output_embeddings()) for weight in part.parameters()}
     others = [path for path, weight in model.named_parameters() if id(weight) not in known]
     if others:

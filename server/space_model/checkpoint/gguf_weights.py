@@ -28,8 +28,7 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 _log = logging.getLogger(__name__)
 
-PIECE = 1 << 17
-"""Elements dequantised at once: in float32 they fit a core's cache."""
+PIECE = 1 << 17  # elements dequantised at once: in float32 they fit a core's cache
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -45,11 +44,9 @@ class GgufWeights(WeightFiles):
 
     @property
     def num_packed(self) -> int:
-        """Return the number of quantised tensors."""
         return sum(any(not _is_plain(rows.tensor) for rows in one.parts) for one in self.opened.handles.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape, from the header."""
         with self.opened.reading(name) as source:
             return tuple(source.shape)
 
@@ -96,7 +93,8 @@ class GgufWeights(WeightFiles):
                 numbers = _numbers(self._bytes, source, first + start, first + stop)
                 made = torch.from_numpy(numbers if columns is None else numbers[:, columns])
                 place[start:stop].copy_(made)
-        bits = sum(rows.tensor.num_bytes for rows in source.parts) * 8 / max(1, _numel(source))
+        numel = sum(rows.tensor.num_elements for rows in source.parts)
+        bits = sum(rows.tensor.num_bytes for rows in source.parts) * 8 / max(1, numel)
         with self._lock:
             self.num_bytes += int(place.numel() * bits / 8)
 
@@ -112,10 +110,6 @@ def _is_plain(tensor: GgufTensor) -> bool:
     return tensor.kind_name in _PLAIN
 
 
-def _numel(source: TensorSource) -> int:
-    return sum(rows.tensor.num_elements for rows in source.parts)
-
-
 def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop: int) -> npt.NDArray[np.float32]:
     """Return [stop - start, columns] or [stop - start], in the model's row order."""
     if source.turned_heads:
@@ -125,7 +119,7 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
         head, row = number // size, number % size
         # the file interleaves the rotary pairs; the model has them half a head apart
         wanted = rows.start + head * size + row % (size // 2) * 2 + row // (size // 2)
-        found = _dequantized(data, rows.tensor, wanted)
+        found: npt.NDArray[np.float32] = _dequantized(data, rows.tensor, wanted)
     else:
         pieces, before = [], 0
         for rows in source.parts:
@@ -137,23 +131,18 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
     return found - np.float32(source.shift) if source.shift else found
 
 
-def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> npt.NDArray[np.float32]:
-    """Return some rows of a tensor of the file: a slice, or row numbers."""
+def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> Any:
+    """Return some rows of a tensor of the file, float32: a slice, or row numbers."""
     kept = data[tensor.offset : tensor.offset + tensor.num_bytes]
     kind = GGMLQuantizationType(tensor.kind)
     if len(tensor.shape) == 1:  # a block of a 1-D tensor spans several elements
-        flat: npt.NDArray[np.float32] = quants.dequantize(np.ascontiguousarray(kept), kind)[rows].copy()
-        return flat
-    found: npt.NDArray[np.float32] = quants.dequantize(
-        np.ascontiguousarray(kept.reshape(tensor.shape[0], -1)[rows]), kind
-    )
-    return found
+        return quants.dequantize(np.ascontiguousarray(kept), kind)[rows].copy()
+    return quants.dequantize(np.ascontiguousarray(kept.reshape(tensor.shape[0], -1)[rows]), kind)
 
 
 def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
     """Yield name, safetensors dtype and number of elements of each tensor; quantised ones count as BF16, the usual
-    dtype.
-    """
+    dtype."""
     for name, source in sources_of(file, config).items():
         kinds = {rows.tensor.kind_name for rows in source.parts}
         yield name, kinds.pop() if len(kinds) == 1 and kinds <= set(_PLAIN) else "BF16", math.prod(source.shape)

@@ -11,9 +11,10 @@ bitsandbytes 8-bit  W[o, i] = q[o, i] · s[o] / 127
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def unpack(words: Tensor, bits: int, dim: int, count: int | None = None) -> Tensor:
     """Unpack int32 words to int32 values 0 .. 2^bits-1 along `dim` (0 or 1), 32/bits per word, lowest bits first.
-
-    `count`: number of values along `dim` if the last word is not full.
-    """
+    `count`: number of values along `dim` if the last word is not full."""
     words = words.T if dim == 0 else words
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (words[:, :, None] >> shifts) & ((1 << bits) - 1)  # [rows, words, values of a word]
@@ -49,8 +48,7 @@ def halves(packed: Tensor) -> Tensor:
     return torch.stack([flat >> 4, flat & 15], dim=1).flatten()
 
 
-Read = Callable[[str], Tensor]
-"""Returns a module's tensor by its suffix, such as `qweight`."""
+Read = Callable[[str], Tensor]  # returns a module's tensor by its suffix, such as `qweight`
 
 CURE = (
     "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8, ModelOpt FP8 or bitsandbytes "
@@ -58,50 +56,29 @@ CURE = (
 )
 
 
-class QuantizedFormat(Protocol):
+class QuantizedFormat:
     """How a checkpoint stores quantised weights."""
 
-    @property
-    def name(self) -> str:
-        """Return the name for messages."""
-        ...
-
-    @property
-    def library(self) -> str:
-        """Return the Python package whose kernels multiply by packed weights."""
-        ...
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """Return the tensor suffixes of a module besides `weight` and `bias`."""
-        ...
-
-    @property
-    def needless(self) -> frozenset[str]:
-        """Return the suffixes that do not affect the weight: scales of activations, keys and values."""
-        ...
-
-    def marks(self, part: str) -> bool:
-        """Return whether a module with this tensor has a quantised weight."""
-        ...
+    name: str  # for messages
+    library: str  # Python package whose kernels multiply by packed weights; "": none
+    parts: frozenset[str]  # tensor suffixes of a module besides `weight` and `bias`
+    markers: frozenset[str]  # of these suffixes, those that only a module with a quantised weight has
+    needless: frozenset[str] = frozenset()  # those that do not affect the weight: scales of activations, keys, values
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         """Return the dequantised weight [out, in] float32 of a module with these tensors."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(QuantizedFormat):
     """Activation-aware weight quantisation (arXiv 2306.00978), 4 bits, as its `gemm` version packs them."""
 
     group_size: int  # inputs that share a scale; -1: all
     name: str = "AWQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales"})
-    needless: frozenset[str] = frozenset()
-
-    def marks(self, part: str) -> bool:
-        return part == "qweight"
+    markers: frozenset[str] = frozenset({"qweight"})
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         q, scales = unpack_awq(read("qweight")), read("scales").float()  # [in, out], [groups, out]
@@ -112,7 +89,7 @@ class Awq:
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(QuantizedFormat):
     """GPTQ (arXiv 2210.17323), 2, 4 or 8 bits."""
 
     bits: int
@@ -121,10 +98,7 @@ class Gptq:
     name: str = "GPTQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
-    needless: frozenset[str] = frozenset()
-
-    def marks(self, part: str) -> bool:
-        return part == "qweight"
+    markers: frozenset[str] = frozenset({"qweight"})
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         q, scales = unpack(read("qweight"), self.bits, dim=0), read("scales").float()  # [in, out], [groups, out]
@@ -137,7 +111,7 @@ class Gptq:
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(QuantizedFormat):
     """compressed-tensors: packed integers, plain int8, or float8. Activations are not quantised."""
 
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
@@ -148,10 +122,8 @@ class CompressedTensors:
         for of in ("weight", "input", "output", "k", "v", "q")
         for what in ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
     )
+    markers: frozenset[str] = frozenset({"weight_scale"})
     needless: frozenset[str] = frozenset(part for part in parts if not part.startswith("weight_"))
-
-    def marks(self, part: str) -> bool:
-        return part == "weight_scale"
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         scale = read("weight_scale").float()
@@ -198,7 +170,7 @@ _FP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4
 
 
 @dataclass(frozen=True)
-class BlockFp8:
+class BlockFp8(QuantizedFormat):
     """float8 weights with one scale per block (DeepSeek), per row, or per tensor (ModelOpt)."""
 
     block: tuple[int, int]
@@ -207,10 +179,8 @@ class BlockFp8:
     parts: frozenset[str] = frozenset(
         {"weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "output_scale", "k_scale", "v_scale"}
     )
-    needless: frozenset[str] = parts - {"weight_scale_inv", "weight_scale"}
-
-    def marks(self, part: str) -> bool:
-        return part in ("weight_scale_inv", "weight_scale")
+    markers: frozenset[str] = frozenset({"weight_scale_inv", "weight_scale"})
+    needless: frozenset[str] = parts - markers
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         q, scale = read("weight"), read("weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale").float()
@@ -230,29 +200,17 @@ class BlockFp8:
 
 
 @dataclass(frozen=True)
-class Bitsandbytes:
+class Bitsandbytes(QuantizedFormat):
     """bitsandbytes: nf4 and fp4 with absolute maxima per block, or int8 with a scale per row."""
 
     name: str = "bitsandbytes"
     library: str = "bitsandbytes"
     parts: frozenset[str] = frozenset(
-        {"SCB", "weight_format"}
-        | {
-            f"weight.{part}"
-            for part in (
-                "absmax",
-                "quant_map",
-                "nested_absmax",
-                "nested_quant_map",
-                "quant_state.bitsandbytes__nf4",
-                "quant_state.bitsandbytes__fp4",
-            )
-        }
+        {"weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"}
+        | {"SCB", "weight_format", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"}
     )
+    markers: frozenset[str] = frozenset(part for part in parts if part == "SCB" or "quant_state" in part)
     needless: frozenset[str] = frozenset({"weight_format"})
-
-    def marks(self, part: str) -> bool:
-        return part == "SCB" or part.startswith("weight.quant_state.")
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         if "SCB" in parts:
@@ -265,9 +223,7 @@ class Bitsandbytes:
             code = read("weight.nested_quant_map").float()
             absmax = code[absmax.long()] * outer[: len(absmax)] + float(said["nested_offset"])
         values = read("weight.quant_map").float()[halves(read("weight")).long()]
-        count = 1
-        for size in said["shape"]:
-            count *= int(size)
+        count = math.prod(map(int, said["shape"]))
         of_element = absmax.float().repeat_interleave(int(said["blocksize"]))[:count]
         return (values[:count] * of_element).view(*said["shape"])
 

@@ -41,7 +41,7 @@ class SpaceSection:
         if not isinstance(section, dict):
             raise InvalidSpaceSection('"space" in config.json must be an object.')
         if section.get("adapter") is not None:
-            return cls._gated(section, mask_ids=mask_ids, num_masks=num_masks)
+            return cls._gated(section, mask_ids, num_masks)
         declared = section.get("mask_token_ids") or []
         ids = list(declared if mask_ids is None else mask_ids)
         if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
@@ -70,9 +70,7 @@ class SpaceSection:
         return cls(tuple(ids), None, count, head, _acceptance(section.get("acceptance")))
 
     @classmethod
-    def _gated(
-        cls, section: dict[str, object], *, mask_ids: Sequence[int] | None, num_masks: int | None
-    ) -> SpaceSection:
+    def _gated(cls, section: dict[str, object], mask_ids: Sequence[int] | None, num_masks: int | None) -> SpaceSection:
         """Parse a section with an adapter: `mask_token_ids` is ignored, and `num_masks` may be absent."""
         adapter, count = section["adapter"], section.get("num_masks") if num_masks is None else num_masks
         if not isinstance(adapter, str) or not adapter:
@@ -90,10 +88,7 @@ class SpaceSection:
 
     def check_base(self, name: str, sha256: Callable[[], str]) -> None:
         """Check that the adapter was made for the weights of `name`; `sha256` hashes them, and is called only if
-        needed.
-
-        Raises InvalidSpaceSection.
-        """
+        needed. Raises InvalidSpaceSection."""
         if self.base_sha256 is not None and (found := sha256()) != self.base_sha256:
             raise InvalidSpaceSection(
                 f"The adapter was made for weights with the sha256 {self.base_sha256}; those of {name} have {found}. "

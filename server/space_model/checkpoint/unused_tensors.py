@@ -65,10 +65,7 @@ def check_found(
     checkpoint: Checkpoint, model: PreTrainedModel, found: Mapping[str, Any], needless: Collection[str] = ()
 ) -> None:
     """Check what transformers reports as missing, unexpected or mismatched. Raises UnsupportedModel unless all can be
-    ignored.
-
-    `needless`: tensor suffixes that do not affect a module's weight.
-    """
+    ignored. `needless`: tensor suffixes that do not affect a module's weight."""
     refuse_unused(checkpoint, model, (name for name in found["unexpected_keys"] if not name.endswith(tuple(needless))))
     if found["mismatched_keys"]:
         odd = sorted((str(name), tuple(kept), tuple(wanted)) for name, kept, wanted in found["mismatched_keys"])
@@ -84,10 +81,8 @@ def check_found(
 
 
 def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Check the checkpoint's tensors `names`, which `model` does not use: each must be ignorable.
-
-    Raises UnsupportedModel, which names the first that is not, its file, what it is, and what to do.
-    """
+    """Check the checkpoint's tensors `names`, which `model` does not use: each must be ignorable. Raises
+    UnsupportedModel, which names the first that is not, its file, what it is, and what to do."""
     reasons = {name: _reason(name, model) for name in names}
     refused = sorted(name for name, reason in reasons.items() if reason is None)
     if refused:
@@ -119,7 +114,6 @@ def _reason(name: str, model: PreTrainedModel) -> str | None:
 
 
 def _explanation(name: str, config: PreTrainedConfig) -> str:
-    """Return what the tensor is, and what to do."""
     layer = _LAYER.search(name)
     if _ADAPTER.search(name):
         return (

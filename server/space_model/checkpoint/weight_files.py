@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
-SMALL = 1 << 18
-"""Tensors of fewer bytes are not worth releasing."""
+SMALL = 1 << 18  # tensors of fewer bytes are not worth releasing
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ class FileMapping:
     changed: int  # bytes that were written to and differ from the file
 
 
-def mappings(files: Collection[Path], smaps: Path = Path("/proc/self/smaps")) -> Iterator[FileMapping]:
+def mappings(files: Collection[Path]) -> Iterator[FileMapping]:
     """Yield the mappings of these files (Linux only)."""
     wanted = {str(file.resolve()) for file in files}
     try:
-        lines = smaps.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     span: tuple[int, int] | None = None
@@ -65,11 +64,9 @@ def mappings(files: Collection[Path], smaps: Path = Path("/proc/self/smaps")) ->
 
 
 def give_back(files: Collection[Path]) -> int:
-    """Release the resident pages of these files and return their bytes; a later access reads them from disk again.
-
-    Most weights are packed and not read again, but the embedding is, and keeps the whole file mapped. Mappings that
-    were written to are kept, because the file does not have the changes.
-    """
+    """Release the resident pages of these files and return their bytes; a later access reads them from disk again. Most
+    weights are packed and not read again, but the embedding is, and keeps the whole file mapped. Mappings that were
+    written to are kept, because the file does not have the changes."""
     try:
         madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError):
@@ -83,10 +80,8 @@ def give_back(files: Collection[Path]) -> int:
 
 
 def let_go(tensor: Tensor) -> None:
-    """Release the pages under this tensor, if it is a view of a mapped weight file: it was copied or packed.
-
-    A later access reads them from disk again. Other tensors are left alone.
-    """
+    """Release the pages under this tensor, if it is a view of a mapped weight file: it was copied or packed. A later
+    access reads them from disk again. Other tensors are left alone."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
         return
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -104,10 +99,10 @@ def let_go(tensor: Tensor) -> None:
         return
 
 
-def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -> bool:
+def _is_of_weights(start: int, end: int) -> bool:
     """Return whether these addresses are in one mapped safetensors or GGUF file."""
     try:
-        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     for line in lines:
@@ -119,10 +114,8 @@ def _is_of_weights(start: int, end: int, maps: Path = Path("/proc/self/maps")) -
 
 
 class OpenFiles:
-    """Files that several threads read; they are closed after the last read ends.
-
-    When a load fails, transformers does not wait for its other threads: one may be reading a tensor.
-    """
+    """Files that several threads read; they are closed after the last read ends. When a load fails, transformers does
+    not wait for its other threads: one may be reading a tensor."""
 
     def __init__(self, name: str, handles: Mapping[str, Any]) -> None:
         self.handles = handles  # tensor name -> the open file that has it
@@ -155,10 +148,8 @@ class OpenFiles:
 
 
 class WeightFiles:
-    """The tensors of the files, read on demand.
-
-    with WeightFiles.open(checkpoint) as files: files.rows("lm_head.weight", slice(0, 64))
-    """
+    """The tensors of the files, read on demand. with WeightFiles.open(checkpoint) as files:
+    files.rows("lm_head.weight", slice(0, 64))"""
 
     def __init__(self, name: str, opened: OpenFiles, size: int) -> None:
         self.name = name
@@ -179,7 +170,9 @@ class WeightFiles:
                     handle = stack.enter_context(safe_open(file, framework="pt"))
                     names = list(handle.keys())
                 except (OSError, SafetensorError) as error:
-                    raise CheckpointNotFound(_cut_short(file, error)) from error
+                    size = file.stat().st_size if file.is_file() else 0
+                    cut = f"({size} bytes) is no safetensors file, or it is cut short: {error}"
+                    raise CheckpointNotFound(f"{file} {cut if size else 'is empty'}. Fetch it again.") from error
                 for name in names:
                     if name in files:
                         raise CheckpointNotFound(
@@ -198,7 +191,6 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
         return sorted(self.opened.handles)
 
     def unused(self) -> list[str]:
@@ -211,7 +203,6 @@ class WeightFiles:
             return tuple(file.get_slice(name).get_shape())
 
     def whole(self, name: str) -> Tensor:
-        """Return a tensor."""
         with self.opened.reading(name) as file:
             return self._count(file.get_tensor(name))
 
@@ -242,12 +233,6 @@ class WeightFiles:
         with self._lock:
             self.num_bytes += tensor.nbytes
         return tensor
-
-
-def _cut_short(file: Path, error: Exception) -> str:
-    size = file.stat().st_size if file.is_file() else 0
-    what = "is empty" if not size else f"({size} bytes) is no safetensors file, or it is cut short: {error}"
-    return f"{file} {what}. Fetch it again."
 
 
 def _check_index(checkpoint: Checkpoint, files: Mapping[str, Path]) -> None:
@@ -316,10 +301,8 @@ def one_below_the_other(weights: Sequence[Tensor]) -> Tensor:
 
 
 def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> None:
-    """Check that every weight of the model `name` is finite. `packed`: weights may also be packed integers.
-
-    Reads each weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight.
-    """
+    """Check that every weight of the model `name` is finite. `packed`: weights may also be packed integers. Reads each
+    weight once, on its device, and synchronises with a GPU once. Raises UnsupportedModel naming the weight."""
     weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
     sums: dict[str, Tensor] = {}
     for path, weight in weights.items():
@@ -350,20 +333,15 @@ def _shown(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
-PIECE = 32 << 20
-"""Bytes of a tensor that are copied at once; transformers loads a few tensors concurrently."""
-
-SECONDS_BETWEEN_LINES = 5.0
-"""A longer load logs its progress at this interval."""
+PIECE = 32 << 20  # bytes of a tensor that are copied at once; transformers loads a few tensors concurrently
+SECONDS_BETWEEN_LINES = 5.0  # a longer load logs its progress at this interval
 
 _log = logging.getLogger(__name__)
 
 
 class WeightStream:
-    """Copies a checkpoint's tensors to the model's device and dtype.
-
-    model = SomeForCausalLM.from_pretrained(None, state_dict=stream.unread(), config=config, dtype=dtype)
-    """
+    """Copies a checkpoint's tensors to the model's device and dtype. model = SomeForCausalLM.from_pretrained(None,
+    state_dict=stream.unread(), config=config, dtype=dtype)"""
 
     def __init__(
         self,
@@ -375,11 +353,9 @@ class WeightStream:
         as_kept: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`copies` False: a tensor with the file's dtype stays a view of the file; None: False on a CPU.
-
-        `joined`: tensors that several weights share. `as_kept`: nothing is copied; all tensors are views of the files,
-        in the files' dtypes.
-        """
+        """`copies` False: a tensor with the file's dtype stays a view of the file; None: False on a CPU. `joined`:
+        tensors that several weights share. `as_kept`: nothing is copied; all tensors are views of the files, in the
+        files' dtypes."""
         self.files = files
         self._device = torch.device("cpu") if as_kept else device
         self._copies = device.type != "cpu" if copies is None else copies
@@ -428,10 +404,8 @@ class WeightStream:
 
 
 class _Unread:
-    """A lazy tensor, used as transformers uses those of a file: indexed as a whole, then moved to a device.
-
-    Always moves to the stream's device: without accelerate, transformers only knows the CPU.
-    """
+    """A lazy tensor, used as transformers uses those of a file: indexed as a whole, then moved to a device. Always
+    moves to the stream's device: without accelerate, transformers only knows the CPU."""
 
     def __init__(self, stream: WeightStream, name: str) -> None:
         self._stream, self._name = stream, name

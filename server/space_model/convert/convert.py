@@ -35,11 +35,9 @@ from space_model.model_error import CheckpointNotFound, ModelError
 
 @contextmanager
 def converted_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[Path]:
-    """Yield a folder, which becomes `target` after the block, or is removed if the block raises.
-
-    `num_bytes`: size of the output; lack of disk space is detected before anything is written. An existing `target` is
-    replaced only with `force`, and only at the very end.
-    """
+    """Yield a folder, which becomes `target` after the block, or is removed if the block raises. `num_bytes`: size of
+    the output; lack of disk space is detected before anything is written. An existing `target` is replaced only with
+    `force`, and only at the very end."""
     if target.exists() and not force:
         raise ConvertError(f"{target} exists already. Choose another folder, or replace it with --force.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +52,9 @@ def converted_folder(target: Path, *, num_bytes: int, force: bool) -> Iterator[P
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> None:
-    """Write the tensors to safetensors files of at most `max_bytes` each (a larger tensor gets its own file).
-
-    Holds one file's tensors in memory at a time. One file is `model.safetensors`; several are numbered and have an
-    index, as transformers names them.
-    """
+    """Write the tensors to safetensors files of at most `max_bytes` each (a larger tensor gets its own file). Holds one
+    file's tensors in memory at a time. One file is `model.safetensors`; several are numbered and have an index, as
+    transformers names them."""
     shard: dict[str, Tensor] = {}
     names: list[list[str]] = []  # per shard
     sizes: list[int] = []
@@ -133,20 +129,16 @@ class VocabularyTensors:
         head_weight = f"{modules[id(head)]}.weight"
         tied = bool(getattr(config, "tie_word_embeddings", False))
         if tied and head_weight in weights.entries:
-            _require_equal(head_weight, embedding_name, weights)
+            if not torch.equal(weights.read(head_weight), weights.read(embedding_name)):
+                raise ConvertError(
+                    f"config.json ties the output head to the embedding, but {head_weight} differs from "
+                    f'{embedding_name}. Say "tie_word_embeddings": false in config.json if the head is meant.'
+                )
             dropped.add(head_weight)
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         _check_shapes(expected, weights, optional=dropped | ({head_weight} if tied else set()))
         tables = (names[0] | names[1]) & weights.entries.keys() - dropped
         return cls(frozenset(tables), frozenset(dropped), weights.entries[embedding_name].shape[0], num_added)
-
-
-def _require_equal(head: str, embedding: str, weights: SourceWeights) -> None:
-    if not torch.equal(weights.read(head), weights.read(embedding)):
-        raise ConvertError(
-            f"config.json ties the output head to the embedding, but {head} differs from {embedding}. "
-            'Say "tie_word_embeddings": false in config.json if the head is meant.'
-        )
 
 
 def _check_shapes(expected: Mapping[str, tuple[int, ...]], weights: SourceWeights, *, optional: Set[str]) -> None:
@@ -190,7 +182,12 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     if source.resolve() == target.resolve():
         raise ConvertError(f"Source and target are both {source}; give another target.")
     weights: SourceWeights
-    gguf, given = _gguf(source), source
+    try:
+        gguf, given = Checkpoint.open(source) if find_gguf(source) is not None else None, source
+    except GgufError as error:
+        raise ConvertError(str(error)) from error
+    if gguf is None and source.is_file():
+        raise CheckpointNotFound(f"{source} is a file; give the folder of a checkpoint, or a GGUF file.")
     if gguf is not None:
         from space_model.convert.source import GgufSource  # imported late: other formats need no gguf package
 
@@ -225,25 +222,20 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
         write_shards(folder, counted(), max_bytes=wish.max_shard_bytes)
         _copy_small_files(source, folder, config)
         if given.is_dir() and given != source:
-            _copy_drafters(given, folder, config)
-        _write_config(folder, config, space, vocabulary, wish.dtype)
-        if names_base:
-            _name_base(folder)
+            for name in _drafters(config):  # config and tokenizer come from the GGUF file
+                if (given / name).is_file():
+                    shutil.copyfile(given / name, folder / name)
+        written = {**config, "vocab_size": vocabulary.new_size} | ({} if space is None else {"space": space})
+        if wish.dtype is not None:
+            written.pop("torch_dtype", None)
+            written["dtype"] = str(wish.dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        if names_base:  # the same weights, in other files or another dtype
+            written = read_object(folder / "config.json")
+            written["space"]["base_sha256"] = Checkpoint.open(folder).weights_sha256()
+            (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         if not (source / "tokenizer.json").is_file():
             _write_tokenizer(source, folder)
-
-
-def _gguf(source: Path) -> Checkpoint | None:
-    """Return the checkpoint if `source` is a GGUF file, else None."""
-    try:
-        found = find_gguf(source)
-    except GgufError as error:
-        raise ConvertError(str(error)) from error
-    if found is not None:
-        return Checkpoint.open(source)
-    if source.is_file():
-        raise CheckpointNotFound(f"{source} is a file; give the folder of a checkpoint, or a GGUF file.")
-    return None
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -321,15 +313,7 @@ def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> Non
         settings.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _copy_drafters(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    """Copy only the SPACE files beside a GGUF file; config and tokenizer come from the GGUF file."""
-    for name in _drafters(config):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-
-
 def _drafters(config: dict[str, Any]) -> set[str]:
-    """Return the names of the files that the `space` section names."""
     space = config.get("space")
     if not isinstance(space, dict):
         return set()
@@ -337,41 +321,15 @@ def _drafters(config: dict[str, Any]) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _write_config(
-    folder: Path,
-    config: dict[str, Any],
-    space: dict[str, Any] | None,
-    vocabulary: VocabularyTensors,
-    dtype: torch.dtype | None,
-) -> None:
-    written = {**config, "vocab_size": vocabulary.new_size}
-    if space is not None:
-        written["space"] = space
-    if dtype is not None:
-        written.pop("torch_dtype", None)
-        written["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-
-
 def _check_base(source: Checkpoint) -> bool:
-    """Return whether the source's adapter declares its base weights; they must be the source's.
-
-    Raises InvalidSpaceSection.
-    """
+    """Return whether the source's adapter declares its base weights; they must be the source's. Raises
+    InvalidSpaceSection."""
     space, num_ids = source.config.get("space"), int(source.config["vocab_size"])
     if not isinstance(space, dict) or space.get("base_sha256") is None:
         return False
     section = SpaceSection.parse(source.config, mask_ids=None, num_masks=None, vocab_size=num_ids)
     section.check_base(source.name, source.weights_sha256)
     return section.base_sha256 is not None
-
-
-def _name_base(folder: Path) -> None:
-    """Set the adapter's base in `folder` to the weights there: the same ones, in other files or another dtype."""
-    file = folder / "config.json"
-    config = read_object(file)
-    config["space"]["base_sha256"] = Checkpoint.open(folder).weights_sha256()
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
@@ -417,7 +375,6 @@ def _positive(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    """Parse bytes from `512MiB` or `1GiB`."""
     for unit, factor in (("GiB", 1024**3), ("MiB", 1024**2)):
         if text.endswith(unit) and text.removesuffix(unit).isdigit() and int(text.removesuffix(unit)):
             return int(text.removesuffix(unit)) * factor
@@ -466,14 +423,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns 0, or 1 after an error of one line on stderr."""
     options = _parser().parse_args(argv)
-    wish = Wish(
-        mask_ids=tuple(id for group in options.mask_ids for id in group),
-        num_masks=options.num_masks,
-        add_masks=options.add_masks,
-        dtype=None if options.dtype is None else getattr(torch, options.dtype),
-        max_shard_bytes=options.max_shard_size,
-        force=options.force,
-    )
+    ids = tuple(id for group in options.mask_ids for id in group)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    wish = Wish(ids, options.num_masks, options.add_masks, dtype, options.max_shard_size, options.force)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         convert(options.source, options.target, wish, progress=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,13 +47,10 @@ class SourceWeights:
         """Find the files and read names, shapes and dtypes; the values stay on disk."""
         entries: dict[str, TensorEntry] = {}
         for file in weight_files(folder):
-            with _opened(file) as tensors:
-                for name in tensors.names():
-                    if name in entries:
-                        raise ConvertError(
-                            f"{name} is in {entries[name].file.name} and in {file.name}; which is right?"
-                        )
-                    entries[name] = TensorEntry(file, *tensors.kind(name))
+            for name, tensor in _tensors(file).items():
+                if name in entries:
+                    raise ConvertError(f"{name} is in {entries[name].file.name} and in {file.name}; which is right?")
+                entries[name] = TensorEntry(file, tuple(tensor.shape), tensor.dtype)
         if not entries:
             raise ConvertError(f"{folder} has weight files, but no tensor in them.")
         return cls(entries)
@@ -63,14 +58,11 @@ class SourceWeights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) one after the other; one file is open at a time, and none is read as a whole."""
         for file in dict.fromkeys(entry.file for entry in self.entries.values()):
-            with _opened(file) as tensors:
-                for name in tensors.names():
-                    yield name, tensors.read(name)
+            yield from _tensors(file).items()
 
     def read(self, name: str) -> Tensor:
         """Return one tensor."""
-        with _opened(self.entries[name].file) as tensors:
-            return tensors.read(name)
+        return _tensors(self.entries[name].file)[name]
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -102,68 +94,24 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-class _SafetensorsFile:
-    """The tensors of an open safetensors file."""
-
-    def __init__(self, opened: Any) -> None:
-        self._opened = opened
-
-    def names(self) -> list[str]:
-        return list(self._opened.keys())
-
-    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        piece = self._opened.get_slice(name)
-        # A slice only has safetensors' dtype name; an empty read of it has torch's dtype.
-        dtype = piece[:0].dtype if piece.get_shape() else self._opened.get_tensor(name).dtype
-        return tuple(piece.get_shape()), dtype
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened.get_tensor(name)
-        return tensor
-
-
-class _PickledFile:
-    """The tensors of one `.bin` file, memory-mapped and read page by page."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def kind(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        return tuple(self._tensors[name].shape), self._tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
-class _OpenedSafetensors:
-    """Context manager that opens a safetensors file."""
-
-    def __init__(self, file: Path) -> None:
-        self._opened: Any = safe_open(file, framework="pt")
-
-    def __enter__(self) -> _SafetensorsFile:
-        return _SafetensorsFile(self._opened.__enter__())
-
-    def __exit__(self, *cause: object) -> None:
-        self._opened.__exit__(*cause)
-
-
-def _opened(file: Path) -> AbstractContextManager[_SafetensorsFile | _PickledFile]:
+def _tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a weight file, memory-mapped: the values are read page by page, when they are used."""
     if file.suffix == ".bin":
-        return nullcontext(_PickledFile(_load_pickled(file)))
+        return _load_pickled(file)
     try:
-        return _OpenedSafetensors(file)
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (safe_open is no mapping)
     except SafetensorError as error:
         raise ConvertError(f"{file} is no safetensors file, or it is cut short: {error}") from error
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:
-    """Load the state dict of a `.bin` file without running code in it."""
+    """Load the state dict of a `.bin` file without running code in it. (Zip archives, as torch writes since 1.6, can be
+    mapped; older files are read whole.)"""
+    with file.open("rb") as stream:
+        is_zip = stream.read(4) == b"PK\x03\x04"
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise ConvertError(
             f"{file} holds more than tensors, and opening it could run code: {str(error).splitlines()[0]} "
@@ -174,14 +122,6 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ConvertError(f"{file} is no state dict: tensors by name are wanted, at the top.")
     return loaded
-
-
-def _is_zip(file: Path) -> bool:
-    """Return whether the file is a zip archive, as torch writes since 1.6, which can be mapped; older files are read
-    whole.
-    """
-    with file.open("rb") as stream:
-        return stream.read(4) == b"PK\x03\x04"
 
 
 @dataclass(frozen=True)

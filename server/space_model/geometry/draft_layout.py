@@ -27,11 +27,8 @@ class GroupChoice:
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """The drafts and mask tokens that one sequence has in one step.
-
-    There are few distinct layouts but thousands of uses: `of` caches the objects, which cache what is derived from
-    them.
-    """
+    """The drafts and mask tokens that one sequence has in one step. There are few distinct layouts but thousands of
+    uses: `of` caches the objects, which cache what is derived from them."""
 
     num_drafts: int  # drafts in the chain after the root
     masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
@@ -107,11 +104,9 @@ class DraftLayout:
         return [root_position + g + j for g, count in enumerate(self.masks) for j in range(1, count + 1)]
 
     def next_drafts(self, accepted: int) -> GroupChoice | None:
-        """Return the masks to draft from after `accepted` accepted drafts; None if none predicts beyond the bonus.
-
-        Uses the largest group g <= accepted with masks left: its masks from accepted-g+1 on predict the positions after
-        the bonus. An earlier group than `accepted` gives fewer drafts, but for the right positions.
-        """
+        """Return the masks to draft from after `accepted` accepted drafts; None if none predicts beyond the bonus. Uses
+        the largest group g <= accepted with masks left: its masks from accepted-g+1 on predict the positions after the
+        bonus. An earlier group than `accepted` gives fewer drafts, but for the right positions."""
         return self._choices[accepted]
 
     @cached_property

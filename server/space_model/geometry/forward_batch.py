@@ -14,11 +14,8 @@ from torch import Tensor
 
 from space_model.geometry.draft_layout import DraftLayout
 
-ROW_MULTIPLE = 4
-"""The number of rows is padded to a multiple of this: smaller matmuls sum in another order (measured)."""
-
-SegmentShape = tuple[int, DraftLayout, int | None]
-"""A segment's number of chain rows, layout and adapter."""
+ROW_MULTIPLE = 4  # the number of rows is padded to a multiple of this: smaller matmuls sum in another order (measured)
+SegmentShape = tuple[int, DraftLayout, int | None]  # a segment's number of chain rows, layout and adapter
 
 ShapeRun = tuple[SegmentShape, int]
 """A shape and the number of consecutive segments with it; most steps have a single run."""
@@ -89,33 +86,16 @@ def batch_pattern(
             begun = bounds.get(adapter, range(first, first))
             bounds[adapter] = range(begun.start, len(offsets))
     num_padded = len(offsets) + -len(offsets) % ROW_MULTIPLE
-    rows = RowPattern(
-        chain_runs=chain_rows,
-        mask_runs=mask_runs,
-        offsets=np.array(offsets, dtype=np.int64),
-        reach=np.array(reach, dtype=np.int64),
-        group=np.array(group, dtype=np.int64),
-        num_chain_rows=num_chain_rows,
-        num_padded=num_padded,
-    )
-    padding = [0] * (num_padded - len(offsets))
-    return BatchPattern(
-        rows=rows,
-        chain_rows=chain_rows,
-        mask_rows=mask_rows,
-        mask_ids=np.array(ids + padding, dtype=np.int64),
-        gated=_gated(bounds, masks, num_chain_rows, device) if bounds else (),
-    )
-
-
-def _gated(
-    bounds: dict[int, range], masks: Sequence[int], num_chain_rows: int, device: torch.device
-) -> tuple[GatedRows, ...]:
-    of_row = torch.tensor(masks, dtype=torch.int64, device=device)
-    return tuple(
-        GatedRows(adapter, slice(run.start, run.stop), of_row[run.start - num_chain_rows : run.stop - num_chain_rows])
-        for adapter, run in bounds.items()
-    )
+    of_row = [np.array(values, dtype=np.int64) for values in (offsets, reach, group)]
+    rows = RowPattern(chain_rows, mask_runs, of_row[0], of_row[1], of_row[2], num_chain_rows, num_padded)
+    padded_ids = np.array(ids + [0] * (num_padded - len(offsets)), dtype=np.int64)
+    gated: list[GatedRows] = []
+    if bounds:
+        mask_of_row = torch.tensor(masks, dtype=torch.int64, device=device)
+        for adapter, run in bounds.items():
+            own = mask_of_row[run.start - num_chain_rows : run.stop - num_chain_rows]
+            gated.append(GatedRows(adapter, slice(run.start, run.stop), own))
+    return BatchPattern(rows, chain_rows, mask_rows, padded_ids, tuple(gated))
 
 
 __all__ = ["ForwardBatch", "GatedRows", "Segment"]
@@ -123,10 +103,8 @@ __all__ = ["ForwardBatch", "GatedRows", "Segment"]
 
 @dataclass(slots=True)
 class Segment:
-    """One sequence's rows in one step: pending ids, drafts, masks.
-
-    Pending ids are not computed yet; the last is the root if it ends the known ids.
-    """
+    """One sequence's rows in one step: pending ids, drafts, masks. Pending ids are not computed yet; the last is the
+    root if it ends the known ids."""
 
     ids: Sequence[int]  # chain rows: pending ids, then the drafts (layout.num_drafts of them)
     start: int  # absolute position of ids[0]: the number of ids already computed
@@ -185,10 +163,7 @@ class ForwardBatch:
     @classmethod
     def of_tensors(cls, ids: Tensor, positions: Tensor, pattern: BatchPattern, tables: StepTables) -> ForwardBatch:
         """Build a batch from rows laid out on the device, in the pattern's order; the host does not know their
-        positions.
-
-        ids and positions [R], R padded. Only attention that reads `StepTables` supports such a batch.
-        """
+        positions. ids and positions [R], R padded. Only attention that reads `StepTables` supports such a batch."""
         return cls(ids=ids, positions=positions, pattern=pattern, rows=tables.as_rows(pattern.rows))
 
     @classmethod
@@ -201,11 +176,8 @@ class ForwardBatch:
         adapter_masks: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> ForwardBatch:
-        """Pack the segments.
-
-        `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` adapter n's number of masks. Every chain row's position
-        must be within `pages`; else a ValueError names the first segment.
-        """
+        """Pack the segments. `mask_ids[j-1]` is the id of mask j; `adapter_masks[n]` adapter n's number of masks. Every
+        chain row's position must be within `pages`; else a ValueError names the first segment."""
         shapes: list[SegmentShape] = []
         for number, segment in enumerate(segments):
             count, layout = len(segment.ids), segment.layout
@@ -219,13 +191,8 @@ class ForwardBatch:
         runs = tuple((shape, len([*alike])) for shape, alike in groupby(shapes))
         device = torch.device(device)
         pattern = batch_pattern(runs, tuple(mask_ids), tuple(adapter_masks), device)
-        rows = StepRows(
-            pattern=pattern.rows,
-            starts=np.array([segment.start for segment in segments], dtype=np.int64),
-            pages=[segment.pages for segment in segments],
-            block_size=block_size,
-            device=device,
-        )
+        starts = np.array([segment.start for segment in segments], dtype=np.int64)
+        rows = StepRows(pattern.rows, starts, [segment.pages for segment in segments], block_size, device)
         num_chain_rows, num_rows = pattern.rows.num_chain_rows, len(pattern.rows.offsets)
         packed = np.zeros((2, pattern.rows.num_padded), dtype=np.int64)  # ids, positions
         ids_of_chains = chain.from_iterable([segment.ids for segment in segments])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,7 +24,7 @@ from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.checkpoint.unused_tensors import check_found
 from space_model.checkpoint.weight_files import refuse_odd_values
-from space_model.heads import DraftHeadWeights, OutputHead, head_rows, load_draft_head, with_compiled
+from space_model.heads import BaseSpec, DraftHeadWeights, OutputHead, head_rows, load_draft_head, with_compiled
 from space_model.loading.sharded_model import assemble_part, read_part
 from space_model.loading.whole_model import (
     check_plain,
@@ -102,20 +102,18 @@ def load_model(
             f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
             f"{ranks.size}."
         )
-    section = SpaceSection.parse(
-        checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=int(config.vocab_size)
-    )
+    size = int(config.vocab_size)
+    section = SpaceSection.parse(checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=size)
     section.check_base(checkpoint.name, checkpoint.weights_sha256)
-    fitting: _Fitting = {"hidden_size": int(config.hidden_size), "dtype": number, "device": place}
+    spec = BaseSpec(int(config.hidden_size), number, place)
     drafting: list[Adapter] = []
     draft_head = None
     if section.adapter is not None:
-        drafting.append(Adapter.read(OWN, checkpoint.home, section, **fitting))
+        drafting.append(Adapter.read(OWN, checkpoint.home, section, spec))
         draft_head = drafting[0].draft_head
     elif section.draft_head is not None:
-        draft_head = load_draft_head(checkpoint.home, section.draft_head, **fitting)
-    for name, folder in (adapters or {}).items():
-        drafting.append(_named(name, folder, checkpoint, int(config.vocab_size), fitting))
+        draft_head = load_draft_head(checkpoint.home, section.draft_head, spec)
+    drafting += [_named(name, folder, checkpoint, size, spec) for name, folder in (adapters or {}).items()]
 
     begun = time.perf_counter()
     if ranks is None:
@@ -157,32 +155,22 @@ def load_model(
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
-        if choose_ops is None:
-            ops = ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv)
-        else:
-            ops = choose_ops(facts)
+        make = choose_ops or (lambda _: ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv))
+        ops = make(facts)
     except ValueError as error:
         raise InvalidSetting(str(error)) from error
     facts = replace(facts, attention=ops.attention)
     if ranks is not None:
-        return assemble_part(model, checkpoint, config, facts, draft_head, drafting, ranks, ops)
+        return assemble_part(model, checkpoint, facts, draft_head, drafting, ranks, ops)
     return _assemble(model, config, facts, draft_head, drafting, ops)
 
 
-class _Fitting(TypedDict):
-    """Requirements for an adapter or a draft head."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _named(name: str, folder: str | Path, base: Checkpoint, vocab_size: int, fitting: _Fitting) -> Adapter:
+def _named(name: str, folder: str | Path, checkpoint: Checkpoint, vocab_size: int, base: BaseSpec) -> Adapter:
     """Load an additional adapter; errors name it."""
     if not name:
         raise InvalidSetting("An adapter needs a name that requests can ask for.")
     try:
-        return Adapter.open(name, folder, base=base, vocab_size=vocab_size, **fitting)
+        return Adapter.open(name, folder, checkpoint, vocab_size, base)
     except (CheckpointNotFound, InvalidSpaceSection) as error:
         raise type(error)(f"Adapter {name}: {error}") from error
 
@@ -199,17 +187,12 @@ def _assemble(
     check_attention(model, facts)
     wanted = reference(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
-    head = OutputHead(
-        output.weight,
-        output.bias,
-        scale=family.head_scale(config),
-        softcap=family.head_softcap(config),
-        int8=facts.int8,
-        keeps_rows=facts.has_any_draft_head or not facts.int8,
-        linear=ops.linear,
-    )
+    scale, softcap = family.head_scale(config), family.head_softcap(config)
+    keeps_rows = facts.has_any_draft_head or not facts.int8
+    form: dict[str, Any] = {"int8": facts.int8, "keeps_rows": keeps_rows, "linear": ops.linear}
+    head = OutputHead(output.weight, output.bias, scale=scale, softcap=softcap, **form)
     if facts.most_masks:
-        facts = replace(facts, head_rows=head_rows(head.logits, facts.hidden_size, facts.dtype, facts.device))
+        facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
     gated = [adapter.gated for adapter in adapters]
     if gated:
         layers, _ = family.decoder_layers(base)
@@ -238,10 +221,8 @@ def _assemble(
 def _read_weights(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, weights: str
 ) -> PreTrainedModel:
-    """Load the transformers model in `dtype` to `device`; every weight must be in the checkpoint.
-
-    `weights` fp8: the device never holds the weights in `dtype`.
-    """
+    """Load the transformers model in `dtype` to `device`; every weight must be in the checkpoint. `weights` fp8: the
+    device never holds the weights in `dtype`."""
     form = read_format(checkpoint.config, checkpoint.name)
     if weights == "fp8":
         check_plain(form)
@@ -266,11 +247,8 @@ def _read_weights(
 
 @malformed_is_unsupported()
 def check_tensors(path: str | Path | Checkpoint) -> None:
-    """Check that the checkpoint at `path` has all tensors that the model needs, and no others.
-
-    Of unquantised weights only the headers are read; quantised weights are read one at a time. Raises a ModelError that
-    names the tensor.
-    """
+    """Check that the checkpoint at `path` has all tensors that the model needs, and no others. Of unquantised weights
+    only the headers are read; quantised weights are read one at a time. Raises a ModelError that names the tensor."""
     checkpoint = Checkpoint.open(path)
     config = family.read_config(checkpoint)
     with _reading(checkpoint):
@@ -280,25 +258,19 @@ def check_tensors(path: str | Path | Checkpoint) -> None:
 
 @contextmanager
 def _reading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Convert transformers' errors while reading weights to ModelErrors that name the checkpoint."""
-    with _quiet(), without_compiler():
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
-        except (RuntimeError, ValueError, ImportError) as error:
-            raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings: missing or unexpected weights are reported as our errors."""
+    """Convert transformers' errors while reading weights to ModelErrors that name the checkpoint, and silence its
+    progress bars and warnings: missing or unexpected weights are reported as our errors."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with without_compiler():
+            yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointNotFound(f"The weights of {checkpoint.name} cannot be read: {error}") from error
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise UnsupportedModel(f"The weights of {checkpoint.name} do not fit its config: {error}") from error
     finally:
         transformers_logging.set_verbosity(level)
         if bars:

@@ -87,19 +87,18 @@ def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
 def assemble_part(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    config: PreTrainedConfig,
     facts: ModelFacts,
     draft_head: DraftHeadWeights | None,
     adapters: Sequence[Adapter],
     ranks: Ranks,
     ops: Ops,
 ) -> SpaceModel:
-    """Assemble the rank's part that `read_part` loaded. `config`: of the whole model; `facts`: of the part."""
+    """Assemble the rank's part that `read_part` loaded. `facts`: of the part."""
     share, others = Share(ranks.rank, ranks.size), LaterRanks(ranks)
     base, prefix = model.base_model, model.base_model_prefix
     check_attention(model, facts)
     wanted = reference(model, facts)
-    head, own = _head(model, checkpoint, config, facts, share, others, ops, rescores=facts.has_any_draft_head)
+    head, own = _head(model, checkpoint, facts, others, ops)
     parts = [share.of_adapter(adapter) for adapter in adapters]
     gated = [adapter.gated for adapter in parts]
     layers, _ = family.decoder_layers(base)
@@ -120,27 +119,18 @@ def assemble_part(
 
 
 def _head(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    facts: ModelFacts,
-    share: Share,
-    ranks: Ranks,
-    ops: Ops,
-    *,
-    rescores: bool,
+    model: PreTrainedModel, checkpoint: Checkpoint, facts: ModelFacts, ranks: Ranks, ops: Ops
 ) -> tuple[ShardedHead, Tensor]:
-    """Return the rank's ids of the head and their weights.
-
-    Rank 0 also keeps the whole head if a draft head needs gathered rows.
-    """
+    """Return the rank's ids of the head and their weights. Rank 0 also keeps the whole head if a draft head needs
+    gathered rows."""
     embedding: Tensor = model.base_model.get_input_embeddings().weight
+    share, rescores, is_tied = Share(ranks.rank, ranks.size), facts.has_any_draft_head, model.config.tie_word_embeddings
     ids = share.of_vocabulary(facts.vocab_size)
     whole: Tensor | None = None
     with open_weights(checkpoint) as files:
-        if HEAD not in files and not config.tie_word_embeddings:
+        if HEAD not in files and not is_tied:
             raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
-        if HEAD not in files or (config.tie_word_embeddings and _is_embedding(files, embedding)):
+        if HEAD not in files or (is_tied and _is_embedding(files, embedding)):
             whole, part = embedding, embedding[ids]
         elif rescores and share.rank == 0:
             whole = WeightStream(files, facts.device).whole(HEAD, facts.dtype)
@@ -161,9 +151,7 @@ def _head(
 
 
 def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:
-    """Return whether the head in the files equals the tied embedding; if not it is used, as in transformers.
-
-    This makes every rank read the head once; most checkpoints with tied embeddings have none.
-    """
+    """Return whether the head in the files equals the tied embedding; if not it is used, as in transformers. This makes
+    every rank read the head once; most checkpoints with tied embeddings have none."""
     head = files.whole(HEAD)
     return head.shape == embedding.shape and torch.equal(head.to(embedding), embedding)

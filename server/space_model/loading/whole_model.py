@@ -42,7 +42,7 @@ class QuantizedWeights(WeightFiles):
         for name in files.names:
             path, part = self._split(name)
             found.setdefault(path, set()).add(part)
-            if form.marks(part):
+            if part in form.markers:
                 marked.add(path)
             if part in form.parts:
                 aside.add(name)
@@ -68,7 +68,6 @@ class QuantizedWeights(WeightFiles):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the model's tensors."""
         return self._names
 
     @property
@@ -133,8 +132,7 @@ def has_kernels(form: QuantizedFormat) -> bool:
 
 _log = logging.getLogger(__name__)
 
-Loaded = tuple[PreTrainedModel, dict[str, Any]]
-"""A model, and transformers' report of missing and unexpected weights."""
+Loaded = tuple[PreTrainedModel, dict[str, Any]]  # a model, and transformers' report of missing and unexpected weights
 
 
 def stays_packed(form: QuantizedFormat, device: torch.device) -> bool:
@@ -253,10 +251,8 @@ def stream_model(
     as_kept: bool = False,
     copies: bool | None = None,
 ) -> Loaded:
-    """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice.
-
-    `as_kept`: weights stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream.
-    """
+    """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice. `as_kept`: weights
+    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream."""
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
     if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):

@@ -24,8 +24,7 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 Linear = TypeVar("Linear", bound=nn.Module)
 Delta = TypeVar("Delta")
-Pack = Callable[[Tensor, Tensor | None], Linear]
-"""Returns a linear layer for a weight [out, in] and a bias [out]."""
+Pack = Callable[[Tensor, Tensor | None], Linear]  # returns a linear layer for a weight [out, in] and a bias [out]
 Take = Callable[[nn.Module, Sequence[str]], Linear]
 """Returns the named linears of a module as one, and frees the originals."""
 

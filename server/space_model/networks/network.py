@@ -10,6 +10,7 @@ from space_kernels.attention.attention import KVPages
 from torch import Tensor
 
 from space_model.geometry.forward_batch import ForwardBatch
+from space_model.model_facts import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -26,22 +27,15 @@ class PagedKV:
         return KVPages(self.keys[number], self.values[number])
 
     @classmethod
-    def allocate(
-        cls,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> PagedKV:
+    def allocate(cls, facts: ModelFacts, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedKV:
         """Allocate blocks of zeros; every page is touched now, so that lack of memory fails here."""
-        shape = (num_blocks, kv_heads, block_size, head_dim)
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        return cls(keys, values, num_blocks, block_size)
+        shape = (num_blocks, facts.kv_heads, block_size, facts.head_dim)
+
+        def pages() -> list[Tensor]:
+            count = facts.num_layers if num_layers is None else num_layers
+            return [torch.zeros(shape, dtype=facts.kv_dtype, device=facts.device) for _ in range(count)]
+
+        return cls(pages(), pages(), num_blocks, block_size)
 
 
 class Network(Protocol):
@@ -49,22 +43,17 @@ class Network(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
-        ...
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]: rows of the embedding table, unscaled."""
-        ...
 
     # The parts of `forward`, separately, for the check at load. The batch has no masks.
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
-        ...
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] -> [R, hidden]: one layer alone; its K and V are stored in the KV cache."""
-        ...
 
     def norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, hidden]: the final norm alone."""
-        ...

@@ -9,7 +9,7 @@ head                            a rank has a range of ids
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -20,20 +20,17 @@ from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.model_facts import Ranks
+from space_model.networks.llama_parts import FAMILIES
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 BY_ROWS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 BY_COLUMNS = frozenset({"o_proj", "down_proj"})
 
-VOCABULARY_TILE = 64
-"""A rank's part of the head is padded with zero rows to a multiple of this many ids."""
+VOCABULARY_TILE = 64  # a rank's part of the head is padded with zero rows to a multiple of this many ids
 
 
 class LaterRanks:
-    """Ranks that only join at `come`: before, sum and gather return this rank's part.
-
-    So a part can be checked before the other ranks are ready.
-    """
+    """Ranks that only join at `come`: before, sum and gather return this rank's part. So a part can be checked before
+    the other ranks are ready."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size = ranks.rank, ranks.size
@@ -110,12 +107,8 @@ def check_size(config: PreTrainedConfig, size: int) -> None:
             able = [str(n) for n in range(1, kv_heads + 1) if not any(c % n for c in counts.values())]
             raise InvalidSetting(
                 f"{size} ranks cannot share {count} {what} evenly; with this checkpoint --tensor-parallel can be "
-                f"{_either(able)}."
+                f"{' or '.join(filter(None, (', '.join(able[:-1]), able[-1])))}."
             )
-
-
-def _either(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 class SummedLinear(nn.Module):

@@ -67,10 +67,7 @@ class GatedLinear(nn.Module):
 
 def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) -> ServedGate:
     """Attach the adapters to the decoder `base`, at path `prefix` of the whole model; return the gate that controls
-    them.
-
-    Mask embeddings replace rows of the first layer's input, after anything that the family does to embeddings.
-    """
+    them. Mask embeddings replace rows of the first layer's input, after anything that the family does to embeddings."""
     gate = ServedGate()
     for path in sorted({path for adapter in adapters for path in adapter.pairs}):
         parent_path, _, name = path.removeprefix(f"{prefix}.").rpartition(".")
@@ -115,7 +112,7 @@ def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
     """In the block, a forward pass of `base` calls `around` instead of each decoder layer."""
     _, layers = decoder_layers(base)
     for number, layer in enumerate(layers):
-        layer.forward = _stand_in(number, layer.forward, around, base)
+        layer.forward = _wrapped(number, layer.forward, around, base)
     try:
         yield
     finally:
@@ -123,11 +120,10 @@ def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
             del layer.forward
 
 
-_WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()
-"""Bases whose layers were seen to return tuples."""
+_WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()  # bases whose layers were seen to return tuples
 
 
-def _stand_in(
+def _wrapped(
     number: int, forward: Callable[..., Any], around: AroundLayer, base: PreTrainedModel
 ) -> Callable[..., Any]:
     def stand_in(*inputs: Any, **keywords: Any) -> Any:
@@ -222,11 +218,11 @@ class TransformersNetwork:
     """The base model of a transformers decoder (ids to the final norm)."""
 
     def __init__(
-        self, base: PreTrainedModel, gate: ServedGate | None = None, attention: Attention = space_attention
+        self, base: PreTrainedModel, gate: ServedGate | None = None, attend: Attention = space_attention
     ) -> None:
         """`gate`: of the adapters that are attached to `base`, if any."""
         self.base = base
-        self._attention = attention
+        self._attention = attend
         self._embedding: Tensor = base.get_input_embeddings().weight
         self._gate = gate
 
@@ -309,7 +305,7 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, int8: bool = False)
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, int8=int8))
             let_go(weight)
-        elif _is_activation(child):
+        elif isinstance(child, nn.SiLU | nn.GELU) or type(child).__module__ == "transformers.activations":
             setattr(base, name, row_invariant(child, num_threads))
         elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
             if type(child).__name__ not in _STANDARD_EXPERTS:
@@ -322,18 +318,9 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, int8: bool = False)
             setattr(base, name, RowInvariantExperts(*weights, activation, int8=int8))
         else:
             make_row_invariant(child, num_threads, int8=int8)
-            if _multiplies_by_itself(child):
-                setattr(base, name, RowInvariantRouter(child))
-
-
-def _multiplies_by_itself(module: nn.Module) -> bool:
-    """Return whether the module is a router: it has its own matrix, and is not an embedding."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
-
-
-def _is_activation(module: nn.Module) -> bool:
-    return isinstance(module, nn.SiLU | nn.GELU) or type(module).__module__ == "transformers.activations"
+            own = child._parameters.get("weight")
+            if own is not None and own.dim() == 2 and not isinstance(child, nn.Embedding):
+                setattr(base, name, RowInvariantRouter(child))  # it has its own matrix
 
 
 def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:

@@ -30,23 +30,18 @@ from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 
-NUM_ROWS = 24
-"""More than a page of 16."""
+NUM_ROWS = 24  # more than a page of 16
 
 CONTEXT, LONGEST_CONTEXT = 768, 8192
 """Keys before the rows: at least the first, or as many as the widest sliding window of at most the second."""
 
-FREQUENT_IDS = 1536
-"""Embedded ids are below this: the bytes and first merges of most vocabularies."""
-
-HEAD_IDS = 4096
-"""Number of ids whose logits are compared, spread over the vocabulary."""
+FREQUENT_IDS = 1536  # embedded ids are below this: the bytes and first merges of most vocabularies
+HEAD_IDS = 4096  # number of ids whose logits are compared, spread over the vocabulary
 
 SMALL_ROWS = (-3.3, -0.3)
 """Range (powers of ten) of the root mean square to which half of a part's input rows are scaled."""
 
-LARGE_ROWS = (0.0, 1.5)
-"""Range (powers of ten) of the factors by which half of the head's input rows are enlarged."""
+LARGE_ROWS = (0.0, 1.5)  # range (powers of ten) of the factors by which half of the head's input rows are enlarged
 
 CHECKED_WEIGHTS = 250_000_000
 """Limit on the weights of checked layers: each kind of layer, the last one, and others spread evenly."""
@@ -119,17 +114,14 @@ class Reference:
 
 
 def _spread(vocab_size: int, device: torch.device) -> Tensor:
-    """Return ids spread over the vocabulary."""
     return torch.arange(0, vocab_size, max(1, -(-vocab_size // HEAD_IDS)), device=device)
 
 
 @torch.no_grad()
 def reference(model: PreTrainedModel, facts: ModelFacts) -> Reference:
-    """Compute the outputs of a loaded model before it is taken apart; it is left unchanged.
-
-    One layer at a time is in memory in the wide dtype. A rank's part is treated as a model of its own: the other ranks'
-    terms are left out. Raises UnsupportedModel if the model cannot be run this way.
-    """
+    """Compute the outputs of a loaded model before it is taken apart; it is left unchanged. One layer at a time is in
+    memory in the wide dtype. A rank's part is treated as a model of its own: the other ranks' terms are left out.
+    Raises UnsupportedModel if the model cannot be run this way."""
     walk = _Walk(model, facts)
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     model.set_attn_implementation("eager")
@@ -152,7 +144,9 @@ class _Walk:
         _, layers = family.decoder_layers(self._base)
         self._layers = list(layers)
         self._checked = set(_checked(self._layers))
-        self._contexts = Contexts(facts, self._rows.start, _windows(model), capped=_has_caps(model))
+        modules = (*model.base_model.modules(), model.config)
+        capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in modules)
+        self._contexts = Contexts(facts, self._rows.start, _windows(model), capped=capped)
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings()
         self._has_head = isinstance(getattr(head, "weight", None), Tensor) and head.weight.device.type != "meta"
@@ -199,15 +193,8 @@ class _Walk:
             rows=rows,
             entry=Made(*entries),
             layers=[
-                LayerRows(
-                    number,
-                    given[number],
-                    Made(exact_out[number], usual_out[number]),
-                    Made(*cache[number].keys_seen),
-                    Made(*cache[number].values_seen),
-                    _is_routed(self._layers[number]),
-                )
-                for number in sorted(self._checked)
+                LayerRows(n, given[n], Made(exact_out[n], usual_out[n]), *cache[n].made(), _is_routed(self._layers[n]))
+                for n in sorted(self._checked)
             ],
             norm_given=given[parts],
             norm=Made(*norms),
@@ -262,8 +249,7 @@ class _Walk:
     @contextmanager
     def _around_layers(self, dtype: torch.dtype) -> Iterator[None]:
         """Hold everything around the layers in `dtype`: of the embedding the frequent ids, of the head the compared
-        ids.
-        """
+        ids."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         inside = {module for layer in self._layers for module in layer.modules()}
         swaps = _Swaps()
@@ -288,11 +274,9 @@ class _Walk:
 
 
 class Contexts:
-    """Keys and values before the rows: similar to those of the rows, plus noise.
-
-    Values at the edges of sliding windows are large, so that an off-by-one window shows. If attention scores have a
-    cap, one key in eight is large enough to reach it.
-    """
+    """Keys and values before the rows: similar to those of the rows, plus noise. Values at the edges of sliding windows
+    are large, so that an off-by-one window shows. If attention scores have a cap, one key in eight is large enough to
+    reach it."""
 
     def __init__(self, facts: ModelFacts, length: int, windows: Sequence[int], *, capped: bool) -> None:
         self._facts, self.length, self._capped = facts, length, capped
@@ -301,8 +285,7 @@ class Contexts:
 
     def of(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [G, R, head dim] of the rows -> [G, length, head dim] in the serving dtype, as the KV cache
-        stores them.
-        """
+        stores them."""
         loudness = torch.ones(self.length, device=keys.device)
         for first, window in self._edges:
             loudness[first : first + keys.shape[1]] = 2.0 * window**0.5
@@ -313,7 +296,6 @@ class Contexts:
 
     @property
     def has_fp8(self) -> bool:
-        """Return whether the KV cache is 8-bit."""
         return self._facts.kv_dtype is FORMAT
 
     def kept(self, rows: Tensor) -> Tensor:
@@ -343,15 +325,17 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
         self.values_seen: list[Tensor] = []
         self._contexts = contexts
 
+    def made(self) -> tuple[Made, Made]:
+        """Return keys and values, as written to the cache."""
+        return Made(*self.keys_seen), Made(*self.values_seen)
+
     def get_seq_length(self) -> int:
         return self._contexts.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._contexts.length + query_length, 0
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *others: object, **more: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         joined = []
         for seen, states in ((self.keys_seen, key_states[0]), (self.values_seen, value_states[0])):
             kept = self._contexts.kept(states).to(states.dtype) if self._contexts.has_fp8 else states
@@ -363,8 +347,6 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class _Swaps:
-    """Temporary replacements of modules' tensors."""
-
     def __init__(self) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -445,16 +427,9 @@ def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Mod
 
 
 def _windows(model: PreTrainedModel) -> list[int]:
-    """Return the sliding windows of the model's layers."""
     modules = (*model.base_model.modules(), model.config)
     found = {getattr(module, "sliding_window", None) for module in modules}
     return sorted(window for window in found if isinstance(window, int) and window > 0)
-
-
-def _has_caps(model: PreTrainedModel) -> bool:
-    """Return whether attention scores have a soft cap."""
-    caps = {getattr(module, "attn_logit_softcapping", None) for module in (*model.base_model.modules(), model.config)}
-    return caps != {None}
 
 
 def _is_routed(layer: nn.Module) -> bool:

@@ -35,8 +35,7 @@ from space_model.networks.network import Network, PagedKV
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.verification.layer_reference import Made, Reference, first_of_kinds
 
-FACTOR = 2.0
-"""Allowed ratio of a part's deviation to transformers', apart from the two terms above."""
+FACTOR = 2.0  # allowed ratio of a part's deviation to transformers', apart from the two terms above
 
 _BLOCK = 16
 
@@ -69,10 +68,8 @@ def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
 
 @torch.inference_mode()
 def check_parts(network: Network, logits: Callable[[Tensor], Tensor], facts: ModelFacts, wanted: Reference) -> None:
-    """Raises UnsupportedModel naming the first part that exceeds its bound.
-
-    `logits`: the head, [N, hidden] -> logits; `wanted`: transformers' results for the same rows and weights.
-    """
+    """Raises UnsupportedModel naming the first part that exceeds its bound. `logits`: the head, [N, hidden] -> logits;
+    `wanted`: transformers' results for the same rows and weights."""
     found = list(differences(network, logits, facts, wanted))
     amiss = [one for one in found if not one.is_rounding]
     if amiss:
@@ -135,8 +132,7 @@ class _Comparison:
         self, part: str, found: Tensor, made: Made, *, kept: bool = False, is_routed: bool = False
     ) -> Difference:
         """`kept`: stored in the KV cache; `is_routed`: rounding may select other experts for a few rows, so a quarter
-        is left out.
-        """
+        is left out."""
         ours, usual = _off(found, made.exact), _off(made.usual, made.exact)
         if is_routed:
             most = -(-len(ours) * 3 // 4)
@@ -156,15 +152,7 @@ def _off(found: Tensor, exact: Tensor) -> Tensor:
 
 def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
     """Return a KV cache of one layer, which all layers use in turn."""
-    one = PagedKV.allocate(
-        num_layers=1,
-        num_blocks=num_blocks,
-        block_size=_BLOCK,
-        kv_heads=facts.kv_heads,
-        head_dim=facts.head_dim,
-        dtype=facts.kv_dtype,
-        device=facts.device,
-    )
+    one = PagedKV.allocate(facts, num_blocks, _BLOCK, num_layers=1)
     return PagedKV(one.keys * facts.num_layers, one.values * facts.num_layers, num_blocks, _BLOCK)
 
 

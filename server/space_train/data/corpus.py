@@ -53,11 +53,9 @@ class NotPermissive(ValueError):
 
 
 def audited_licence(metadata: Message) -> str:
-    """Return the SPDX identifiers that a distribution's metadata proves. Raises NotPermissive if it proves none.
-
-    The order of trust: the SPDX expression (every part must be permissive; of an `OR`, one), the trove classifiers (all
-    of them), the free-text field (exact phrases only: a pasted licence text proves nothing).
-    """
+    """Return the SPDX identifiers that a distribution's metadata proves. Raises NotPermissive if it proves none. The
+    order of trust: the SPDX expression (every part must be permissive; of an `OR`, one), the trove classifiers (all of
+    them), the free-text field (exact phrases only: a pasted licence text proves nothing)."""
     name = metadata.get("Name", "a distribution without a name")
     expression = metadata.get("License-Expression")
     if expression:
@@ -279,10 +277,8 @@ def documented_functions(text: str, tree: ast.Module) -> Iterator[str]:
 
 def build_corpus(sources: Iterable[Source], folder: Path) -> list[SourceReport]:
     """Write `files.jsonl`, `functions.jsonl`, `held_out.jsonl` (a {"source", "path", "text"} a line) and `corpus.json`.
-
     Held-out sources must come first: a later file that repeats a held-out one, exactly (by content hash) or nearly (by
-    its lines), is dropped from training.
-    """
+    its lines), is dropped from training."""
     folder.mkdir(parents=True, exist_ok=True)
     corpus, reports = Corpus(), []
     names = ("files", "functions", "held_out")
@@ -376,12 +372,9 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of `vocab_size` ids, the special tokens first (end of text is 0)."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, letters])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -8,12 +8,11 @@ and target is where the prompt ends at inference: no token crosses it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from space_train.data.corpus import hash_of
 from space_train.data.records import (
     BadRecord,
     ConversationTurn,
@@ -128,45 +128,37 @@ class ChatText:
     def texts(self, conversation: DataConversation) -> list[AnsweredText]:
         """Return the texts to train on: none without an answer, otherwise one.
 
-        If the template rewrites earlier turns as the conversation continues, as those of reasoning models do, it
-        returns one text per answer, because only the last answer of a text then reads as the model would write it.
+        Assistant turns before the first user turn are skipped. If the template rewrites earlier turns as the
+        conversation continues, as those of reasoning models do, it returns one text per answer, because only the last
+        answer of a text then reads as the model would write it.
         """
-        return answered_texts(conversation.turns, self.render)
+        turns: Sequence[ConversationTurn] = conversation.turns
+        first = next((i for i, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
+        turns = [turn for i, turn in enumerate(turns) if i >= first or turn.role is Role.SYSTEM]
+        asked = [i for i, turn in enumerate(turns) if turn.learned and turn.content.strip()]
+        if not asked:
+            return []
+        single = [self._last_answered(turns[: i + 1]) for i in asked]
+        whole = single[-1].text
+        if all(whole.startswith(text.text) for text in single):
+            return [AnsweredText(whole, tuple(text.answers[0] for text in single))]
+        return single
 
-
-def answered_texts(
-    turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
-) -> list[AnsweredText]:
-    """`ChatText.texts` for any `render`. Assistant turns before the first user turn are skipped."""
-    first = next((i for i, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
-    turns = [turn for i, turn in enumerate(turns) if i >= first or turn.role is Role.SYSTEM]
-    asked = [i for i, turn in enumerate(turns) if turn.learned and turn.content.strip()]
-    if not asked:
-        return []
-    single = [_last_answered(turns[: i + 1], render) for i in asked]
-    whole = single[-1].text
-    if all(whole.startswith(text.text) for text in single):
-        return [AnsweredText(whole, tuple(text.answers[0] for text in single))]
-    return single
-
-
-def _last_answered(
-    turns: Sequence[ConversationTurn], render: Callable[[Sequence[ConversationTurn], bool], str]
-) -> AnsweredText:
-    """Return the conversation up to its last answer, with the range of that answer."""
-    text, prompt = render(turns, False), render(turns[:-1], True)
-    last_word = turns[-1].content.split()[-1]  # templates may reformat whitespace before it
-    if text.startswith(prompt) and last_word in text[len(prompt) :]:
-        return AnsweredText(text, ((len(prompt), len(text)),))
-    # The text before an answer can differ from the generation prompt, so search for the answer itself.
-    before = render(turns[:-1], False)
-    start = text.find(turns[-1].content.strip(), len(before) if text.startswith(before) else 0)
-    if start < 0:
-        raise UnusableTemplate(
-            "the chat template does not show the assistant's words as they are, so that they cannot be learned. "
-            f"Choose another with `template`: {', '.join(TEMPLATES)}, or a .jinja file."
-        )
-    return AnsweredText(text, ((start, len(text)),))
+    def _last_answered(self, turns: Sequence[ConversationTurn]) -> AnsweredText:
+        """Return the conversation up to its last answer, with the range of that answer."""
+        text, prompt = self.render(turns, False), self.render(turns[:-1], True)
+        last_word = turns[-1].content.split()[-1]  # templates may reformat whitespace before it
+        if text.startswith(prompt) and last_word in text[len(prompt) :]:
+            return AnsweredText(text, ((len(prompt), len(text)),))
+        # The text before an answer can differ from the generation prompt, so search for the answer itself.
+        before = self.render(turns[:-1], False)
+        start = text.find(turns[-1].content.strip(), len(before) if text.startswith(before) else 0)
+        if start < 0:
+            raise UnusableTemplate(
+                "the chat template does not show the assistant's words as they are, so that they cannot be learned. "
+                f"Choose another with `template`: {', '.join(TEMPLATES)}, or a .jinja file."
+            )
+        return AnsweredText(text, ((start, len(text)),))
 
 
 def _chosen(tokenizer: PreTrainedTokenizerBase, template: str | None) -> tuple[str, str]:
@@ -206,8 +198,7 @@ def own_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
-NOT_LEARNED = -100
-"""The label that transformers' losses ignore."""
+NOT_LEARNED = -100  # the label that transformers' losses ignore
 
 
 @dataclass(frozen=True)
@@ -249,7 +240,6 @@ class Encoder:
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat: ChatText,
-        *,
         end_ids: Collection[int] = (),
         vocab_size: int | None = None,
     ) -> None:
@@ -275,11 +265,14 @@ class Encoder:
         self._encode(text.text[:border] for some in texts for text in some for border in text.borders)
         found = []
         for (record, document), some in zip(documents, texts, strict=True):
-            examples = [
-                self._plain(text.text) if isinstance(document, PlainText) else self._answered(text) for text in some
-            ]
+            is_plain = isinstance(document, PlainText)
+            examples = [self._plain(text.text) if is_plain else self._answered(text) for text in some]
             for example in examples:
-                self._check_vocabulary(example.ids, record)
+                if self.vocab_size is not None and (most := max(example.ids)) >= self.vocab_size:
+                    raise UnusableTokenizer(
+                        f"{record.where}: token {self.tokenizer.convert_ids_to_tokens(most)!r} has id {most}, the "
+                        f"model only ids below {self.vocab_size}. Use the tokenizer that belongs to the model."
+                    )
             found.append(examples)
         self._known.clear()
         return found
@@ -314,11 +307,9 @@ class Encoder:
         return Example(ids, learned)
 
     def _runs(self, text: str, borders: Sequence[int]) -> list[list[int]]:
-        """Return the ids between consecutive `borders`, which start at 0 and end with the text.
-
-        The text is encoded whole. Only if a token would cross a border is it encoded in two parts, as at inference,
-        where the prompt ends at the border.
-        """
+        """Return the ids between consecutive `borders`, which start at 0 and end with the text. The text is encoded
+        whole. Only if a token would cross a border is it encoded in two parts, as at inference, where the prompt ends
+        at the border."""
         runs, base, done = [], 0, 0
         rest = self._ids(text)  # encodes text[base:]; its first `done` ids are already returned
         for start, end in pairwise(borders):
@@ -332,16 +323,10 @@ class Encoder:
         return runs
 
     def _encode(self, texts: Iterable[str]) -> None:
-        """Encode texts in one batch, for later look-ups."""
         wanted = list(dict.fromkeys(texts))
         if wanted:
-            encoded = self.tokenizer(
-                wanted,
-                add_special_tokens=False,
-                verbose=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )
+            without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+            encoded = self.tokenizer(wanted, verbose=False, **without)
             self._known.update(zip(wanted, encoded["input_ids"], strict=True))
 
     def _ids(self, text: str) -> list[int]:
@@ -356,13 +341,6 @@ class Encoder:
             if both[: len(before)] == before:
                 return both[len(before) :]
         return self._ids(text)
-
-    def _check_vocabulary(self, ids: Sequence[int], record: SourceRecord) -> None:
-        if self.vocab_size is not None and max(ids) >= self.vocab_size:
-            raise UnusableTokenizer(
-                f"{record.where}: token {self.tokenizer.convert_ids_to_tokens(max(ids))!r} has id {max(ids)}, the "
-                f"model only ids below {self.vocab_size}. Use the tokenizer that belongs to the model."
-            )
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
@@ -431,20 +409,6 @@ class LoadedExamples:
     report: LoadReport
 
 
-def load_examples(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "train",
-    template: str | None = None,
-    limit: int | None = None,
-    max_length: int | None = None,
-) -> list[Example]:
-    """Return the training examples of `source`; see `read_examples` for the arguments."""
-    loaded = read_examples(source, tokenizer, split=split, template=template, limit=limit, max_length=max_length)
-    return loaded.examples
-
-
 def read_examples(
     source: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -484,7 +448,7 @@ def read_examples(
             report.forms[form] += 1
             admitted = _admitted(examples, max_length, document, set(mask_ids), report)
             if admitted:
-                found.append((digest(document.content), admitted))
+                found.append((hash_of(document.content), admitted))
     examples, held_out = _parted(found, held_out_share)
     report.num_examples, report.num_held_out = len(examples), len(held_out)
     report.num_tokens = sum(len(example.ids) for example in examples)
@@ -495,16 +459,9 @@ def read_examples(
     return LoadedExamples(examples, held_out, report)
 
 
-def digest(content: str) -> int:
-    """Return a 64-bit hash of a document's text."""
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
-
-
 def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:
     """Split into training and held-out examples: held-out records have a digest in the lowest `share` of all digests.
-
-    At least the record with the lowest digest is held out; of a single long text, its end.
-    """
+    At least the record with the lowest digest is held out; of a single long text, its end."""
     if len(found) == 1 and share:
         examples = found[0][1]
         border = len(examples) - math.ceil(share * len(examples)) if len(examples) > 1 else 1

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,13 @@ class SourceRecord:
 
     @property
     def where(self) -> str:
-        """file:line."""
         return f"{self.file}:{self.line}"
 
 
 def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
-    """Yield the records of `source` in order: a file, a folder (all files in it, by path), or a dataset's split.
-
-    A dataset is a folder with parquet, arrow or CSV files, a folder written by `save_to_disk`, or an id of the hub
-    (`owner/name`, or `owner/name:config`).
-    """
+    """Yield the records of `source` in order: a file, a folder (all files in it, by path), or a dataset's split. A
+    dataset is a folder with parquet, arrow or CSV files, a folder written by `save_to_disk`, or an id of the hub
+    (`owner/name`, or `owner/name:config`)."""
     path = Path(source).expanduser()
     if path.is_dir():
         yield from _folder(path, split)
@@ -85,7 +83,8 @@ def records(source: str, *, split: str = "train") -> Iterator[SourceRecord]:
 
 
 def _folder(folder: Path, split: str) -> Iterator[SourceRecord]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    there = (path for path in folder.rglob("*") if path.is_file())
+    files = sorted(p for p in there if not any(part.startswith(".") for part in p.relative_to(folder).parts))
     suffixes = {path.suffix.lower() for path in files}
     if suffixes & TABLES or any((folder / name).is_file() for name in SAVED_BY_DATASETS):
         yield from _dataset(str(folder), split)
@@ -99,10 +98,6 @@ def _folder(folder: Path, split: str) -> Iterator[SourceRecord]:
     _only_train(str(folder), split)
     for path in usable:
         yield from _file(path)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _only_train(source: str, split: str) -> None:
@@ -171,7 +166,6 @@ def _behind_spaces(text: str, at: int) -> int:
 
 
 def _dataset(source: str, split: str) -> Iterator[SourceRecord]:
-    """Yield the rows of a dataset, read lazily."""
     for number, row in enumerate(_open_dataset(source, split), start=1):
         yield SourceRecord(f"{source}[{split}]", number, row)
 
@@ -235,7 +229,6 @@ class DataConversation:
 
     @property
     def content(self) -> str:
-        """The text of all turns, for hashing."""
         return "\0".join(f"{turn.role}\0{turn.content}" for turn in self.turns)
 
 
@@ -247,7 +240,6 @@ class PlainText:
 
     @property
     def content(self) -> str:
-        """The whole text, for hashing."""
         return self.text
 
 
@@ -280,13 +272,8 @@ ROLES = {
 
 _HALF = re.compile("[\ud800-\udfff]")
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-_QUESTION_AND_ANSWER = (
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("instruction", "response"),
-    ("query", "response"),
-)
+_ASKED_AND_ANSWERED = "prompt completion, prompt response, question answer, instruction response, query response"
+_QUESTION_AND_ANSWER = tuple(tuple(pair.split()) for pair in _ASKED_AND_ANSWERED.split(", "))
 
 
 def documents(records: Iterable[SourceRecord]) -> Iterator[tuple[SourceRecord, str, Document]]:
@@ -295,7 +282,11 @@ def documents(records: Iterable[SourceRecord]) -> Iterator[tuple[SourceRecord, s
     for record in records:
         fields = _fields(record)
         if record.file not in form_of:
-            form_of[record.file] = (_form(fields, record.where), record.where)
+            fitting = next((form for form in FORMS if form.fits(fields)), None)
+            if fitting is None:
+                listed = f"{record.where} has the fields {_listed(fields)}"
+                raise BadRecord(f"{listed}, which is no known form: {known_forms()}.")
+            form_of[record.file] = (fitting, record.where)
         form, since = form_of[record.file]
         if not form.fits(fields):
             raise BadRecord(
@@ -321,13 +312,6 @@ def _fields(record: SourceRecord) -> Fields:
     return {str(name): value for name, value in record.value.items() if value is not None}
 
 
-def _form(fields: Fields, where: str) -> DataForm:
-    for form in FORMS:
-        if form.fits(fields):
-            return form
-    raise BadRecord(f"{where} has the fields {_listed(fields)}, which is no known form: {known_forms()}.")
-
-
 def _check_characters(document: Document, where: str) -> None:
     """Reject lone surrogates: JSON can escape them, but tokenizers cannot encode them."""
     found = _HALF.search(document.content)
@@ -336,10 +320,6 @@ def _check_characters(document: Document, where: str) -> None:
             f"{where} has half a character, \\u{ord(found[0]):x}: a surrogate without the other one of its pair. "
             "Remove it, or write the whole character; a text was perhaps cut inside one."
         )
-
-
-def _messages(fields: Fields, where: str) -> DataConversation:
-    return _conversation(fields, "messages", ("role", "content"), where)
 
 
 def _sharegpt(fields: Fields, where: str) -> DataConversation:
@@ -352,8 +332,8 @@ def _sharegpt(fields: Fields, where: str) -> DataConversation:
             tuple(ConversationTurn(roles[i % 2], str(turn), learned=i % 2 == 1) for i, turn in enumerate(turns))
         )
     if isinstance(turns, Sequence) and turns and isinstance(turns[0], Mapping) and "role" in turns[0]:
-        return _conversation(fields, name, ("role", "content"), where)
-    return _conversation(fields, name, ("from", "value"), where)
+        return _conversation(name, ("role", "content"), fields, where)
+    return _conversation(name, ("from", "value"), fields, where)
 
 
 def _alpaca(fields: Fields, where: str) -> DataConversation:
@@ -370,26 +350,12 @@ def _question_and_answer(fields: Fields, where: str) -> DataConversation:
     asked, answered = next(names for names in _QUESTION_AND_ANSWER if all(name in fields for name in names))
     if isinstance(fields[asked], list) and isinstance(fields[answered], list):
         both = {"messages": [*_list(fields, asked, where), *_list(fields, answered, where)]}
-        return _conversation(both, "messages", ("role", "content"), where)
+        return _conversation("messages", ("role", "content"), both, where)
     question = _joined(_text(fields, asked, where), _text(fields, "context", where))
     return DataConversation((*_system(fields, where), *_asked(question, _text(fields, answered, where))))
 
 
-def _plain_text(fields: Fields, where: str) -> PlainText:
-    return PlainText(_text(fields, "text" if "text" in fields else "content", where))
-
-
-FORMS: tuple[DataForm, ...] = (
-    DataForm("OpenAI messages", (("messages",),), _messages),
-    DataForm("ShareGPT", (("conversations",), ("conversation",)), _sharegpt),
-    DataForm("alpaca", (("instruction", "output"),), _alpaca),
-    DataForm("prompt and completion", _QUESTION_AND_ANSWER, _question_and_answer),
-    DataForm("plain text", (("text",), ("content",)), _plain_text),
-)
-"""Forms in the order they are tried: Alpaca's own files also have a `text` field."""
-
-
-def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) -> DataConversation:
+def _conversation(name: str, keys: tuple[str, str], fields: Fields, where: str) -> DataConversation:
     who, what = keys
     turns = list(_system(fields, where))
     for number, turn in enumerate(_list(fields, name, where), start=1):
@@ -407,8 +373,21 @@ def _conversation(fields: Fields, name: str, keys: tuple[str, str], where: str) 
     return DataConversation(tuple(turns))
 
 
+FORMS: tuple[DataForm, ...] = (
+    DataForm("OpenAI messages", (("messages",),), partial(_conversation, "messages", ("role", "content"))),
+    DataForm("ShareGPT", (("conversations",), ("conversation",)), _sharegpt),
+    DataForm("alpaca", (("instruction", "output"),), _alpaca),
+    DataForm("prompt and completion", _QUESTION_AND_ANSWER, _question_and_answer),
+    DataForm(
+        "plain text",
+        (("text",), ("content",)),
+        lambda fields, where: PlainText(_text(fields, "text" if "text" in fields else "content", where)),
+    ),
+)
+"""Forms in the order they are tried: Alpaca's own files also have a `text` field."""
+
+
 def _content(content: object, place: str) -> str:
-    """Return the text of a string or of OpenAI's list of text parts."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):

@@ -28,35 +28,16 @@ from space_train.data.corpus import END_OF_TEXT_ID
 from space_train.data.examples import Example
 from space_train.data.records import NothingToLearn
 
-PADDING = -1
-"""Document number of padding."""
+PADDING = -1  # document number of padding
 
 
 @dataclass(frozen=True)
 class ExampleRows:
-    """B rows of L ids each.
-
-    A target always directly follows an id of the same document in its row.
-    """
+    """B rows of L ids each. A target always directly follows an id of the same document in its row."""
 
     ids: Tensor  # [B, L] int64
     learned: Tensor  # [B, L] bool: the id is a target
     document: Tensor  # [B, L] int64: which example of the row an id belongs to, from 0; -1 is padding
-
-    @property
-    def visible(self) -> Tensor:
-        """[B, L, L] bool: row sees key, within its document and not ahead; padding sees only itself."""
-        place = torch.arange(self.ids.shape[1], device=self.ids.device)
-        same = self.document[:, :, None] == self.document[:, None, :]
-        return (same & (self.document[:, None, :] != PADDING) & (place[:, None] >= place)) | (place[:, None] == place)
-
-    @property
-    def positions(self) -> Tensor:
-        """[B, L] int64: the place of each id in its document, from 0."""
-        place = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
-        begins = torch.ones_like(self.learned)
-        begins[:, 1:] = self.document[:, 1:] != self.document[:, :-1]
-        return place - torch.where(begins, place, 0).cummax(dim=1).values
 
 
 class PackedExamples:
@@ -82,23 +63,7 @@ class PackedExamples:
         self._order: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
-        """Rows per epoch."""
         return len(self._rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids per epoch, without padding."""
-        return len(self._ids)
-
-    @property
-    def num_targets(self) -> int:
-        """Targets per epoch."""
-        return int(self._learned.sum())
-
-    @property
-    def fill(self) -> float:
-        """The share of the rows that is not padding."""
-        return self.num_tokens / (len(self) * self.length)
 
     def digest(self) -> bytes:
         """Return a digest of the ids, the targets and the examples' starts."""
@@ -120,11 +85,8 @@ class PackedExamples:
             for number, piece in enumerate(self._rows[self._epoch(epoch)[place]]):
                 start, end = self._start[piece], self._start[piece + 1]
                 here = slice(at, at + int(end - start))
-                ids[row, here], learned[row, here], document[row, here] = (
-                    self._ids[start:end],
-                    self._learned[start:end],
-                    number,
-                )
+                ids[row, here], learned[row, here] = self._ids[start:end], self._learned[start:end]
+                document[row, here] = number
                 at = here.stop
         return ExampleRows(torch.from_numpy(ids), torch.from_numpy(learned), torch.from_numpy(document))
 
@@ -137,10 +99,8 @@ class PackedExamples:
 
 
 def packed(sizes: Sequence[int], capacity: int, order: Sequence[int]) -> list[list[int]]:
-    """Pack items of these sizes into rows: the largest first, each into the fullest row with enough space.
-
-    (Best fit decreasing: at most 11/9 of the fewest rows, plus one.) Equal sizes come in `order`.
-    """
+    """Pack items of these sizes into rows: the largest first, each into the fullest row with enough space. (Best fit
+    decreasing: at most 11/9 of the fewest rows, plus one.) Equal sizes come in `order`."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their free space
     rooms = 0  # bit r is set if a row has r free: finds the best fit in one operation
@@ -183,14 +143,14 @@ def write_packed(tokenizer: Tokenizer, texts: Iterable[str], path: Path) -> int:
 class PackedTokens:
     """A stream of ids read as windows, which are a pure function of the seed and the number of ids drawn before."""
 
-    def __init__(self, ids: NDArray[np.uint16], seed: int, *, aligned: bool = False) -> None:
-        self.ids, self.seed, self.aligned = ids, seed, aligned
+    def __init__(self, ids: NDArray[np.uint16], seed: int) -> None:
+        self.ids, self.seed = ids, seed
         self._order: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     @classmethod
-    def open(cls, path: Path, seed: int, *, aligned: bool = False) -> PackedTokens:
+    def open(cls, path: Path, seed: int) -> PackedTokens:
         """Memory-map the stream at `path`."""
-        return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed, aligned=aligned)
+        return cls(np.memmap(path, dtype=np.uint16, mode="r"), seed)
 
     def holds(self, length: int) -> bool:
         """Whether windows of `length` can be drawn."""
@@ -201,11 +161,8 @@ class PackedTokens:
         return len(self.ids) // length - 1
 
     def windows(self, drawn: int, count: int, length: int) -> Tensor:
-        """Return `count` windows, [count, length] int64, after `drawn` ids were drawn in earlier windows.
-
-        An epoch cuts the stream at multiples of `length` from an offset of its own (none where the stream is
-        `aligned`: made of pieces of that length), and shuffles the pieces.
-        """
+        """Return `count` windows, [count, length] int64, after `drawn` ids were drawn in earlier windows. An epoch cuts
+        the stream at multiples of `length` from an offset of its own, and shuffles the pieces."""
         if not self.holds(length):
             raise ValueError(f"The stream has {len(self.ids)} ids; windows of {length} need at least {2 * length}.")
         per_epoch, first = self.num_windows(length), drawn // length
@@ -214,7 +171,7 @@ class PackedTokens:
             epoch, place = divmod(index, per_epoch)
             if (epoch, length) not in self._order:
                 self._order[epoch, length] = np.random.default_rng([self.seed, epoch, length]).permutation(per_epoch)
-            offset = 0 if self.aligned else int(np.random.default_rng([self.seed, epoch]).integers(length))
+            offset = int(np.random.default_rng([self.seed, epoch]).integers(length))
             start = offset + int(self._order[epoch, length][place]) * length
             rows.append(torch.from_numpy(self.ids[start : start + length].astype(np.int64)))
         return torch.stack(rows)
@@ -236,12 +193,10 @@ class TokenRows:
         return self.tokens.num_windows(self.length)
 
     def digest(self) -> bytes:
-        """Return a digest of the whole stream."""
         return hashlib.sha256(self.tokens.ids.data).digest()
 
 
-PERIOD = 40
-"""Rows after which the pattern of sources repeats; shares are rounded to 1/40."""
+PERIOD = 40  # rows after which the pattern of sources repeats; shares are rounded to 1/40
 
 MOST_OWN_ROUNDS = 4.0
 """Most passes over the model's own texts per pass over the data, if no share is given: more teach little more
@@ -253,15 +208,12 @@ class RowSource(Protocol):
 
     def rows(self, first: int, count: int) -> ExampleRows:
         """Rows first .. first+count-1."""
-        ...
 
     def __len__(self) -> int:
         """Rows of one epoch."""
-        ...
 
     def digest(self) -> bytes:
         """Return a digest of the underlying data."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -289,10 +241,8 @@ class MixedRows:
         self._counts = counts
 
     def __len__(self) -> int:
-        """Rows of one epoch: until every data stream was read at least once.
-
-        Text that the model wrote does not count; otherwise much of it would make an epoch repeat the data.
-        """
+        """Rows of one epoch: until every data stream was read at least once. Text that the model wrote does not count;
+        otherwise much of it would make an epoch repeat the data."""
         period, alone = len(self._pattern), not any(stream.teaches for stream in self.streams)
         return max(
             -(-len(stream.rows) * period // count)
@@ -307,7 +257,6 @@ class MixedRows:
         return [read * count / len(stream.rows) for stream, count in zip(self.streams, self._counts, strict=True)]
 
     def __str__(self) -> str:
-        """Describe the streams and how many times each is read."""
         parts = [
             f"{len(stream.rows)} of {'the data' if stream.teaches else 'its own texts'} ×{rounds:.3g}"
             for stream, rounds in zip(self.streams, self.rounds, strict=True)
@@ -317,11 +266,8 @@ class MixedRows:
     def rows(self, first: int, count: int) -> ExampleRows:
         """Rows first .. first+count-1."""
         parts = [self._row(number) for number in range(first, first + count)]
-        return ExampleRows(
-            torch.cat([part.ids for part in parts]),
-            torch.cat([part.learned for part in parts]),
-            torch.cat([part.document for part in parts]),
-        )
+        columns = zip(*((part.ids, part.learned, part.document) for part in parts), strict=True)
+        return ExampleRows(*(torch.cat(column) for column in columns))
 
     def digest(self) -> str:
         """Return a digest of the rows and their order, 12 hexadecimal digits."""
@@ -342,10 +288,8 @@ class MixedRows:
 
 
 def with_own_texts(data: RowSource, own: RowSource, share: float | None) -> list[RowStream]:
-    """Mix the data with text that the model wrote, which gets `share` of the rows.
-
-    None: half, or less if one pass over the data would otherwise read these texts more than MOST_OWN_ROUNDS times.
-    """
+    """Mix the data with text that the model wrote, which gets `share` of the rows. None: half, or less if one pass over
+    the data would otherwise read these texts more than MOST_OWN_ROUNDS times."""
     if share is None:
         most = MOST_OWN_ROUNDS * len(own)
         share = min(0.5, most / (most + len(data)))

@@ -37,13 +37,8 @@ class AnchorRows:
 
     @property
     def positions(self) -> Tensor:
-        """[B, M] m-1+j."""
+        """[B, M] m-1+j; the real row there, before the target, is the teacher of the mask."""
         return self.root + self.depth
-
-    @property
-    def source(self) -> Tensor:
-        """[B, M] m+j-1: the token before the target; its real row is the teacher of the mask."""
-        return self.positions
 
     @property
     def target(self) -> Tensor:
@@ -77,10 +72,8 @@ def keep_counts(num_anchors: int, num_masks: int, keep: float = 0.7, least: floa
 
 
 def anchor_rows(anchors: Sequence[Sequence[tuple[int, int]]], learnable: NDArray[np.bool_]) -> AnchorRows:
-    """Return the mask rows of each text's anchors (m, depth); all texts have the same total number of rows.
-
-    `learnable` [B, L]: the token may be a mask's target. A mask beyond the end of a text learns nothing.
-    """
+    """Return the mask rows of each text's anchors (m, depth); all texts have the same total number of rows. `learnable`
+    [B, L]: the token may be a mask's target. A mask beyond the end of a text learns nothing."""
     length = learnable.shape[1]
     offsets = {depth: DraftLayout(0, (depth,)).mask_positions(0) for depth in {d for row in anchors for _, d in row}}
     root = [[m - 1 for m, depth in row for _ in range(depth)] for row in anchors]
@@ -98,11 +91,9 @@ def anchor_rows(anchors: Sequence[Sequence[tuple[int, int]]], learnable: NDArray
 def choose_anchors(
     places: NDArray[np.int64], length: int, counts: Sequence[int], rng: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Draw anchors (m, depth) among `places`, in order of m; `counts` comes from `keep_counts`.
-
-    The number of rows is fixed, so that every pass has one shape: with too few places, some are used twice.
-    Masks beyond `length` are kept and learn nothing.
-    """
+    """Draw anchors (m, depth) among `places`, in order of m; `counts` comes from `keep_counts`. The number of rows is
+    fixed, so that every pass has one shape: with too few places, some are used twice. Masks beyond `length` are kept
+    and learn nothing."""
     num_anchors, num_masks = counts[0], len(counts)
     deep_enough = places[places + num_masks < length]
     usable = deep_enough if len(deep_enough) >= num_anchors else places
@@ -191,12 +182,9 @@ class TrainBatch:
         return 0 if self.anchors is None else int(self.anchors.learns.sum())
 
     def to(self, device: torch.device) -> TrainBatch:
-        return TrainBatch(
-            self.plain and self.plain.to(device),
-            self.masked and self.masked.to(device),
-            self.anchors and self.anchors.to(device),
-            None if self.own_draft_rows is None else self.own_draft_rows.to(device),
-        )
+        own = None if self.own_draft_rows is None else self.own_draft_rows.to(device)
+        plain, masked = self.plain and self.plain.to(device), self.masked and self.masked.to(device)
+        return TrainBatch(plain, masked, self.anchors and self.anchors.to(device), own)
 
 
 def is_plain(row: int, ar_share: float) -> bool:
@@ -245,11 +233,9 @@ def _spread(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]
 
 
 def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -> tuple[Texts, AnchorRows]:
-    """Choose one anchor per text and cut the text there: the tokens after it become padding.
-
-    If masks learn the model's own distribution, the tokens in their place are read too, as the teachers' input; the
-    ordinary loss does not learn them.
-    """
+    """Choose one anchor per text and cut the text there: the tokens after it become padding. If masks learn the model's
+    own distribution, the tokens in their place are read too, as the teachers' input; the ordinary loss does not learn
+    them."""
     anchors: list[list[tuple[int, int]]] = []
     for places, generator in zip(_places(texts), generators, strict=True):
         anchors.append([(int(generator.choice(places)) if len(places) else 1, plan.num_masks)])

@@ -1,5 +1,4 @@
-"""A small Llama for training, whose rows have free order, positions and visibility, and its conversion to a plain Llama
-checkpoint and back.
+"""A small Llama for training, and its conversion to a plain Llama checkpoint and back.
 
 The arithmetic is Llama's (RMSNorm, rotary halves, grouped key/value heads, SwiGLU, tied embeddings), so the fused
 matrices can be split and written as a checkpoint any Llama loader reads.
@@ -74,7 +73,7 @@ class TrainLayer(nn.Module):
         self.gate_up = nn.Linear(hidden, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shape = self.shape
         B, R, _ = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(B, R, -1, shape.head_dim)
@@ -85,14 +84,14 @@ class TrainLayer(nn.Module):
         value = heads[:, num_rotated:]
         group = shape.num_heads // shape.num_kv_heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.output(mixed.transpose(1, 2).reshape(B, R, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return torch.add(x, self.down(F.silu(gate) * up))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on `heads` [B, H, R, D]; `cos` and `sin` are [R, D] (halves repeated) or [B, 1, R, D]."""
+    """Rotary positions on `heads` [B, H, R, D]; `cos` and `sin` are [R, D] (halves repeated)."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -127,23 +126,16 @@ class TrainNetwork(nn.Module):
                 for linear in (layer.output, layer.down):
                     linear.weight.normal_(0.0, depth_scale * linear.in_features**-0.5, generator=generator)
 
-    def forward(self, ids: Tensor, positions: Tensor | None = None, visible: Tensor | None = None) -> Tensor:
-        """Return hidden rows [B, R, E] of `ids` [B, R].
-
-        `positions` [R] or [B, R] defaults to 0..R-1. `visible` (bool, broadcastable to [B, 1, R, R]: row, key)
-        defaults to causal.
-        """
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device)
-        angles = positions[..., None].float() * self.inverse_frequency  # [(B,) R, D/2]
-        if angles.dim() == 3:
-            angles = angles[:, None]
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return hidden rows [B, R, E] of `ids` [B, R]."""
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        angles = positions[..., None].float() * self.inverse_frequency  # [R, D/2]
         x = self.embedding(ids)
         angles = torch.cat((angles, angles), dim=-1)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         for layer in self.layers:
-            x = layer(x, cos, sin, visible)
+            x = layer(x, cos, sin)
         return torch.as_tensor(self.final_norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -151,53 +143,45 @@ class TrainNetwork(nn.Module):
         return F.linear(hidden, self.embedding.weight)
 
 
-def llama_weights(network: TrainNetwork, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the weights under Llama's names, with the fused projections split."""
-    shape, weights = network.shape, {"model.embed_tokens.weight": network.embedding.weight}
+def _llama_views(network: TrainNetwork) -> dict[str, Tensor]:
+    """Return the network's own weights under Llama's names, with the fused projections split."""
+    shape, weights = network.shape, {"model.embed_tokens.weight": network.embedding.weight.detach()}
     heads = [shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim]
     for index, layer in enumerate(network.decoder_layers):
-        query, key, value = torch.split(layer.query_key_value.weight, heads)
-        gate, up = layer.gate_up.weight.chunk(2)
+        query, key, value = torch.split(layer.query_key_value.weight.detach(), heads)
+        gate, up = layer.gate_up.weight.detach().chunk(2)
         named = {
-            "input_layernorm": layer.attention_norm.weight,
+            "input_layernorm": layer.attention_norm.weight.detach(),
             "self_attn.q_proj": query,
             "self_attn.k_proj": key,
             "self_attn.v_proj": value,
-            "self_attn.o_proj": layer.output.weight,
-            "post_attention_layernorm": layer.mlp_norm.weight,
+            "self_attn.o_proj": layer.output.weight.detach(),
+            "post_attention_layernorm": layer.mlp_norm.weight.detach(),
             "mlp.gate_proj": gate,
             "mlp.up_proj": up,
-            "mlp.down_proj": layer.down.weight,
+            "mlp.down_proj": layer.down.weight.detach(),
         }
         weights |= {f"model.layers.{index}.{name}.weight": weight for name, weight in named.items()}
-    weights["model.norm.weight"] = network.final_norm.weight
-    return {name: weight.detach().to(dtype).contiguous().clone() for name, weight in weights.items()}
+    return weights | {"model.norm.weight": network.final_norm.weight.detach()}
+
+
+def llama_weights(network: TrainNetwork, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return copies of the weights under Llama's names."""
+    return {name: weight.to(dtype).contiguous().clone() for name, weight in _llama_views(network).items()}
 
 
 def load_llama(network: TrainNetwork, folder: Path) -> None:
     """Load the weights of an exported checkpoint of the same shape (the inverse of `llama_weights`)."""
     found = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    expected = llama_weights(network, torch.float32)
-    wrong = [name for name in sorted(expected) if name not in found or found[name].shape != expected[name].shape]
-    if wrong or len(found) != len(expected):
+    own = _llama_views(network)
+    wrong = [name for name in sorted(own) if name not in found or found[name].shape != own[name].shape]
+    if wrong or len(found) != len(own):
         raise ValueError(
             f"The weights in {folder} are not of this shape (first difference: {(wrong or ['a tensor more'])[0]}). "
             "Give --vocabulary, --hidden, --layers, --heads and --intermediate as they were when it was trained."
         )
-    with torch.no_grad():
-        network.embedding.weight.copy_(found["model.embed_tokens.weight"])
-        network.final_norm.weight.copy_(found["model.norm.weight"])
-        for index, layer in enumerate(network.decoder_layers):
-
-            def of(*names: str, index: int = index) -> Tensor:
-                return torch.cat([found[f"model.layers.{index}.{name}.weight"] for name in names])
-
-            layer.attention_norm.weight.copy_(of("input_layernorm"))
-            layer.query_key_value.weight.copy_(of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-            layer.output.weight.copy_(of("self_attn.o_proj"))
-            layer.mlp_norm.weight.copy_(of("post_attention_layernorm"))
-            layer.gate_up.weight.copy_(of("mlp.gate_proj", "mlp.up_proj"))
-            layer.down.weight.copy_(of("mlp.down_proj"))
+    for name, weight in own.items():
+        weight.copy_(found[name])
 
 
 def llama_config(network: TrainNetwork, dtype: torch.dtype) -> dict[str, object]:

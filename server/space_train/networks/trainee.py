@@ -26,8 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, causal
 from space_train.train_plan import HeadForm, Method, TrainPlan
 
-CHUNK = 4096
-"""Rows whose logits are in memory at once."""
+CHUNK = 4096  # rows whose logits are in memory at once
 
 Logits = Callable[[Tensor], Tensor]
 
@@ -92,9 +91,7 @@ def best(logits: Logits, hidden: Tensor) -> Tensor:
 
 def survival(chance: Tensor, depth: Tensor) -> Tensor:
     """[B, M] probability that all drafts before each mask are accepted: the product of the teacher's in its group.
-
-    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on.
-    """
+    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on."""
     chance = chance.double()  # cumulative sums over a whole row lose precision in float32
     before = chance.cumsum(1) - chance
     first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)
@@ -195,11 +192,8 @@ class Adapters(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The hidden row of a mask, corrected by the token before its target.
-
-    mlp:       h' = h + W2·silu(W1·[h ; s·e(previous)])
-    low-rank:  h' = h + W2·W1·(s·e(previous))
-    """
+    """The hidden row of a mask, corrected by the token before its target. mlp: h' = h + W2·silu(W1·[h ; s·e(previous)])
+    low-rank: h' = h + W2·W1·(s·e(previous))"""
 
     def __init__(
         self, hidden_size: int, width: int = 384, embedding_scale: float = 8.0, form: HeadForm = HeadForm.MLP
@@ -226,10 +220,8 @@ class DraftHead(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model's body, output head and embedding.
-
-    Letters: `B` texts, `R` rows, `K` keys, `E` hidden size, `V` vocabulary.
-    """
+    """The model's body, output head and embedding. Letters: `B` texts, `R` rows, `K` keys, `E` hidden size, `V`
+    vocabulary."""
 
     def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         super().__init__()
@@ -268,11 +260,9 @@ class Decoder(nn.Module):
         cache: DynamicCache | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R].
-
-        `visible` [B, R, K] bool; `key_positions` [B, K], if keys are not the rows themselves. Keys of `cache` come
-        first, and the rows' own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`.
-        """
+        """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R]. `visible` [B, R,
+        K] bool; `key_positions` [B, K], if keys are not the rows themselves. Keys of `cache` come first, and the rows'
+        own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`."""
         keys = positions if key_positions is None else key_positions
         arguments = {
             "input_ids": ids,
@@ -336,11 +326,9 @@ def check_is_trainable(model: PreTrainedModel) -> None:
 
 
 def attention_for(model: PreTrainedModel) -> str:
-    """Return the attention function of transformers to use: it must accept our masks and fit the model family.
-
-    Flash attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU, has no
-    dropout.
-    """
+    """Return the attention function of transformers to use: it must accept our masks and fit the model family. Flash
+    attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU, has no
+    dropout."""
     config, own = model.config, str(model.config._attn_implementation)
     has_dropout = bool(getattr(config, "attention_dropout", None))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
@@ -435,7 +423,7 @@ class Trainee(nn.Module):
         next_token = self._next_token(real, texts) if plan.trains_base else zero.next_token
 
         learns = anchors.learns
-        source = anchors.source.clamp(max=last)
+        source = anchors.positions.clamp(max=last)
         labels = texts.ids.gather(1, anchors.target.clamp(max=last))
         teacher = real.detach().gather(1, source[..., None].expand(-1, -1, real.shape[2]))  # [B, M, E]
         weights = torch.ones_like(learns, dtype=torch.float32)
@@ -455,11 +443,8 @@ class Trainee(nn.Module):
         return Losses(next_token, mask_loss, head_loss)
 
     def hidden_rows(self, texts: Texts, anchors: AnchorRows) -> tuple[Tensor, Tensor]:
-        """Return hidden rows of the real tokens [B, L, E] and of the masks [B, M, E].
-
-        A trained base runs both in one pass. A frozen base runs real rows once without gradients, and only mask rows
-        are differentiated.
-        """
+        """Return hidden rows of the real tokens [B, L, E] and of the masks [B, M, E]. A trained base runs both in one
+        pass. A frozen base runs real rows once without gradients, and only mask rows are differentiated."""
         positions, seen = self._positions(texts), causal(texts.document)
         visible = anchors.visible(texts.document)
         if self.plan.trains_base:
@@ -472,14 +457,10 @@ class Trainee(nn.Module):
         with torch.no_grad():
             real = self.decoder.rows(texts.ids, positions, seen, cache=cache)
         with self._mask_rows():
-            masks = self.decoder.rows(
-                self._mask_ids(anchors),
-                anchors.positions,
-                visible,
-                key_positions=torch.cat((positions, anchors.positions), dim=1),
-                cache=cache,
-                inputs=None if self.adapters is None else self.adapters.mask_embeddings[anchors.depth - 1],
-            )
+            ids, keys = self._mask_ids(anchors), torch.cat((positions, anchors.positions), dim=1)
+            inputs = None if self.adapters is None else self.adapters.mask_embeddings[anchors.depth - 1]
+            placed = ids, anchors.positions, visible
+            masks = self.decoder.rows(*placed, key_positions=keys, cache=cache, inputs=inputs)
         return real, masks
 
     @contextmanager

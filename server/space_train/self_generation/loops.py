@@ -17,17 +17,10 @@ from space_train.data.train_batch import causal
 from space_train.networks.network import TrainNetwork
 from space_train.networks.trainee import Trainee
 
-DECAY = 0.5
-"""Factor on a token's probability from one round to the next."""
-
-PREFIX = (8, 96)
-"""Ids before the loop: fewest and most."""
-
-PERIOD = (3, 48)
-"""Ids of one round of whole lines."""
-
-SHORT_PERIOD = (1, 8)
-"""Ids of one round within a line."""
+DECAY = 0.5  # factor on a token's probability from one round to the next
+PREFIX = (8, 96)  # ids before the loop: fewest and most
+PERIOD = (3, 48)  # ids of one round of whole lines
+SHORT_PERIOD = (1, 8)  # ids of one round within a line
 
 
 def line_ends(tokenizer: Tokenizer) -> NDArray[np.bool_]:
@@ -37,10 +30,8 @@ def line_ends(tokenizer: Tokenizer) -> NDArray[np.bool_]:
 
 
 def looped(ids: Tensor, ends_line: NDArray[np.bool_], rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return windows [B, L] that end in a loop, made from `ids` [B, L], and each loop's start and period, [B].
-
-    Half of the loops repeat whole lines, if a window has lines that fit; the others repeat a few ids.
-    """
+    """Return windows [B, L] that end in a loop, made from `ids` [B, L], and each loop's start and period, [B]. Half of
+    the loops repeat whole lines, if a window has lines that fit; the others repeat a few ids."""
     windows, starts, periods = ids.clone(), [], []
     for row in windows:
         line_starts = np.flatnonzero(ends_line[row.numpy()]) + 1
@@ -75,8 +66,7 @@ def loop_loss(network: TrainNetwork, windows: Tensor, starts: Tensor, periods: T
     return losses.sum() / is_repeat.sum()
 
 
-GRAM = 4
-"""Length of a repeated n-gram, as in the measure of looping outputs."""
+GRAM = 4  # length of a repeated n-gram, as in the measure of looping outputs
 
 
 @dataclass
@@ -100,15 +90,10 @@ class LoopsToUnlearn:
         """Return the loss at update `step`, computed on ordinary rows; 0 if no text loops."""
         if step % self.updates_each == 0 or not len(self._texts):
             round_number = step // self.updates_each
-            prompts = torch.cat(
-                [
-                    stream.windows(round_number * count * self.prompt, count, self.prompt)
-                    for stream, count in self.streams
-                ]
-            )
-            self._texts = greedy_texts(
-                trainee.decoder.model, prompts, self.written, self.end_id, self.pad_id, self.banned_ids
-            )
+            drawn = round_number * self.prompt  # from each stream for each of its prompts
+            prompts = torch.cat([stream.windows(drawn * count, count, self.prompt) for stream, count in self.streams])
+            ids = self.end_id, self.pad_id, self.banned_ids
+            self._texts = greedy_texts(trainee.decoder.model, prompts, self.written, *ids)
             self._closed = repeats(self._texts, self.prompt, self.pad_id)
             share = self._closed.sum(1) / (self._texts[:, self.prompt :] != self.pad_id).sum(1).clamp(min=1)
             self._closed &= (share >= self.loops_from)[:, None]

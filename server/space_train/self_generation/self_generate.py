@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,8 +38,7 @@ class OtherTexts(OwnTextError):
     """The file holds texts of another model, or generated with other sampling parameters."""
 
 
-Question = tuple[tuple[int, ...], float, int]
-"""Prompt, temperature and seed, which determine the text under one recipe."""
+Question = tuple[tuple[int, ...], float, int]  # prompt, temperature and seed, which determine the text under one recipe
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class OwnText:
 
     @property
     def question(self) -> Question:
-        """The prompt with its temperature and seed."""
         return self.prompt, self.temperature, self.seed
 
 
@@ -101,9 +98,7 @@ class OwnTextFile:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             with self._stream as stream:
                 os.fsync(stream.fileno())
@@ -176,9 +171,8 @@ def _text(path: Path, number: int, line: bytes, recipe: dict[str, Any]) -> OwnTe
     """Parse line `number`, checking that it was written under `recipe`."""
     try:
         fields = json.loads(line)
-        text = OwnText(
-            tuple(fields["prompt"]), tuple(fields["output"]), float(fields["temperature"]), int(fields["seed"])
-        )
+        both = tuple(fields["prompt"]), tuple(fields["output"])
+        text = OwnText(*both, float(fields["temperature"]), int(fields["seed"]))
     except (ValueError, KeyError, TypeError) as error:
         raise OwnTextError(
             f"Line {number} of {path} is no text of a model's own ({error!r}). Name another file, or delete it."
@@ -197,8 +191,7 @@ def _plain(recipe: OwnTextRecipe) -> dict[str, Any]:
     return asdict(recipe) | {"banned_ids": list(recipe.banned_ids)}
 
 
-MAX_PREFILL_ROWS = 1024
-"""Prompt rows per step: time to first token does not matter here, so prefill chunks are large."""
+MAX_PREFILL_ROWS = 1024  # prompt rows per step: time to first token does not matter here, so prefill chunks are large
 
 
 class TextFailed(OwnTextError):
@@ -216,7 +209,6 @@ class UnfinishedText:
 
     @property
     def finished(self) -> OwnText:
-        """Return the text as it is written to the file."""
         return OwnText(self.prompt, tuple(self.output), self.temperature, self.seed)
 
 
@@ -229,7 +221,6 @@ class ScribeCounts:
     num_tokens: int = 0  # generated
 
     def count(self, report: pb.StepReport) -> None:
-        """Add a step."""
         stats = report.stats
         rows = stats.chain_rows + stats.mask_rows + stats.prefill_rows
         self.num_steps += rows > 0
@@ -253,10 +244,8 @@ class Ends:
 def write_texts(
     worker: GrpcWorker, texts: Sequence[UnfinishedText], ends: Ends, counts: ScribeCounts
 ) -> Iterator[list[UnfinishedText]]:
-    """Yield, after every step, the texts that it finished, in FIFO order of admission.
-
-    Each text is admitted with all its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost.
-    """
+    """Yield, after every step, the texts that it finished, in FIFO order of admission. Each text is admitted with all
+    its pages, so that no running text waits for pages. Raises TextFailed or WorkerLost."""
     hello, waiting = worker.hello, deque(texts)
     client = WorkerClient(
         worker, max_prefill_rows=MAX_PREFILL_ROWS, max_draft_length=hello.max_draft_length, keeps_reports=False
@@ -268,11 +257,8 @@ def write_texts(
             if num_blocks > len(client.free):
                 break
             text = waiting.popleft()
-            sampling = pb.Sampling(
-                seed=text.seed,
-                temperature=text.temperature,
-                bad_words=[pb.IdRun(ids=[banned]) for banned in ends.banned_ids],
-            )
+            banned = [pb.IdRun(ids=[id_]) for id_ in ends.banned_ids]
+            sampling = pb.Sampling(seed=text.seed, temperature=text.temperature, bad_words=banned)
             limits = pb.Limits(max_tokens=ends.max_tokens, eos_ids=ends.eos_ids)
             request = SequenceRequest(text.prompt, sampling, limits, max_draft_length=hello.max_draft_length)
             running[client.submit(ClientSequence(request, text.output), num_pages=num_blocks).seq_id] = text
@@ -290,8 +276,7 @@ def write_texts(
         yield ended
 
 
-TEMPERATURES = (0.0, 0.7, 1.0)
-"""Temperatures that prompts use in turn, because drafts are served at all of them."""
+TEMPERATURES = (0.0, 0.7, 1.0)  # temperatures that prompts use in turn, because drafts are served at all of them
 NUM_SEEDS = 2**64
 
 
@@ -305,15 +290,8 @@ class OwnTexts:
 
     texts: tuple[OwnText, ...]
     num_kept: int  # texts that were already in the file
-    num_new_tokens: int  # ids of the new texts
-    num_steps: int  # forward passes for them
-    num_rows: int  # rows of these passes, prompts and masks included: the compute is 2 FLOPs x weights x rows
+    counts: ScribeCounts  # of the new texts: the compute is 2 FLOPs x weights x rows
     seconds: float  # from the start of the worker on
-
-    @property
-    def num_tokens(self) -> int:
-        """Generated ids of all texts, including kept ones."""
-        return sum(len(text.output) for text in self.texts)
 
 
 def write_own_texts(
@@ -325,20 +303,15 @@ def write_own_texts(
     seed: int = 0,
     eos_stops: bool = True,
     banned_ids: Sequence[int] = (),
-    max_concurrent: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    num_threads: int | None = None,
-    speculation: str = "auto",
     progress: bool = True,
     file: Path,
+    **worker: object,
 ) -> OwnTexts:
     """Generate a continuation of every prompt, and append the texts to `file` as they finish.
 
     Prompt i uses temperature i mod their number, and seed + i. Texts already in `file` are not generated again.
     `eos_stops`: a text ends with EOS, which is kept; otherwise only after `max_tokens` ids (or at the window's end).
-    `banned_ids` are never sampled. `max_concurrent`: batch size (None: the worker's default, 64).
-    `device`, `dtype`, `num_threads`, `speculation`: as the flags of `spaceserve worker`.
+    `banned_ids` are never sampled. `worker`: settings of `spaceserve worker`, such as max_sequences and device.
 
     A worker that dies is restarted and generation continues. Raises WorkerLost if it dies twice without finishing a
     text in between, WorkerNotReady for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
@@ -348,17 +321,8 @@ def write_own_texts(
     if max_tokens < 1:
         raise OwnTextError(f"max_tokens must be at least 1; got {max_tokens}.")
     recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
-    flags = worker_argv(
-        {
-            "model": checkpoint,
-            "device": device,
-            "dtype": dtype,
-            "speculation": speculation,
-            "log_level": "WARNING",
-            "max_sequences": max_concurrent,
-            "num_threads": num_threads,
-        }
-    )
+    auto = dict.fromkeys(("device", "dtype", "speculation"), "auto")
+    flags = worker_argv({"model": checkpoint, "log_level": "WARNING", **auto, **worker})
     started, tally = time.monotonic(), ScribeCounts()
     with OwnTextFile(file, recipe) as own:
         kept = {text.question for text in own.texts}
@@ -366,14 +330,8 @@ def write_own_texts(
         with tqdm(total=len(todo) * max_tokens, unit="token", disable=not progress or not todo) as bar:
             _write_all(todo, own, flags, recipe, tally, bar)
         texts = {text.question: text for text in own.texts}
-    return OwnTexts(
-        texts=tuple(texts[question] for question in asked),
-        num_kept=sum(question in kept for question in asked),
-        num_new_tokens=tally.num_tokens,
-        num_steps=tally.num_steps,
-        num_rows=tally.num_rows,
-        seconds=time.monotonic() - started,
-    )
+    num_kept = sum(question in kept for question in asked)
+    return OwnTexts(tuple(texts[question] for question in asked), num_kept, tally, time.monotonic() - started)
 
 
 def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, max_tokens: int, file: Path) -> float:
@@ -393,11 +351,9 @@ def own_examples(file: Path) -> list[Example]:
 def prompts_of(
     examples: Sequence[Example], count: int, *, length: int = 64, longest: int | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """Return `count` prompts for the model to continue.
-
-    An example with a prompt of at most `longest` ids gives that prompt; plain text gives `length` ids from a random
-    position. Examples are used in random order, and again in a new order if there are too few.
-    """
+    """Return `count` prompts for the model to continue. An example with a prompt of at most `longest` ids gives that
+    prompt; plain text gives `length` ids from a random position. Examples are used in random order, and again in a new
+    order if there are too few."""
     usable = [example for example in examples if example.ids and (longest is None or _num_prompt(example) <= longest)]
     if not usable:
         bound = "" if longest is None else f" of at most {longest} ids"
@@ -422,6 +378,21 @@ def _write_all(
     bar: tqdm[NoReturn],
 ) -> None:
     """Generate until `todo` is empty. A lost worker is restarted if a text has finished since the last loss."""
+
+    def write_with(address: str) -> None:
+        with GrpcWorker(address) as worker:
+            ends = Ends(recipe.max_tokens, tuple(worker.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
+            for text in todo.values():
+                _check(text.prompt, worker.hello, ends)
+            num_tokens = tally.num_tokens
+            for ended in write_texts(worker, list(todo.values()), ends, tally):
+                for text in ended:
+                    own.append(text.finished)
+                    del todo[text.finished.question]
+                    bar.total -= recipe.max_tokens - len(text.output)
+                bar.update(tally.num_tokens - num_tokens)
+                num_tokens = tally.num_tokens
+
     num_left_at_loss = None
     while todo:
         try:
@@ -430,7 +401,7 @@ def _write_all(
                 bar.set_description("own texts")
                 bar.unpause()  # exclude the load time from the rate
                 try:
-                    _write_with(process, todo, own, recipe, tally, bar)
+                    write_with(process.address)
                 except WorkerLost as error:
                     raise WorkerLost(process.obituary(str(error))) from error
         except WorkerLost as error:
@@ -441,31 +412,7 @@ def _write_all(
             tqdm.write(f"{first_line} It is started again; no text is lost.", file=sys.stderr)
 
 
-def _write_with(
-    process: WorkerProcess,
-    todo: dict[Question, UnfinishedText],
-    own: OwnTextFile,
-    recipe: OwnTextRecipe,
-    tally: ScribeCounts,
-    bar: tqdm[NoReturn],
-) -> None:
-    """Generate with this worker; finished texts are removed from `todo`."""
-    with GrpcWorker(process.address) as worker:
-        ends = Ends(recipe.max_tokens, tuple(worker.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
-        for text in todo.values():
-            _check(text.prompt, worker.hello, ends)
-        num_tokens = tally.num_tokens
-        for ended in write_texts(worker, list(todo.values()), ends, tally):
-            for text in ended:
-                own.append(text.finished)
-                del todo[text.finished.question]
-                bar.total -= recipe.max_tokens - len(text.output)
-            bar.update(tally.num_tokens - num_tokens)
-            num_tokens = tally.num_tokens
-
-
 def _asked(prompts: Sequence[Sequence[int]], temperatures: Sequence[float], seed: int) -> list[Question]:
-    """Return prompt, temperature and seed of every text."""
     if not temperatures or not all(math.isfinite(value) and value >= 0 for value in temperatures):
         raise OwnTextError(f"Temperatures must be one or more numbers from 0 on; got {list(temperatures)}.")
     if not 0 <= seed < NUM_SEEDS:

@@ -18,6 +18,7 @@ from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import BlockFp8, read_format
 from space_model.checkpoint.space_section import DraftHeadSection, SpaceSection
+from space_model.heads import BaseSpec
 from space_model.loading.whole_model import has_kernels
 from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
@@ -51,14 +52,17 @@ def write_checkpoint(
     model, plan = trainee.decoder.model, trainee.plan
     config = dict(source.config)
     if plan.trains_base:
-        _write_weights(model, weights, folder, dtype)
+        _write_base(model, weights, folder, dtype)
         config["vocab_size"] = len(model.get_input_embeddings().weight)
         if dtype is not None:
             config.pop("dtype", None)
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
     else:
         for file in (*source.weights, *source.folder.glob("model.safetensors.index.json")):
-            _link(file, folder / file.name)
+            try:
+                (folder / file.name).hardlink_to(file.resolve())
+            except OSError:
+                shutil.copyfile(file, folder / file.name)
     config.pop("space", None)
     if plan.has_masks:
         config["space"] = space_section(trainee)
@@ -86,26 +90,15 @@ def space_section(trainee: Trainee) -> dict[str, Any]:
     """Return the `space` section of config.json."""
     plan, head = trainee.plan, None
     if trainee.head is not None:
-        head = {
-            "file": HEAD_FILE,
-            "form": trainee.head.form.value,
-            "hidden": trainee.head.w1.shape[0],
-            "embedding_scale": trainee.head.embedding_scale,
-        }
+        form, scale = trainee.head.form.value, trainee.head.embedding_scale
+        head = {"file": HEAD_FILE, "form": form, "hidden": trainee.head.w1.shape[0], "embedding_scale": scale}
     ids = [] if trainee.adapters is not None else trainee.mask_ids
     shared = len(set(ids)) == 1 and len(ids) > 1
-    return {
-        "num_masks": plan.num_masks,
-        "mask_token_ids": ids[:1] if shared else ids,
-        "adapter": GATED_LORA_FILE if trainee.adapters is not None else None,
-        "draft_head": head,
-    }
+    ids, adapter = ids[:1] if shared else ids, None if trainee.adapters is None else GATED_LORA_FILE
+    return {"num_masks": plan.num_masks, "mask_token_ids": ids, "adapter": adapter, "draft_head": head}
 
 
-def _write_weights(
-    model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None
-) -> None:
-    """Write all weights of the model in transformers' shards."""
+def _write_base(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
     prefix = "decoder.model."
     state: dict[str, Tensor] = {}
     written: dict[tuple[int, torch.Size], Tensor] = {}  # keep tied weights one tensor, so that the file has them once
@@ -138,24 +131,14 @@ def read_head(head: DraftHead, file: Path) -> None:
         head.w2.copy_(tensors["draft_head.w2.weight"])
 
 
-def _link(file: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(file.resolve())
-    except OSError:
-        shutil.copyfile(file, target)
-
-
-MOST_NEW_IDS = 64
-"""Most ids a vocabulary may grow by: a mask id far outside is taken for a typing error."""
+MOST_NEW_IDS = 64  # most ids a vocabulary may grow by: a mask id far outside is taken for a typing error
 
 
 def mask_ids(
     model: PreTrainedModel, num_masks: int, *, shared: bool, given: list[int] | None, tokenizer_size: int
 ) -> list[int]:
     """Return one id per mask (a shared one repeated): those given, else unused rows of the vocabulary, else new rows.
-
-    `tokenizer_size`: the tokenizer does not use ids from there on. The embedding grows in place if needed.
-    """
+    `tokenizer_size`: the tokenizer does not use ids from there on. The embedding grows in place if needed."""
     wanted = 1 if shared else num_masks
     size = len(model.get_input_embeddings().weight)
     if given:
@@ -234,31 +217,29 @@ def check_can_start_from(checkpoint: Checkpoint, plan: TrainPlan) -> None:
 
 
 def starting_point(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    plan: TrainPlan,
-    generator: torch.Generator,
-    tokenizer_size: int,
-    given: list[int] | None,
+    model: PreTrainedModel, checkpoint: Checkpoint, plan: TrainPlan, tokenizer_size: int, given: list[int] | None
 ) -> Trainee:
-    """Return the initial trainee, with the checkpoint's own parts if they match the plan's kind and sizes.
-
-    The first process prints to stderr which parts of the checkpoint are reused and which are dropped.
-    """
-    size = len(model.get_input_embeddings().weight)
+    """Return the initial trainee, with the checkpoint's own parts if they match the plan's kind and sizes. The first
+    process prints to stderr which parts of the checkpoint are reused and which are dropped."""
+    size, generator = len(model.get_input_embeddings().weight), torch.Generator().manual_seed(plan.seed)
     section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=size)
     adapter: GatedLora | None = None
     own: list[int] | None = None
     ids: list[int] = []
     if section.adapter is not None and plan.method in {Method.HEAD, Method.GATED_LORA}:
-        file, hidden = checkpoint.home / section.adapter, int(model.config.hidden_size)
-        adapter = GatedLora.load(file, num_masks=section.num_masks, hidden_size=hidden, dtype=torch.float32)
+        spec = BaseSpec(int(model.config.hidden_size), torch.float32)
+        adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)
     num_own = len(section.mask_ids) if adapter is None else adapter.num_masks
     if plan.method is Method.HEAD:
         if adapter is not None:
             plan = replace(plan, lora_rank=adapter.rank, lora_alpha=adapter.scale * adapter.rank)
         ids = list(section.mask_ids)
-        _check_masks(num_own, plan, checkpoint)
+        if not num_own:
+            raise InvalidPlan(
+                f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
+            )
+        if num_own != plan.num_masks:
+            raise InvalidPlan(f"{checkpoint.name} has {num_own} masks: give --num-masks {num_own}.")
     elif plan.method is Method.FULL:
         own = list(section.mask_ids) if num_own == plan.num_masks else None
         ids = mask_ids(
@@ -267,7 +248,11 @@ def starting_point(
         if ids != own:
             start_masks(model, ids, generator)
     elif adapter is not None and num_own == plan.num_masks:
-        _check_rank(adapter, plan, checkpoint)
+        if adapter.pairs and adapter.rank != plan.lora_rank:
+            raise InvalidPlan(
+                f"{checkpoint.name} has an adapter of rank {adapter.rank}, this run one of rank {plan.lora_rank}: give "
+                f"--lora-rank {adapter.rank} to go on from it, or train from its base."
+            )
     else:
         adapter = None
     trainee = Trainee(model, plan, ids)
@@ -320,20 +305,3 @@ def _notes(
     else:
         cure = "Leave --mask-ids out to go on from there."
     yield f"without the {kind}{' and the draft head' if head else ''} of {name}. {cure}"
-
-
-def _check_rank(adapter: GatedLora, plan: TrainPlan, checkpoint: Checkpoint) -> None:
-    if adapter.pairs and adapter.rank != plan.lora_rank:
-        raise InvalidPlan(
-            f"{checkpoint.name} has an adapter of rank {adapter.rank}, this run one of rank {plan.lora_rank}: give "
-            f"--lora-rank {adapter.rank} to go on from it, or train from its base."
-        )
-
-
-def _check_masks(num_masks: int, plan: TrainPlan, checkpoint: Checkpoint) -> None:
-    if not num_masks:
-        raise InvalidPlan(
-            f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
-        )
-    if num_masks != plan.num_masks:
-        raise InvalidPlan(f"{checkpoint.name} has {num_masks} masks: give --num-masks {num_masks}.")

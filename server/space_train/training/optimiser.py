@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,37 +31,23 @@ class Optimiser:
         clip_norm: float = 1.0,
     ) -> None:
         """`parameters` by name; with a `muon_rate`, Muon gets all matrices except embeddings."""
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        matrices, others = list[nn.Parameter](), list[nn.Parameter]()
         for name, parameter in parameters.items():
             is_matrix = parameter.dim() == 2 and not any(word in name for word in ("embed", "lm_head"))
             (matrices if is_matrix and muon_rate is not None else others).append(parameter)
         self.parameters, self.clip_norm = matrices + others, clip_norm
         self.parts: dict[str, torch.optim.Optimizer] = {}
         if matrices:
-            self.parts["muon"] = torch.optim.Muon(
-                matrices, lr=muon_rate or 0.0, weight_decay=weight_decay, momentum=0.95
-            )
+            rate = muon_rate or 0.0
+            self.parts["muon"] = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, momentum=0.95)
         if others:
             decay = 0.0 if muon_rate is not None else weight_decay
             self.parts["adam"] = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=decay)
         self._peaks = {"muon": muon_rate or 0.0, "adam": adam_rate}
 
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module], *, muon_rate: float, adam_rate: float) -> Optimiser:
-        """Build Muon and AdamW over whole modules."""
-        named = {
-            f"{number}.{name}": parameter
-            for number, module in enumerate(modules)
-            for name, parameter in module.named_parameters()
-        }
-        return cls(named, muon_rate=muon_rate, adam_rate=adam_rate)
-
     def step(self, multiplier: float) -> None:
-        """Clip the gradients, update at `multiplier` times the peak rates, and clear the gradients.
-
-        Raises Diverged, with weights unchanged, if they are not finite; all processes raise, as they share the norm.
-        """
+        """Clip the gradients, update at `multiplier` times the peak rates, and clear the gradients. Raises Diverged,
+        with weights unchanged, if they are not finite; all processes raise, as they share the norm."""
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(length):

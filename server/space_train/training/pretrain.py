@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,13 +22,6 @@ from space_train.run_folder import Measures, load_checkpoint, save_atomically
 from space_train.self_generation.loops import loop_loss, looped
 from space_train.train_plan import Budget, LearningRate, between
 from space_train.training.optimiser import Optimiser
-
-
-class Stateful(Protocol):
-    """A part that a checkpoint can save: a module, an optimiser."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
 @dataclass
@@ -53,71 +45,6 @@ class StagePace:
 
 
 DEFAULT_PACE = StagePace()
-
-
-def run_stage(
-    name: str,
-    budget: Budget,
-    parts: Mapping[str, Stateful],
-    step: Callable[[StageCounters, float], Measures],
-    evaluate: Callable[[], Measures],
-    checkpoint: Path,
-    *,
-    pace: StagePace,
-    stop_after_steps: int | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> StageCounters:
-    """Repeat `step(counters, progress)` until `budget` is used. Return the final counters.
-
-    An existing checkpoint is resumed, with its parts, counters and data position. `step` adds to
-    `counters.num_tokens` and `counters.drawn`. `stop_after_steps` stops early without finishing, like a kill.
-    """
-    counters = StageCounters()
-    if checkpoint.exists():
-        state = load_checkpoint(checkpoint)
-        for key, part in parts.items():
-            part.load_state_dict(state["parts"][key])
-        counters = StageCounters(**state["counters"])
-        print(f"{name}: resumed at step {counters.step}, {counters.num_tokens / 1e6:.2f} M tokens", flush=True)
-
-    def save() -> None:
-        state = {key: part.state_dict() for key, part in parts.items()}
-        save_atomically({"parts": state, "counters": asdict(counters)}, checkpoint)
-
-    def assess(progress: float) -> None:
-        measures = {"progress": progress, "tokens": float(counters.num_tokens), **evaluate()}
-        counters.history.append(measures)
-        print(f"{name}: held out: {describe(measures)}", flush=True)
-
-    last = last_line = last_save = clock()
-    last_evaluation, line_tokens, steps_here = last, counters.num_tokens, 0
-    while (progress := budget.progress(counters.elapsed_seconds, counters.num_tokens)) < 1.0:
-        if stop_after_steps is not None and steps_here >= stop_after_steps:
-            return counters
-        measures = step(counters, progress)
-        counters.step, steps_here = counters.step + 1, steps_here + 1
-        now = clock()
-        counters.elapsed_seconds, last = counters.elapsed_seconds + now - last, now
-        if now - last_line >= pace.line:
-            rate = (counters.num_tokens - line_tokens) / (now - last_line)
-            done = budget.progress(counters.elapsed_seconds, counters.num_tokens)
-            left = counters.elapsed_seconds * (1 - done) / max(done, 1e-9) / 60
-            print(
-                f"{name}: {100 * done:5.1f} %  step {counters.step}  {counters.num_tokens / 1e6:.2f} M tokens  "
-                f"{rate:,.0f} tokens/s  {describe(measures)}  ETA {left:.0f} min",
-                flush=True,
-            )
-            last_line, line_tokens = now, counters.num_tokens
-        if now - last_evaluation >= pace.evaluation:
-            assess(progress)
-            last_evaluation = clock()
-        if now - last_save >= pace.checkpoint:
-            save()
-            last_save = clock()
-    if not counters.history or counters.history[-1]["progress"] < 1.0:
-        assess(1.0)
-        save()
-    return counters
 
 
 def describe(measures: Measures) -> str:
@@ -179,12 +106,10 @@ def draw(
     return torch.cat(windows)
 
 
-def bits_per_byte(
-    network: TrainNetwork, held_out: Tensor, bytes_of_id: Tensor, *, use_autocast: bool = False
-) -> Measures:
+def bits_per_byte(network: TrainNetwork, held_out: Tensor, bytes_of_id: Tensor) -> Measures:
     """Return held-out next-token loss in nats per token and in bits per byte of text; `held_out` [N, length]."""
     nats, num_bytes = 0.0, int(bytes_of_id[held_out[:, 1:]].sum())
-    with torch.no_grad(), autocast(use_autocast):
+    with torch.no_grad():
         for ids in torch.split(held_out, 8):
             nats += float(next_token_loss(network, ids)) * ids[:, 1:].numel()
     return {"loss": nats / held_out[:, 1:].numel(), "bits_per_byte": nats / math.log(2) / num_bytes}
@@ -202,25 +127,33 @@ def pretrain(
     pace: StagePace = DEFAULT_PACE,
     stop_after_steps: int | None = None,
 ) -> StageCounters:
-    """Train `network` in place, from its current weights or, if `checkpoint` exists, from that state.
+    """Train `network` in place until `budget` is used, from its current weights or, if `checkpoint` exists, from that
+    state, with its counters and data position. Return the final counters.
 
-    `ends_line` [V]: ids that contain a line end; without it no loops are unlearned.
+    `ends_line` [V]: ids that contain a line end; without it no loops are unlearned. `stop_after_steps` stops early
+    without finishing, like a kill.
     """
-    optimiser = Optimiser.of([network], muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
+    optimiser = Optimiser(dict(network.named_parameters()), muon_rate=plan.muon_rate, adam_rate=plan.adam_rate)
     compiled = plan.compile and can_compile()
     loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
     loop_loss_of = torch.compile(loop_loss, dynamic=False) if compiled else loop_loss
+    counters = StageCounters()
+    if checkpoint.exists():
+        state = load_checkpoint(checkpoint)
+        network.load_state_dict(state["parts"]["network"])
+        optimiser.load_state_dict(state["parts"]["optimiser"])
+        counters = StageCounters(**state["counters"])
+        print(f"next-token: resumed at step {counters.step}, {counters.num_tokens / 1e6:.2f} M tokens", flush=True)
 
-    def step(counters: StageCounters, progress: float) -> Measures:
-        length = plan.lengths[counters.step % len(plan.lengths)]
-        ids = draw(streams, counters, length, plan.tokens_per_step, between(*plan.function_share, progress))
+    def update(progress: float) -> Measures:
+        length, share = plan.lengths[counters.step % len(plan.lengths)], between(*plan.function_share, progress)
+        ids = draw(streams, counters, length, plan.tokens_per_step, share)
         num_ids = ids.numel()
         with autocast(plan.autocast):
             loss = loss_of(network, ids)
         loss.backward()  # type: ignore[no-untyped-call]
         measures = {"loss": float(loss.detach())}
         if ends_line is not None and plan.loops_every and counters.step % plan.loops_every == 0:
-            share = between(*plan.function_share, progress)
             ids = draw(streams, counters, plan.loop_length, plan.loop_tokens, share)
             windows = looped(ids, ends_line, np.random.default_rng([plan.seed, counters.step]))
             with autocast(plan.autocast):
@@ -232,7 +165,41 @@ def pretrain(
         counters.num_tokens += num_ids
         return measures
 
-    parts: dict[str, Stateful] = {"network": network, "optimiser": optimiser}
-    return run_stage(
-        "next-token", budget, parts, step, evaluate, checkpoint, pace=pace, stop_after_steps=stop_after_steps
-    )
+    def save() -> None:
+        state = {"network": network.state_dict(), "optimiser": optimiser.state_dict()}
+        save_atomically({"parts": state, "counters": asdict(counters)}, checkpoint)
+
+    def assess(progress: float) -> None:
+        measures = {"progress": progress, "tokens": float(counters.num_tokens), **evaluate()}
+        counters.history.append(measures)
+        print(f"next-token: held out: {describe(measures)}", flush=True)
+
+    last = last_line = last_save = last_evaluation = time.monotonic()
+    line_tokens, steps_here = counters.num_tokens, 0
+    while (progress := budget.progress(counters.elapsed_seconds, counters.num_tokens)) < 1.0:
+        if stop_after_steps is not None and steps_here >= stop_after_steps:
+            return counters
+        measures = update(progress)
+        counters.step, steps_here = counters.step + 1, steps_here + 1
+        now = time.monotonic()
+        counters.elapsed_seconds, last = counters.elapsed_seconds + now - last, now
+        if now - last_line >= pace.line:
+            rate = (counters.num_tokens - line_tokens) / (now - last_line)
+            done = budget.progress(counters.elapsed_seconds, counters.num_tokens)
+            left = counters.elapsed_seconds * (1 - done) / max(done, 1e-9) / 60
+            print(
+                f"next-token: {100 * done:5.1f} %  step {counters.step}  {counters.num_tokens / 1e6:.2f} M tokens  "
+                f"{rate:,.0f} tokens/s  {describe(measures)}  ETA {left:.0f} min",
+                flush=True,
+            )
+            last_line, line_tokens = now, counters.num_tokens
+        if now - last_evaluation >= pace.evaluation:
+            assess(progress)
+            last_evaluation = time.monotonic()
+        if now - last_save >= pace.checkpoint:
+            save()
+            last_save = time.monotonic()
+    if not counters.history or counters.history[-1]["progress"] < 1.0:
+        assess(1.0)
+        save()
+    return counters

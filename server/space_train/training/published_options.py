@@ -78,14 +78,3 @@ def options_table(options: tuple[PublishedOption, ...] = TRAINING_OPTIONS) -> st
     first = max(len(option.published) for option in options)
     second = max(len(option.ours) for option in options)
     return "\n".join(f"  {o.published:{first}}  {o.ours:{second}}  {o.remark}".rstrip() for o in options)
-
-
-def options_markdown(options: tuple[PublishedOption, ...] = TRAINING_OPTIONS) -> str:
-    """The same as a Markdown table."""
-    rows = [("published", "`spaceserve train`", ""), ("---", "---", "---")]
-    rows += [(_code(option.published), _code(option.ours), option.remark) for option in options]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _code(words: str) -> str:
-    return words if words.startswith("(") else f"`{words}`"

@@ -22,8 +22,7 @@ from space_train.networks.trainee import Trainee
 from space_train.train_plan import InvalidPlan, TrainPlan
 from space_train.training.optimiser import Optimiser
 
-SWITCH = "ACCELERATE_USE_FSDP"
-"""Environment variable that `accelerate launch --use_fsdp` sets."""
+SWITCH = "ACCELERATE_USE_FSDP"  # environment variable that `accelerate launch --use_fsdp` sets
 
 
 def take_request() -> bool:
@@ -51,10 +50,8 @@ def check_parts(parts: Sequence[TrainBatch]) -> None:
 
 
 def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
-    """Shard the weights over all processes, in place: a group for each layer, and one for the rest.
-
-    Groups are moved to `device` one at a time and only a part stays, because the whole model may not fit on a device.
-    """
+    """Shard the weights over all processes, in place: a group for each layer, and one for the rest. Groups are moved to
+    `device` one at a time and only a part stays, because the whole model may not fit on a device."""
     mesh = init_device_mesh(device.type, (num_processes,))
     _, layers = decoder_layers(trainee.decoder.model.base_model)
     for layer in layers:
@@ -64,10 +61,8 @@ def shard(trainee: Trainee, device: torch.device, num_processes: int) -> None:
 
 
 def whole(tree: Any, *, keep: bool) -> Any:
-    """Return the same dicts and lists with every tensor gathered to the CPU. All processes must call it.
-
-    Without `keep`, gathered tensors are replaced by None, so that only one process holds them in memory.
-    """
+    """Return the same dicts and lists with every tensor gathered to the CPU. All processes must call it. Without
+    `keep`, gathered tensors are replaced by None, so that only one process holds them in memory."""
     if isinstance(tree, DTensor):
         tensor = tree.full_tensor()
         return tensor.detach().cpu() if keep else None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint.checkpoint import Checkpoint, whole_folder
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -47,29 +47,29 @@ from space_train.run_folder import (
     load_checkpoint,
     save_atomically,
 )
+from space_train.self_generation.loops import LoopsToUnlearn
 from space_train.train_plan import InvalidPlan, LearningRate, Method, TrainPlan
 from space_train.training import sharding
 from space_train.training.checkpoint import starting_point, write_checkpoint
 from space_train.training.optimiser import Optimiser
 
-EVERY = 8
-"""Tokens from one anchor to the next."""
+EVERY = 8  # tokens from one anchor to the next
+
+ROWS_AT_ONCE = 8
 
 
 @torch.no_grad()
-def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8) -> Measures:
-    """`loss`, `mask_j` and `head_j` over the rows of `held_out`.
-
-    Teacher-forced: draft j counts if it equals the model's most likely token, given that everything before it is right;
-    the draft head gets the text's token before its target.
-    """
+def held_out_figures(trainee: Trainee, held_out: Texts) -> Measures:
+    """`loss`, `mask_j` and `head_j` over the rows of `held_out`. Teacher-forced: draft j counts if it equals the
+    model's most likely token, given that everything before it is right; the draft head gets the text's token before its
+    target."""
     plan = trainee.plan
     num_masks = plan.num_masks if plan.has_masks else 0
     nats, num_targets = 0.0, 0
     agreed = {name: torch.zeros(num_masks) for name in ("mask", "head")}
     counted = torch.zeros(num_masks)
-    for begin in range(0, len(held_out.ids), rows_at_once):
-        part = slice(begin, begin + rows_at_once)
+    for begin in range(0, len(held_out.ids), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
         texts = held_out.part(part)
         target, length = texts.is_target, texts.ids.shape[1]
         places = [(m, num_masks) for m in range(2, length - num_masks - 1, EVERY)] if num_masks else []
@@ -80,7 +80,7 @@ def held_out_figures(trainee: Trainee, held_out: Texts, *, rows_at_once: int = 8
             anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
             anchors = within_documents(anchors, texts)
             real, masks = trainee.hidden_rows(texts, anchors)
-            source = anchors.source
+            source = anchors.positions  # the real row there teaches the mask
             teacher = real.gather(1, source[..., None].expand(-1, -1, real.shape[2]))
             own = best(trainee.decoder.logits, teacher.flatten(0, 1)).view_as(source)
             guesses = {"mask": masks}
@@ -193,14 +193,6 @@ class TrainResult:
         return self.counters.curve[-1] if self.counters.curve else {}
 
 
-class Beside(Protocol):
-    """An extra loss in every update: a function of the weights, the update's number, and its own state."""
-
-    def loss(self, trainee: Trainee, step: int) -> Tensor: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
-
-
 def train(
     model: PreTrainedModel,
     source: Path,
@@ -214,7 +206,7 @@ def train(
     dtype: torch.dtype | None = None,
     chat_template: str | None = None,
     before: Mapping[str, float] | None = None,
-    beside: Beside | None = None,
+    beside: LoopsToUnlearn | None = None,
     export: bool = True,
     progress: bool = True,
     stop_after_steps: int | None = None,
@@ -256,7 +248,7 @@ class TrainingRun:
         *,
         tokenizer_size: int,
         given_mask_ids: list[int] | None,
-        beside: Beside | None = None,
+        beside: LoopsToUnlearn | None = None,
     ) -> None:
         self.plan, self.data, self.out, self.beside = plan, data, out, beside
         self.checkpoint = Checkpoint.open(source)
@@ -273,14 +265,9 @@ class TrainingRun:
             )
         if beside is not None and self.accelerator.num_processes > 1:
             raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
-        generator = torch.Generator().manual_seed(plan.seed)
-        trainee = starting_point(model, self.checkpoint, plan, generator, tokenizer_size, given_mask_ids)
+        trainee = starting_point(model, self.checkpoint, plan, tokenizer_size, given_mask_ids)
         self.cost = ModelCost.of(trainee)
-        if plan.trains_base:
-            trainee.train()
-        else:
-            trainee.eval()
-        self.trainee = trainee
+        self.trainee = trainee.train(plan.trains_base)
         self.is_sharded = is_asked_to_shard and self.accelerator.num_processes > 1
         if self.is_sharded:
             sharding.check_can_shard(plan)
@@ -288,13 +275,9 @@ class TrainingRun:
             self.wrapped: nn.Module = trainee
         else:
             self.wrapped = self.accelerator.prepare(trainee.to(self.device))
-        self.optimiser = Optimiser(
-            trainee.trained,
-            adam_rate=plan.peak_rate,
-            muon_rate=plan.muon_rate if plan.optimiser == "muon" else None,
-            weight_decay=plan.weight_decay,
-            clip_norm=plan.clip_norm,
-        )
+        rates = {"adam_rate": plan.peak_rate, "muon_rate": plan.muon_rate if plan.optimiser == "muon" else None}
+        limits = {"weight_decay": plan.weight_decay, "clip_norm": plan.clip_norm}
+        self.optimiser = Optimiser(trainee.trained, **rates, **limits)  # type: ignore[arg-type]
         self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
         self.counters = Counters()
         self.identity = identity_of(plan, self.checkpoint, data, trainee.mask_ids)
@@ -315,14 +298,8 @@ class TrainingRun:
         if main and progress:
             # Drop logged figures of updates that were lost in a kill.
             writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=counters.step)
-        bar = tqdm(
-            total=100.0,
-            unit="%",
-            desc=str(self.plan.method),
-            disable=not (main and progress),
-            bar_format=BAR,
-            initial=0,
-        )
+        off = not (main and progress)
+        bar = tqdm(total=100.0, unit="%", desc=str(self.plan.method), disable=off, bar_format=BAR, initial=0)
         last = clock()
         saved_at, saved_step = counters.seconds, counters.step  # of the saved state in `out`
         here, stopping = 0, False
@@ -455,15 +432,8 @@ class TrainingRun:
             acceptance = draft_agreement(self.counters.curve[-1]) if self.counters.curve else ()
             try:
                 with whole_folder(folder) as new:
-                    write_checkpoint(
-                        self.trainee,
-                        weights,
-                        self.checkpoint,
-                        new,
-                        dtype=dtype,
-                        acceptance=acceptance,
-                        chat_template=chat_template,
-                    )
+                    more: dict[str, Any] = {"acceptance": acceptance, "chat_template": chat_template}
+                    write_checkpoint(self.trainee, weights, self.checkpoint, new, dtype=dtype, **more)
             except SafetensorError as error:  # safetensors raises it for a failed write
                 raise OSError(f"{folder} cannot be written: {error}") from error
         self.accelerator.wait_for_everyone()

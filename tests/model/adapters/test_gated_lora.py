@@ -7,17 +7,21 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.linear.packed_linear import can_pack
 from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection
 from space_model.model_facts import AdapterFacts
@@ -179,9 +183,6 @@ def test_deltas_side_by_side_are_those_of_each_linear() -> None:
     torch.testing.assert_close(y[1:4, 11:], 0.5 * x[1:4] @ a2.T @ b2.T)
     assert not y[:, 6:11].any()
     assert not y[[0, 4]].any()
-
-
-def test_off_the_cpu_a_delta_is_two_plain_products() -> None:
     a, b = torch.empty(3, 8, device="meta"), torch.empty(6, 3, device="meta")
     delta = GatedDelta([(a, b)], [6], scale=2.0)(torch.empty(5, 8, device="meta"))
     assert (delta.shape, delta.device.type) == ((5, 6), "meta")
@@ -212,7 +213,7 @@ def test_mask_rows_are_those_of_merged_weights_behind_the_base_s_keys_and_values
     folder = tiny_adapter(tmp_path / "adapter", path, num_masks=3)
     model = load_model(path, dtype="float32", adapters={"one": folder})
     batch, hidden = step(model, 0, (None, 0))
-    adapter = GatedLora.load(folder / "gated_lora.safetensors", num_masks=None, hidden_size=64, dtype=torch.float32)
+    adapter = GatedLora.load(folder / "gated_lora.safetensors", BaseSpec(64, torch.float32))
     base, dense = plain(path), merged(path, adapter)
     ids = ids_of(0, 24)
     for g, rows in enumerate(batch.mask_rows[0]):
@@ -250,10 +251,8 @@ def step_without_masks(model: SpaceModel) -> tuple[ForwardBatch, Tensor]:
     return batch, model.forward(batch, kv)
 
 
-def test_masks_with_ids_stay_banned_beside_named_adapters(
-    checkpoint_of: Callable[[str], Path], adapters_of: Callable[[str], Mapping[str, Path]]
-) -> None:
-    facts = load_model(checkpoint_of("llama"), adapters=adapters_of("llama")).facts
+def test_mask_ids_stay_banned_beside_adapters(llama: Path, adapters_of: Callable[[str], Mapping[str, Path]]) -> None:
+    facts = load_model(llama, adapters=adapters_of("llama")).facts
     assert (facts.mask_ids[0], facts.num_masks, facts.most_masks) == (FIRST_MASK, 5, 5)
     assert [adapter.name for adapter in facts.adapters] == ["wide", "narrow"]
     assert (facts.adapter_number(""), facts.adapter_number("narrow")) == (None, 1)
@@ -283,11 +282,9 @@ def change(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps(config))
 
 
-def test_an_adapter_in_the_hubs_cache_is_served_though_its_files_are_links(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
-    change(folder, base=str(checkpoint_of("llama")))
+def test_an_adapter_in_the_hubs_cache_is_served_though_its_files_are_links(llama: Path, tmp_path: Path) -> None:
+    folder = tiny_adapter(tmp_path / "adapter", llama)
+    change(folder, base=str(llama))
     snapshot, blobs = (tmp_path / "models--owner--name" / part for part in ("snapshots/abc", "blobs"))
     for made in (snapshot, blobs):
         made.mkdir(parents=True)
@@ -299,10 +296,8 @@ def test_an_adapter_in_the_hubs_cache_is_served_though_its_files_are_links(
 
 
 @pytest.mark.parametrize("link", ["gated_lora.safetensors", "draft_head.safetensors"])
-def test_an_adapter_that_is_a_link_out_of_its_folder_is_refused(
-    link: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+def test_an_adapter_that_is_a_link_out_of_its_folder_is_refused(link: str, llama: Path, tmp_path: Path) -> None:
+    folder = tiny_adapter(tmp_path / "adapter", llama)
     (folder / link).rename(tmp_path / link)
     (folder / link).symlink_to(tmp_path / link)
     with pytest.raises(InvalidSpaceSection, match=f"{link} is not in"):
@@ -322,12 +317,12 @@ def test_an_adapter_that_is_a_link_out_of_its_folder_is_refused(
         ({"num_masks": True}, "num_masks must be 0 or more"),
     ],
 )
-def test_adapter_folders_that_do_not_fit_are_refused_by_name(
-    fields: dict[str, object], message: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
+def test_unfit_adapter_folders_are_refused(
+    fields: dict[str, object], message: str, llama: Path, tmp_path: Path
 ) -> None:
-    folder = tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+    folder = tiny_adapter(tmp_path / "adapter", llama)
     if message == "nested":
-        outer = tiny_adapter(tmp_path / "outer", checkpoint_of("llama"))
+        outer = tiny_adapter(tmp_path / "outer", llama)
         change(outer, base=str(folder))
         folder, fields, message = outer, {}, "which has a base itself; name that one"
     change(folder, **fields)
@@ -335,23 +330,21 @@ def test_adapter_folders_that_do_not_fit_are_refused_by_name(
         load_model(folder)
 
 
-def test_errors_of_a_named_adapter_say_which(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_errors_of_a_named_adapter_say_which(llama: Path, tmp_path: Path) -> None:
     other = tiny_checkpoint(tmp_path / "other", hidden_size=32)
     with pytest.raises(InvalidSpaceSection, match=r"Adapter one: .* must be \[masks, 64\]"):
-        load_model(checkpoint_of("llama"), adapters={"one": tiny_adapter(tmp_path / "adapter", other)})
+        load_model(llama, adapters={"one": tiny_adapter(tmp_path / "adapter", other)})
     with pytest.raises(InvalidSpaceSection, match=r"Adapter one: .* declares no .adapter."):
-        load_model(checkpoint_of("llama"), adapters={"one": checkpoint_of("llama")})
+        load_model(llama, adapters={"one": llama})
     with pytest.raises(InvalidSetting, match="needs a name"):
-        load_model(checkpoint_of("llama"), adapters={"": tmp_path})
+        load_model(llama, adapters={"": tmp_path})
     deep = tiny_checkpoint(tmp_path / "deep", num_layers=3)
     with pytest.raises(InvalidSpaceSection, match=r"adapts model\.layers\.2"):
-        load_model(checkpoint_of("llama"), adapters={"one": tiny_adapter(tmp_path / "deeper", deep)})
+        load_model(llama, adapters={"one": tiny_adapter(tmp_path / "deeper", deep)})
 
 
-def test_an_adapter_that_names_its_base_is_refused_on_another(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    base, folder = checkpoint_of("llama"), tiny_adapter(tmp_path / "adapter", checkpoint_of("llama"))
+def test_an_adapter_that_names_its_base_is_refused_on_another(llama: Path, tmp_path: Path) -> None:
+    base, folder = llama, tiny_adapter(tmp_path / "adapter", llama)
     own = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     change(folder, base_sha256=own)
     assert load_model(folder).facts.num_masks == 5
@@ -386,15 +379,165 @@ def test_mask_ids_and_an_adapter_exclude_each_other(tmp_path: Path) -> None:
     assert load_model(path, num_masks=0).facts.adapters == ()
 
 
-def test_peft_folders_are_served(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    ours = tiny_adapter(tmp_path / "ours", checkpoint_of("llama"), draft_head=False)
-    gated = GatedLora.load(ours / "gated_lora.safetensors", num_masks=None, hidden_size=64, dtype=torch.float32)
+def test_peft_folders_are_served(llama: Path, tmp_path: Path) -> None:
+    ours = tiny_adapter(tmp_path / "ours", llama, draft_head=False)
+    gated = GatedLora.load(ours / "gated_lora.safetensors", BaseSpec(64, torch.float32))
     gated.save_peft(tmp_path / "peft", base="base")
     shutil.copytree(ours, tmp_path / "beside")
     gated.save_peft(tmp_path / "beside" / "lora", base="base")
     change(tmp_path / "beside", adapter="lora")
     folders = {"ours": ours, "peft": tmp_path / "peft", "beside": tmp_path / "beside"}
-    model = load_model(checkpoint_of("llama"), dtype="float32", adapters=folders)
+    model = load_model(llama, dtype="float32", adapters=folders)
     wanted = masks(*step(model, 0), 0)
     assert torch.equal(masks(*step(model, 1), 0), wanted)
     assert torch.equal(masks(*step(model, 2), 0), wanted)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def adapter() -> GatedLora:
+    pairs = {Q: (normal(1, 3, 64), normal(2, 64, 3)), DOWN: (normal(3, 3, 128), normal(4, 64, 3))}
+    return GatedLora(normal(5, 4, 64), pairs, scale=0.5)
+
+
+def read(path: Path, num_masks: int | None = None) -> GatedLora:
+    return GatedLora.load(path, BaseSpec(64, torch.float32), num_masks)
+
+
+def same(one: GatedLora, other: GatedLora) -> bool:
+    halves = [torch.equal(x, y) for n in one.pairs for x, y in zip(one.pairs[n], other.pairs[n], strict=True)]
+    embeddings = torch.equal(one.mask_embeddings, other.mask_embeddings)
+    return one.pairs.keys() == other.pairs.keys() and one.scale == other.scale and embeddings and all(halves)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    adapter().save(tmp_path / "one.safetensors")
+    adapter().save_peft(tmp_path / "peft", base="tiny")
+    assert same(read(tmp_path / "one.safetensors"), adapter())
+    assert same(read(tmp_path / "peft"), adapter())
+
+
+def test_the_file_has_the_names_and_the_header_of_its_format(tmp_path: Path) -> None:
+    adapter().save(tmp_path / "one.safetensors")
+    with safe_open(tmp_path / "one.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "space-gated-lora-1", "rank": "3", "alpha": "1.5", "num_masks": "4"}
+        shapes = {name: tuple(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {
+        f"gated_lora.{Q}.a": (3, 64),
+        f"gated_lora.{Q}.b": (64, 3),
+        f"gated_lora.{DOWN}.a": (3, 128),
+        f"gated_lora.{DOWN}.b": (64, 3),
+        "gated_lora.mask_embeddings": (4, 64),
+    }
+
+
+def test_fewer_masks_are_the_leading_ones_and_embeddings_alone_are_an_adapter(tmp_path: Path) -> None:
+    adapter().save(tmp_path / "one.safetensors")
+    assert torch.equal(read(tmp_path / "one.safetensors", 2).mask_embeddings, adapter().mask_embeddings[:2])
+    with pytest.raises(InvalidSpaceSection, match="embeddings for 4 masks; 5 are asked for"):
+        read(tmp_path / "one.safetensors", 5)
+    bare = replace(adapter(), pairs={})
+    bare.save(tmp_path / "one.safetensors")
+    assert same(read(tmp_path / "one.safetensors"), bare)
+
+
+def spoil_header(file: Path, name: str, value: str) -> None:
+    with safe_open(file, framework="pt") as found:
+        metadata = found.metadata() | {name: value}
+    save_file(load_file(file), file, metadata=metadata)
+
+
+def spoil(name: str, change: Callable[[Tensor], Tensor | None], rename: str | None = None) -> Callable[[Path], None]:
+    def act(file: Path) -> None:
+        with safe_open(file, framework="pt") as found:
+            metadata = found.metadata()
+        tensors = load_file(file)
+        changed = change(tensors.pop(name))
+        save_file(tensors | ({} if changed is None else {rename or name: changed.contiguous()}), file, metadata)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda file: spoil_header(file, "format", "lora-9"), "format 'lora-9' in its header; space-gated-lora-1"),
+        (lambda file: spoil_header(file, "rank", "three"), "needs numbers rank, alpha and num_masks"),
+        (lambda file: spoil_header(file, "rank", "0"), "says rank 0"),
+        (lambda file: spoil_header(file, "alpha", "nan"), "alpha nan"),
+        (lambda file: spoil_header(file, "rank", "4"), r"q_proj.a in .* has shape \(3, 64\); its header says rank 4"),
+        (lambda file: spoil_header(file, "num_masks", "9"), "has 4 rows; its header says 9"),
+        (spoil("gated_lora.mask_embeddings", lambda t: None), "mask_embeddings of .* is not there"),
+        (spoil("gated_lora.mask_embeddings", lambda t: t[:, :9]), r"has shape \(4, 9\); it must be \[masks, 64\]"),
+        (spoil(f"gated_lora.{Q}.a", lambda t: None), rf"has gated_lora.{Q}.b and lacks gated_lora.{Q}.a"),
+        (spoil(f"gated_lora.{Q}.b", lambda t: t[:, :2]), r"shapes \(3, 64\) and \(64, 2\)"),
+        (spoil(f"gated_lora.{Q}.b", lambda t: t * torch.nan), "q_proj in .* has values that are not finite"),
+        (spoil(f"gated_lora.{Q}.b", lambda t: t, "lora.q.b"), "has a tensor lora.q.b, which is no part"),
+        (lambda file: file.write_bytes(b"pickle"), "is no safetensors file"),
+        (Path.unlink, "There is no adapter file"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_by_name(act: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    adapter().save(file)
+    act(file)
+    with pytest.raises(InvalidSpaceSection, match=message):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"use_dora": True}, "use_dora = True, which is not served"),
+        ({"bias": "all"}, "bias = 'all'"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"r": None}, "no config of a LoRA with r and lora_alpha"),
+    ],
+)
+def test_unfit_peft_folders_are_refused(fields: dict[str, object], message: str, tmp_path: Path) -> None:
+    adapter().save_peft(tmp_path, base="tiny")
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(InvalidSpaceSection, match=message):
+        read(tmp_path)
+
+
+def test_rank_stabilised_scaling_is_kept(tmp_path: Path) -> None:
+    adapter().save_peft(tmp_path, base="tiny")
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_rslora": True}))
+    assert read(tmp_path).scale == 1.5 / 3**0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("model.layers.2.self_attn.q_proj", "adapts model.layers.2.self_attn.q_proj, which is no linear of"),
+        ("model.layers.0.input_layernorm", "no linear of the model's model.layers"),
+        ("lm_head", "adapts lm_head, which is no linear of"),
+        (DOWN, r"down_proj makes \[64, 64\]; the model's weight is \[64, 128\]"),
+    ],
+)
+def test_pairs_that_fit_no_linear_of_the_model_are_refused(path: str, message: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path))
+    adapter().check(model, "model.layers")
+    with pytest.raises(InvalidSpaceSection, match=message):
+        replace(adapter(), pairs={path: adapter().pairs[Q]}).check(model, "model.layers")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's own
+def test_peft_reads_what_is_saved_for_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path / "base"))
+    before = {path: model.get_submodule(path).weight.detach().clone() for path in (Q, DOWN)}
+    adapter().save_peft(tmp_path / "peft", base=str(tmp_path / "base"))
+    merged = peft.PeftModel.from_pretrained(model, str(tmp_path / "peft")).merge_and_unload()
+    for path, (a, b) in adapter().pairs.items():
+        torch.testing.assert_close(merged.get_submodule(path).weight, before[path] + 0.5 * b @ a)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from space_model.adapters import GatedLora
-from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint, tokenizer_eos, whole_folder
 from space_model.checkpoint.weight_files import WeightFiles
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
@@ -146,9 +149,6 @@ def test_a_byte_order_mark_is_skipped(name: str, sharded: Path) -> None:
     assert load_model(sharded).facts.eos_ids == (9, 0)  # the tokenizer's is 0
 
 
-# ------------------------------------------------------------------------------------------ adapters that peft wrote
-
-
 def peft_folder(path: Path, **fields: object) -> Path:
     """A folder as peft writes it for an ordinary adapter."""
     path.mkdir(parents=True, exist_ok=True)
@@ -170,9 +170,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("fields", "what", "cure"), KINDS)
-def test_an_ordinary_adapter_given_as_a_model_is_named_with_what_to_do(
-    fields: dict[str, object], what: str, cure: str, tmp_path: Path
-) -> None:
+def test_an_ordinary_adapter_is_no_model(fields: dict[str, object], what: str, cure: str, tmp_path: Path) -> None:
     path = peft_folder(tmp_path, **fields)
     with pytest.raises(CheckpointNotFound, match=rf"is {what}.*, and no model: it has no weights of its own.*{cure}"):
         load_model(path)
@@ -190,9 +188,7 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused(copy_of: Callable[..., 
 
 
 @pytest.mark.parametrize(("fields", "what", "cure"), KINDS)
-def test_an_ordinary_adapter_given_as_a_gated_one_is_named_with_what_to_do(
-    fields: dict[str, object], what: str, cure: str, tmp_path: Path
-) -> None:
+def test_an_ordinary_adapter_is_no_gated_one(fields: dict[str, object], what: str, cure: str, tmp_path: Path) -> None:
     base, path = tiny_checkpoint(tmp_path / "base"), peft_folder(tmp_path / "adapter", **fields)
     message = (
         rf"Adapter mine: .* is {what}.*, which changes the text .* gated one.*mask_embeddings\.safetensors.*{cure}"
@@ -218,3 +214,127 @@ def test_a_model_whose_section_names_the_adapter_beside_it_is_served_with_it(cop
     gated = GatedLora(torch.ones(3, 64), {"model.layers.0.self_attn.q_proj": pair}, scale=1.0)
     gated.save_peft(path, base="owner/base")
     assert load_model(path).facts.num_masks == 3
+
+
+OLD, NEW = {"weights": "old", "config": "old"}, {"weights": "new", "config": "new"}
+
+DIES_AT = """
+import os, pathlib, shutil, sys
+from space_model.checkpoint.checkpoint import whole_folder
+left = int(sys.argv[2])
+def dying(call):
+    def at_last(*arguments, **keywords):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return call(*arguments, **keywords)
+    return at_last
+for name in ("mkdir", "rename", "write_text"):
+    setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
+shutil.rmtree = dying(shutil.rmtree)
+with whole_folder(pathlib.Path(sys.argv[1])) as new:
+    (new / "weights").write_text("new")
+    (new / "config").write_text("new")
+"""
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in folder.iterdir()} if folder.is_dir() else {}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    with whole_folder(folder) as new:
+        for name, text in files.items():
+            (new / name).write_text(text)
+
+
+def test_a_writer_that_is_killed_leaves_the_old_or_the_new_whole(tmp_path: Path) -> None:
+    num_kills = 0
+    while True:
+        folder = tmp_path / str(num_kills) / "model"
+        write(folder, OLD)
+        ended = subprocess.run([sys.executable, "-c", DIES_AT, str(folder), str(num_kills)], check=False)
+        if ended.returncode == 0:
+            break
+        beside = folder.with_name("model.replaced")
+        assert contents(folder) in (OLD, NEW) or contents(beside) == OLD, num_kills
+        write(folder, NEW)  # the same command, given again
+        assert contents(folder) == NEW
+        assert [place.name for place in folder.parent.iterdir()] == ["model"]
+        num_kills += 1
+    assert num_kills == 8, "every call that moves something was the last one of a process"
+
+
+def test_a_writer_that_fails_leaves_the_old_and_no_half(tmp_path: Path) -> None:
+    write(tmp_path / "model", OLD)
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "model", {"weights": "new", "no/folder": "new"})
+    assert contents(tmp_path / "model") == OLD
+    assert [place.name for place in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "large")
+    write(tmp_path / "model", NEW)
+    assert (tmp_path / "model").is_symlink()
+    assert contents(tmp_path / "large") == NEW
+
+
+ADDED = {"added_tokens": [{"id": 7, "content": "<|im_end|>"}], "model": {"vocab": {"a": 0, "</s>": 2}}}
+UNIGRAM = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.0], ["</s>", 0.0]]}}
+
+NAMED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "by an added token": ({"tokenizer.json": ADDED, "tokenizer_config.json": {"eos_token": "<|im_end|>"}}, 7),
+    "as an object": ({"tokenizer.json": ADDED, "tokenizer_config.json": {"eos_token": {"content": "<|im_end|>"}}}, 7),
+    "by a word of the vocabulary": ({"tokenizer.json": ADDED, "tokenizer_config.json": {"eos_token": "</s>"}}, 2),
+    "by a piece of a unigram model": ({"tokenizer.json": UNIGRAM, "tokenizer_config.json": {"eos_token": "</s>"}}, 2),
+    "in added_tokens_decoder": (
+        {"tokenizer_config.json": {"eos_token": "</s>", "added_tokens_decoder": {"5": {"content": "</s>"}}}},
+        5,
+    ),
+    "in special_tokens_map.json alone": (
+        {"tokenizer.json": ADDED, "special_tokens_map.json": {"eos_token": "</s>"}},
+        2,
+    ),
+    "as null": (
+        {
+            "tokenizer.json": ADDED,
+            "tokenizer_config.json": {"eos_token": None, "added_tokens_decoder": {}},
+            "special_tokens_map.json": {"eos_token": "</s>"},
+        },
+        None,
+    ),
+    "by a token that is not there": ({"tokenizer.json": ADDED, "tokenizer_config.json": {"eos_token": "<eos>"}}, None),
+    "nowhere": ({}, None),
+}
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_a_tokenizer_names_its_eos(how: str) -> None:
+    files, expected = NAMED[how]
+    assert tokenizer_eos(lambda name: files.get(name, {})) == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [3, 10]}, 9, (3, 10, 7)),
+        ({"eos_token_id": 7}, 9, (7,)),
+        ({}, 9, (9, 7)),
+        (None, [9, 11], (9, 11, 7)),
+        (None, None, (7,)),
+        ({"eos_token_id": [128, 11, -1]}, 9, (11, 7)),
+    ],
+)
+def test_the_eos_ids_are_the_generation_config_s_and_the_tokenizer_s(
+    tmp_path: Path, generation: dict[str, Any] | None, config: Any, expected: tuple[int, ...]
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", eos_token_id=config)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "tokenizer.json").write_text(json.dumps(ADDED))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert Checkpoint.open(folder).eos_ids(vocab_size=128) == expected

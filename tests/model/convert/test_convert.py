@@ -184,9 +184,7 @@ def test_without_mask_flags_the_section_of_the_checkpoint_stays(released, tmp_pa
         (Wish(mask_ids=(MASK,), add_masks=1), "not both"),
     ],
 )
-def test_a_wish_that_does_not_fit_names_value_bound_and_cure_and_writes_nothing(
-    released, tmp_path, wish, message
-) -> None:
+def test_an_unfit_wish_names_value_bound_and_cure_and_writes_nothing(released, tmp_path, wish, message) -> None:
     with pytest.raises(ConvertError, match=message):
         convert(publish(released, tmp_path / "src"), tmp_path / "dst", wish)
     assert [file.name for file in tmp_path.iterdir()] == ["src"]
@@ -292,9 +290,7 @@ def test_a_checkpoint_without_a_tokenizer_is_not_called_ready(released, tmp_path
     ],
 )
 @pytest.mark.parametrize("form", ["one .bin", "several safetensors"])
-def test_a_checkpoint_with_a_tensor_that_has_no_place_is_not_called_ready(
-    released, tmp_path, capsys, name, message, form
-) -> None:
+def test_a_checkpoint_with_an_unplaced_tensor_is_not_ready(released, tmp_path, capsys, name, message, form) -> None:
     more = {**released.state_dict(), name: torch.zeros(3)}
     model = type("Published", (), {"config": released.config, "state_dict": lambda self: more})()
     source, target = publish(model, tmp_path / "src", form), tmp_path / "dst"

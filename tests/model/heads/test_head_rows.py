@@ -4,16 +4,15 @@ import random
 
 import pytest
 import torch
-from space_model.heads import MOST_SECONDS, TRIED, UNMEASURED, head_rows
+from space_model.heads import MOST_SECONDS, TRIED, UNMEASURED, BaseSpec, head_rows
 from torch import Tensor
 
-CPU = torch.device("cpu")
+SPEC = BaseSpec(4, torch.float32)
 
 
 class FakeHead:
     """A head whose product takes a fixed time and so much a row. `load`: other programs that take their turns, as a
-    system gives them: while it is theirs a call waits 3 ms for each of them.
-    """
+    system gives them: while it is theirs a call waits 3 ms for each of them."""
 
     def __init__(self, fixed: float, per_row: float, load: int = 0, seed: int = 0) -> None:
         self.now, self._fixed, self._per_row, self._load = 0.0, fixed, per_row, load
@@ -33,7 +32,7 @@ class FakeHead:
         return rows
 
     def found(self) -> int:
-        return head_rows(self.logits, 4, torch.float32, CPU, clock=self)
+        return head_rows(self.logits, SPEC, self)
 
 
 @pytest.mark.parametrize(("per_row", "expected"), [(3.0, 4), (0.1, 12), (0.055, 20), (0.01, 32)])
@@ -57,7 +56,7 @@ def test_a_head_that_takes_few_rows_alone_takes_none_at_once() -> None:
     def logits(rows: Tensor) -> Tensor:
         return steep.logits(rows if len(rows) < 4 else rows.repeat(3, 1))
 
-    assert head_rows(logits, 4, torch.float32, CPU, clock=steep) == 0
+    assert head_rows(logits, SPEC, steep) == 0
 
 
 def test_one_hiccup_does_not_hide_the_rows_behind_it() -> None:
@@ -69,17 +68,14 @@ def test_one_hiccup_does_not_hide_the_rows_behind_it() -> None:
             head.now += 0.5 * next(hiccups)
         return steady(rows)
 
-    assert head_rows(logits, 4, torch.float32, CPU, clock=head) == 32
+    assert head_rows(logits, SPEC, head) == 32
 
 
-def test_measuring_ends_in_its_time_however_slow_the_machine_is() -> None:
+def test_measuring_ends_in_its_time_and_is_left_out_on_a_gpu() -> None:
     slow = FakeHead(0.05, 0.001)
     slow.found()
     assert slow.now <= MOST_SECONDS + 2 * len(TRIED) * 0.09
     restless = FakeHead(1e-3, 1e-5, load=8)
     restless.found()
     assert restless.now <= MOST_SECONDS + 2 * len(TRIED) * 0.04
-
-
-def test_a_device_that_rows_cost_nothing_is_not_measured() -> None:
-    assert head_rows(lambda rows: pytest.fail("measured"), 4, torch.float32, torch.device("meta")) == UNMEASURED
+    assert head_rows(lambda rows: pytest.fail("measured"), BaseSpec(4, torch.float32, "meta")) == UNMEASURED

@@ -10,21 +10,29 @@ from typing import Any
 
 import pytest
 import torch
+from family_sweep import EQUAL, sweep
 from safetensors.torch import load_file, save_file
 from space_kernels.build.cpu_library import SWITCH, cpu_library, own_kinds
 from space_kernels.step.draft_head import DraftHeadForm
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import read_config
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
-from space_model.model_error import CheckpointNotFound, InvalidSetting, InvalidSpaceSection, UnsupportedModel
+from space_model.model_error import (
+    CheckpointNotFound,
+    InvalidSetting,
+    InvalidSpaceSection,
+    ModelError,
+    UnsupportedModel,
+)
 from space_model.precision import choose_dtype, refuse_tf32
 from space_model.testing import FIRST_MASK, tiny_checkpoint
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 
-def test_facts_say_what_the_checkpoint_is(checkpoint_of: Callable[[str], Path]) -> None:
-    path = checkpoint_of("llama")
+def test_facts_say_what_the_checkpoint_is(llama: Path) -> None:
+    path = llama
     model = load_model(path, dtype="float32")
     facts = model.facts
     assert (facts.name, facts.vocab_size, facts.hidden_size, facts.num_layers, facts.window) == (
@@ -38,7 +46,6 @@ def test_facts_say_what_the_checkpoint_is(checkpoint_of: Callable[[str], Path]) 
     assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert facts.eos_ids == (0,)
     assert facts.tokenizer_hash == hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
-    assert model.draft_head is not None
     assert model.draft_head.w1.shape == (32, 128)
     assert model.draft_head.w2.shape == (64, 32)
     assert model.draft_head.embedding_scale == 2.0
@@ -51,30 +58,21 @@ def test_the_model_hash_sees_the_config_and_the_headers(copy_of: Callable[..., P
     assert Checkpoint.open(copy_of(rms_norm_eps=0.5)).model_hash() != before
 
 
-def test_a_checkpoint_without_masks_is_a_plain_one(copy_of: Callable[..., Path]) -> None:
+def test_masks_are_those_of_the_section_unless_arguments_win(copy_of: Callable[..., Path], llama: Path) -> None:
     model = load_model(copy_of(space=None), dtype="float32")
     assert (model.facts.num_masks, model.facts.mask_ids, model.draft_head) == (0, (), None)
-
-
-def test_the_checkpoint_says_how_its_drafts_do(copy_of: Callable[..., Path]) -> None:
     section = {"num_masks": 2, "mask_token_ids": [4, 5], "draft_head": None}
     assert load_model(copy_of(space=section | {"acceptance": [0.7, 0.5]})).facts.acceptance == (0.7, 0.5)
     assert load_model(copy_of(space=section)).facts.acceptance == ()
     for wrong in ("high", [1.5], [None]):
         with pytest.raises(InvalidSpaceSection, match="must be chances"):
             load_model(copy_of(space=section | {"acceptance": wrong}))
-
-
-def test_a_shared_mask_id_stands_for_every_position(copy_of: Callable[..., Path]) -> None:
     path = copy_of(space=None)
     assert load_model(path, mask_ids=[9], num_masks=3).facts.mask_ids == (9, 9, 9)
     assert load_model(path, mask_ids=[9, 10]).facts.mask_ids == (9, 10)
-
-
-def test_arguments_win_over_the_space_section(checkpoint_of: Callable[[str], Path]) -> None:
-    facts = load_model(checkpoint_of("llama"), num_masks=2).facts
+    facts = load_model(llama, num_masks=2).facts
     assert facts.mask_ids == (FIRST_MASK, FIRST_MASK + 1)
-    assert load_model(checkpoint_of("llama"), num_masks=0).facts.mask_ids == ()
+    assert load_model(llama, num_masks=0).facts.mask_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -86,11 +84,9 @@ def test_arguments_win_over_the_space_section(checkpoint_of: Callable[[str], Pat
         ({"mask_ids": [0], "num_masks": 3}, "Id 0 ends a text and cannot be a mask too"),
     ],
 )
-def test_masks_that_do_not_fit_are_refused(
-    arguments: dict[str, Any], message: str, checkpoint_of: Callable[[str], Path]
-) -> None:
+def test_masks_that_do_not_fit_are_refused(arguments: dict[str, Any], message: str, llama: Path) -> None:
     with pytest.raises(InvalidSpaceSection, match=message):
-        load_model(checkpoint_of("llama"), **arguments)
+        load_model(llama, **arguments)
 
 
 def test_masks_without_ids_are_refused(copy_of: Callable[..., Path]) -> None:
@@ -118,9 +114,7 @@ def test_masks_without_ids_are_refused(copy_of: Callable[..., Path]) -> None:
         ),
     ],
 )
-def test_a_draft_head_that_does_not_fit_is_refused(
-    head: dict[str, Any], message: str, copy_of: Callable[..., Path]
-) -> None:
+def test_an_unfit_draft_head_is_refused(head: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
     with pytest.raises(InvalidSpaceSection, match=message):
         load_model(copy_of(space={"num_masks": 1, "mask_token_ids": [4], "draft_head": head}))
 
@@ -130,7 +124,6 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
     head = {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2}
     path = copy_of(space=section | {"draft_head": head})
     loaded = load_model(path).draft_head
-    assert loaded is not None
     assert loaded.form is DraftHeadForm.MLP
     weights = load_file(path / "draft_head.safetensors")
     weights["draft_head.w1.weight"] = weights["draft_head.w1.weight"][:, 64:].contiguous()
@@ -140,7 +133,6 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
     config["space"]["draft_head"] = head | {"file": "low_rank.safetensors", "form": "low-rank"}
     file.write_text(json.dumps(config))
     loaded = load_model(path).draft_head
-    assert loaded is not None
     assert (loaded.form, tuple(loaded.w1.shape)) == (DraftHeadForm.LOW_RANK, (32, 64))
 
 
@@ -163,9 +155,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
         ({"num_hidden_layers": 3}, "lack model.layers.2"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
-    fields: dict[str, Any], message: str, copy_of: Callable[..., Path]
-) -> None:
+def test_what_is_not_served_is_refused(fields: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
     with pytest.raises((UnsupportedModel, InvalidSpaceSection), match=message):
         load_model(copy_of(**fields))
 
@@ -180,15 +170,13 @@ def test_what_is_not_served_is_refused_by_name(
         ({"max_model_len": 513}, r"must lie in 1..512, the model's positions; got 513"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    arguments: dict[str, Any], message: str, checkpoint_of: Callable[[str], Path]
-) -> None:
+def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message: str, llama: Path) -> None:
     with pytest.raises(InvalidSetting, match=message):
-        load_model(checkpoint_of("llama"), **arguments)
+        load_model(llama, **arguments)
 
 
-def test_a_shorter_window_is_kept(checkpoint_of: Callable[[str], Path]) -> None:
-    assert load_model(checkpoint_of("llama"), max_model_len=100).facts.window == 100
+def test_a_shorter_window_is_kept(llama: Path) -> None:
+    assert load_model(llama, max_model_len=100).facts.window == 100
 
 
 def test_pickled_weights_are_refused_with_the_cure(copy_of: Callable[..., Path]) -> None:
@@ -207,9 +195,7 @@ def test_absent_checkpoints_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize(("text", "message"), [('{"a": ', "is not JSON"), ("[1]", "holds no JSON object")])
-def test_json_that_is_cut_or_no_object_is_named(
-    name: str, text: str, message: str, copy_of: Callable[..., Path]
-) -> None:
+def test_json_cut_or_without_object_is_named(name: str, text: str, message: str, copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     (path / name).write_text(text)
     with pytest.raises(CheckpointNotFound, match=f"{name} {message}"):
@@ -253,15 +239,13 @@ def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(copy_of: Call
     assert load_model(path).facts.eos_ids == (11, 0)
 
 
-def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(checkpoint_of: Callable[[str], Path]) -> None:
-    facts = load_model(checkpoint_of("llama")).facts
+def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(llama: Path) -> None:
+    facts = load_model(llama).facts
     assert facts.dtype is torch.float32
     assert facts.dtype_reason == "the checkpoint is torch.float32"
 
 
-def test_auto_takes_bfloat16_where_the_cpu_multiplies_it_or_compiled_operations_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_bfloat16_where_the_cpu_or_operations_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint(tmp_path, dtype="bfloat16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert load_model(path).facts.dtype is torch.bfloat16
@@ -340,3 +324,106 @@ def test_a_gpu_multiplies_float32_as_ieee_has_it() -> None:
         assert not torch.backends.cudnn.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+THETA = {"rope_theta": 10000.0}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": THETA | {"rope_type": "su"}}, "by 'su': the angles would depend on the longest sequence"),
+        ({"rope_parameters": THETA | {"rope_type": "longrope"} | LONG}, "by 'longrope'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_parameters": None}, "by 'ntk'"),
+        ({"rope_parameters": THETA | {"rope_type": "spiral"}}, "by 'spiral' .*none of default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta .* is 0.*; it must be above 0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -5.0}},
+            "rope_theta .* is -5.0; it must be above 0",
+        ),
+        ({"num_key_value_heads": 3}, r"4 heads \(num_attention_heads\) for 3 key-value heads .* do not divide"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": None},
+            "hidden size .*attention heads .6.* Fetch the config.json",
+        ),
+        ({"num_attention_heads": [4, 2]}, "num_attention_heads|cannot read the config"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": -16}, "head_dim .* is -16"),
+        ({"is_causal": False}, "attends to later tokens, too .* writes no text"),
+        ({"use_bidirectional_attention": True}, "attends to later tokens, too"),
+        ({"kv_lora_rank": 16}, "multi-head latent attention"),
+        ({"layer_types": ["full_attention", "conv"]}, "conv layers; only full and sliding|cannot read the config"),
+        ({"vocab_size": "many"}, "cannot read the config of .*vocab_size.* Fetch the config.json of the original"),
+    ],
+)
+def test_an_impossible_config_is_refused(fields: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(copy_of(**fields))
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "served"),
+    [
+        (
+            {
+                "AutoConfig": "configuration_llama.LlamaConfig",
+                "AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM",
+            },
+            1,
+        ),
+        ({"AutoModelForCausalLM": "owner/name--modeling_llama.LLaMAForCausalLM"}, 1),
+        ({"AutoConfig": "configuration_llama.LlamaConfig"}, 1),
+        ({"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}, 0),
+    ],
+)
+def test_code_of_a_native_model_is_ignored(auto_map: dict[str, str], served: int, copy_of: Callable[..., Path]) -> None:
+    path = copy_of(auto_map=auto_map)
+    for name in ("configuration_llama.py", "modeling_llama.py", "modeling_other.py"):
+        (path / name).write_text("raise SystemExit('this code ran')")
+    if served:
+        load_model(path)
+    else:
+        with pytest.raises(UnsupportedModel, match=r"OtherForCausalLM.*which is never run.* are LlamaForCausalLM"):
+            load_model(path)
+
+
+def test_attention_that_is_not_causal_is_noticed_where_no_field_says_so(tmp_path: Path) -> None:
+    """bert-generation: a decoder only with is_decoder."""
+    path = tiny_checkpoint(tmp_path, "llama")
+    config = path / "config.json"
+    config.write_text(
+        '{"model_type": "bert-generation", "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 64}'
+    )
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+    with pytest.raises(ModelError, match="attends to later tokens, too"):
+        load_model(path)
+
+
+def test_the_text_part_of_a_model_that_sees_images_is_served_as_the_whole_one_says_it(tmp_path: Path) -> None:
+    """gemma3, with names as transformers 4 and 5 have them."""
+    assert sweep("gemma3", tmp_path).difference < EQUAL
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("model.language_model.", "language_model.model.").replace(
+            "model.", "", name.startswith("model.v")
+        ): t
+        for name, t in load_file(file).items()
+    }
+    before = load_model(tmp_path, dtype="float32")
+    save_file(tensors, file, metadata={"format": "pt"})
+    after = load_model(tmp_path, dtype="float32")
+    rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(after.logits(rows), before.logits(rows))
+    assert torch.equal(after.embed(torch.arange(9)), before.embed(torch.arange(9)))
+
+
+def test_other_models_that_see_images_are_refused_by_name(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["got_ocr2"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"of type 'got_ocr2' see or hear, too.*Use a checkpoint"):
+        read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
+
+
+def test_a_file_of_the_config_may_say_infinity_as_transformers_writes_it(copy_of: Callable[..., Path]) -> None:
+    load_model(copy_of(unheard_of={"__float__": "Infinity"}))

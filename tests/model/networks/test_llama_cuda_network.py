@@ -159,10 +159,8 @@ def test_with_exact_products_on_a_gpu_they_do_not_either(small: Path, monkeypatc
     check_chain_rows(on_triton(small, monkeypatch, exact=True), ids_of(0, 7), ids_of(2, 2), DraftLayout(1, (1, 2)))
 
 
-def test_adapters_act_on_their_own_mask_rows_as_in_the_cpus_network(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoint_of("llama")
+def test_adapters_act_on_mask_rows_as_on_a_cpu(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = llama
     few = ("q_proj", "up_proj")
     adapters = {
         "wide": tiny_adapter(tmp_path / "wide", path, num_masks=3, rank=3, seed=1),
@@ -204,9 +202,7 @@ class NothingAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the graph's capture shows it")
-def test_on_tritons_operations_a_forward_pass_asks_the_device_nothing(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_triton_a_forward_pass_asks_the_device_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_triton(small, monkeypatch, exact=True)
     batch = ForwardBatch.build(SHORT_MIXED, block_size=BLOCK, mask_ids=model.facts.mask_ids)
     kv = model.allocate_kv(NUM_BLOCKS, BLOCK)
@@ -218,9 +214,7 @@ def test_on_tritons_operations_a_forward_pass_asks_the_device_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a CUDA device")
-def test_a_forward_pass_can_be_captured_and_replayed_for_other_ids_at_other_positions(
-    checkpoint_of: Callable[[str], Path],
-) -> None:
+def test_a_captured_forward_pass_is_replayed_for_other_ids_and_positions(checkpoint_of: Callable[[str], Path]) -> None:
     from space_kernels.paging.step_rows import StepTables
 
     model = load.load_model(checkpoint_of("qwen3"), dtype="float32", device="cuda")

@@ -60,8 +60,7 @@ class ThreadRank:
         return parts if self.rank == 0 else []
 
 
-Said = tuple[Tensor, Tensor]
-"""Hidden rows and logits."""
+Said = tuple[Tensor, Tensor]  # hidden rows and logits
 
 
 def say(model: SpaceModel, ids: list[int], adapter: int | None = None) -> Said:
@@ -118,8 +117,8 @@ def test_two_ranks_say_what_one_says(family: str, checkpoint_of: Callable[[str],
     assert models[0].facts.kv_bytes_per_token == 2 * 2 * 1 * 16 * 4
 
 
-def test_two_ranks_keep_keys_and_values_of_eight_bits(checkpoint_of: Callable[[str], Path]) -> None:
-    path = checkpoint_of("llama")
+def test_two_ranks_keep_keys_and_values_of_eight_bits(llama: Path) -> None:
+    path = llama
     (_, logits), models = said_in_parts(path, 2, dtype="float32", kv_dtype="fp8")
     _, wanted = say(load_model(path, dtype="float32", kv_dtype="fp8"), IDS)
     assert [model.facts.kv_bytes_per_token for model in models] == [2 * 2 * 1 * 16] * 2
@@ -133,8 +132,8 @@ def test_the_embedded_model_in_two_parts_says_what_it_says_whole() -> None:
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
 
 
-def test_a_quantised_checkpoint_in_two_parts(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    write_quantized(checkpoint_of("llama"), tmp_path / "packed", tmp_path / "plain", "awq")
+def test_a_quantised_checkpoint_in_two_parts(llama: Path, tmp_path: Path) -> None:
+    write_quantized(llama, tmp_path / "packed", tmp_path / "plain", "awq")
     said, _ = said_in_parts(tmp_path / "packed", 2, dtype="float32")
     assert_the_same(said, say(load_model(tmp_path / "plain", dtype="float32"), IDS))
 
@@ -167,9 +166,7 @@ def test_four_ranks_with_biases_an_untied_head_and_a_vocabulary_that_does_not_di
         models[1].logits_of(wanted[0], ids)
 
 
-def test_the_transformers_network_in_parts_too(
-    checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_network_in_parts(checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint_of("qwen3")
     whole = load_model(path, dtype="float32")
     monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
@@ -180,9 +177,9 @@ def test_the_transformers_network_in_parts_too(
 
 @pytest.mark.parametrize("compact", [True, False])
 def test_a_gated_adapter_is_cut_as_the_linears_it_adds_to(
-    compact: bool, checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compact: bool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoint_of("llama")
+    path = llama
     adapters = {"code": tiny_adapter(tmp_path, path)}
     wanted = say(load_model(path, dtype="float32", adapters=adapters), IDS, adapter=0)
     if not compact:
@@ -244,8 +241,8 @@ def test_what_cannot_be_shared_is_refused_with_the_cure(
         check_ranks(str(checkpoint_of(family)), size)
 
 
-def test_a_weight_that_is_not_there_is_named(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+def test_a_weight_that_is_not_there_is_named(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -266,8 +263,8 @@ def test_every_id_is_one_ranks_and_the_parts_are_as_wide(vocab_size: int, size: 
         assert len(part) == width or part.stop == vocab_size
 
 
-def test_the_files_are_open_as_long_as_the_block_lasts(checkpoint_of: Callable[[str], Path]) -> None:
-    with WeightFiles.open(Checkpoint.open(checkpoint_of("llama"))) as files:
+def test_the_files_are_open_as_long_as_the_block_lasts(llama: Path) -> None:
+    with WeightFiles.open(Checkpoint.open(llama)) as files:
         name = "model.layers.0.mlp.up_proj.weight"
         whole = files.whole(name)
         assert (name in files, "absent" in files, files.shape(name)) == (True, False, (128, 64))

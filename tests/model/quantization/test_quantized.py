@@ -57,8 +57,8 @@ def test_a_quantised_checkpoint_says_what_the_same_numbers_say(kind: str, pair: 
     assert torch.equal(logits(found), logits(wanted))
 
 
-def test_the_numbers_are_near_the_original_ones(pair: Pair, checkpoint_of: Callable[[str], Path]) -> None:
-    original = load_file(checkpoint_of("llama") / "model.safetensors")
+def test_the_numbers_are_near_the_original_ones(pair: Pair, llama: Path) -> None:
+    original = load_file(llama / "model.safetensors")
     packed, _ = pair("int8 in groups")
     with open_weights(Checkpoint.open(packed)) as weights:
         assert set(weights.names) == set(original)
@@ -122,10 +122,8 @@ def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
         ),
     ],
 )
-def test_a_format_that_is_not_read_is_refused_by_name_with_a_cure(
-    section: Any, message: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    shutil.copytree(checkpoint_of("llama"), tmp_path, dirs_exist_ok=True)
+def test_an_unread_format_is_refused_with_a_cure(section: Any, message: str, llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
     with pytest.raises(UnsupportedModel, match=message):
@@ -144,9 +142,7 @@ def test_a_format_that_is_not_read_is_refused_by_name_with_a_cure(
         ("quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True}, "gptq 4 bits"),
     ],
 )
-def test_a_checkpoint_that_says_so_in_another_file_says_what_the_same_numbers_say(
-    file: str, said: Any, kind: str, pair: Pair
-) -> None:
+def test_quantisation_may_be_declared_in_another_file(file: str, said: Any, kind: str, pair: Pair) -> None:
     packed, plain = pair(kind)
     config = json.loads((packed / "config.json").read_text())
     section = config.pop("quantization_config")
@@ -205,9 +201,6 @@ def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
     save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj of .* is no AWQ weight"):
         load_model(packed)
-
-
-# ---------------------------------------------------------------------------------------------- packed, on a GPU
 
 
 def test_weights_stay_packed_on_a_gpu_whose_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from space_kernels.linear.packed_linear import can_pack
+from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load as load_module
 from space_model.loading import sharded_model as sharded_module
 from space_model.loading.load import load_model
@@ -38,9 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def lively_checkpoint(path: Path, family: str, seed: int = 0, **config: Any) -> Path:
     """A random checkpoint in which everything counts: norms and biases are no ones and zeros, attention has favourites.
-
-    Products of queries and keys have a standard deviation of about two; those of a family with caps reach them.
-    """
+    Products of queries and keys have a standard deviation of about two; those of a family with caps reach them."""
     config = {"hidden_size": 64, "num_layers": 2} | VARIANTS.get(family, {}) | config
     tiny_checkpoint(path, family if family in FAMILIES else "llama", seed=seed, num_masks=0, window=1024, **config)
     file = path / "model.safetensors"
@@ -58,8 +58,7 @@ def lively_checkpoint(path: Path, family: str, seed: int = 0, **config: Any) -> 
     return path
 
 
-Change = Callable[[PreTrainedModel], bool]
-"""Plants a fault; False: the model has no such part."""
+Change = Callable[[PreTrainedModel], bool]  # plants a fault; False: the model has no such part
 
 
 def attentions(model: PreTrainedModel) -> list[Any]:
@@ -70,33 +69,36 @@ def norms(model: PreTrainedModel) -> list[Any]:
     return [m for m in model.modules() if "Norm" in type(m).__name__]
 
 
-def times_scale(factor: float) -> Change:
+def each(find: Callable[[PreTrainedModel], Iterable[Any]], plant: Callable[[Any], None]) -> Change:
+    """Plant the fault in everything of the model that is found."""
+
     def change(model: PreTrainedModel) -> bool:
-        for attention in attentions(model):
-            attention.scaling *= factor
-        return True
+        found = list(find(model))
+        for one in found:
+            plant(one)
+        return bool(found)
 
     return change
 
 
-def no_scale(model: PreTrainedModel) -> bool:
-    scaled = [attention for attention in attentions(model) if attention.scaling != 1.0]
-    for attention in scaled:
-        attention.scaling = 1.0
-    return bool(scaled)
+def times_scale(factor: float) -> Change:
+    return each(attentions, lambda attention: setattr(attention, "scaling", attention.scaling * factor))
+
+
+no_scale = each(
+    lambda model: [attention for attention in attentions(model) if attention.scaling != 1.0],
+    lambda attention: setattr(attention, "scaling", 1.0),
+)
 
 
 def angles(turn: Callable[[Tensor], Tensor]) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        found = False
+    def find(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if name.endswith("inv_freq") and "original" not in name:
-                    setattr(module, name, turn(buffer))
-                    found = True
-        return found
+                    yield module, name, buffer
 
-    return change
+    return each(find, lambda found: setattr(*found[:2], turn(found[2])))
 
 
 def half_of(frequencies: Tensor) -> Tensor:
@@ -181,67 +183,51 @@ def groups_in_turn(model: PreTrainedModel) -> bool:
 
 
 def epsilon(factor: float) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        for norm in norms(model):
-            name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-            setattr(norm, name, getattr(norm, name) * factor)
-        return True
+    def plant(norm: Any) -> None:
+        name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+        setattr(norm, name, getattr(norm, name) * factor)
 
-    return change
+    return each(norms, plant)
 
 
 def other_offset(model: PreTrainedModel) -> bool:
     """1 is added to the weights of norms, or is not where it should be."""
     step = -1.0 if model.config.model_type.startswith("gemma") else 1.0
-    for norm in norms(model):
-        norm.weight.data += step
-    return True
+    return each(norms, lambda norm: norm.weight.data.add_(step))(model)
+
+
+def children(model: PreTrainedModel) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(parent, name, child) for parent in list(model.modules()) for name, child in parent.named_children()]
 
 
 def without_norm(*names: str) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        found = False
-        for parent in list(model.modules()):
-            for name, _ in list(parent.named_children()):
-                if name in names:
-                    setattr(parent, name, nn.Identity())
-                    found = True
-        return found
-
-    return change
+    return each(
+        lambda model: [(parent, name) for parent, name, _ in children(model) if name in names],
+        lambda found: setattr(*found, nn.Identity()),
+    )
 
 
 def attention_cap(cap: float | None) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        if getattr(model.config, "attn_logit_softcapping", None) is None:
-            return False
-        for attention in attentions(model):
-            attention.attn_logit_softcapping = cap
-        return True
-
-    return change
+    return each(
+        lambda m: attentions(m) if getattr(m.config, "attn_logit_softcapping", None) is not None else [],
+        lambda attention: setattr(attention, "attn_logit_softcapping", cap),
+    )
 
 
 def config_field(name: str, value: Callable[[Any], Any]) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        if getattr(model.config, name, None) is None:
-            return False
-        setattr(model.config, name, value(getattr(model.config, name)))
-        return True
-
-    return change
+    return each(
+        lambda model: [model.config] if getattr(model.config, name, None) is not None else [],
+        lambda config: setattr(config, name, value(getattr(config, name))),
+    )
 
 
 def without_bias(*names: str) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        found = False
+    def find(model: PreTrainedModel) -> Iterator[nn.Module]:
         for path, module in model.named_modules():
             if path.rpartition(".")[2] in names and isinstance(getattr(module, "bias", None), nn.Parameter):
-                module.bias = None
-                found = True
-        return found
+                yield module
 
-    return change
+    return each(find, lambda module: setattr(module, "bias", None))
 
 
 def activation(function: Callable[[Tensor], Tensor]) -> Change:
@@ -251,28 +237,22 @@ def activation(function: Callable[[Tensor], Tensor]) -> Change:
 
     def change(model: PreTrainedModel) -> bool:
         grid = torch.linspace(-4.0, 4.0, 64)
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-                    if torch.allclose(child(grid), function(grid)):
-                        return False
-                    setattr(parent, name, Other())
+        for parent, name, child in children(model):
+            if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+                if torch.allclose(child(grid), function(grid)):
+                    return False
+                setattr(parent, name, Other())
         return True
 
     return change
 
 
 def attribute(names: str, value: Callable[[Any], Any]) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        found = False
+    def find(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
         for module in model.modules():
-            for name in names.split():
-                if isinstance(getattr(module, name, None), int | float | bool):
-                    setattr(module, name, value(getattr(module, name)))
-                    found = True
-        return found
+            yield from ((module, n) for n in names.split() if isinstance(getattr(module, n, None), int | float | bool))
 
-    return change
+    return each(find, lambda found: setattr(*found, value(getattr(*found))))
 
 
 def embedding_scale(model: PreTrainedModel) -> bool:
@@ -289,14 +269,7 @@ def head_of_the_next_id(model: PreTrainedModel) -> bool:
 
 
 def window(value: Callable[[int], int]) -> Change:
-    def change(model: PreTrainedModel) -> bool:
-        sliding = getattr(model.config, "sliding_window", None)
-        if sliding is None:
-            return False
-        model.config.sliding_window = value(sliding)
-        return True
-
-    return change
+    return config_field("sliding_window", value)
 
 
 def windows_elsewhere(model: PreTrainedModel) -> bool:
@@ -460,7 +433,7 @@ FORMS = ["float32", "bfloat16", "float16", "int8", "fp8", "fp8 keys and values"]
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_every_planted_fault_is_caught_in_every_number_format(
+def test_faults_are_caught_in_any_format(
     family: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "fp8" and family in ("qwen3_moe", "mixtral"):
@@ -523,3 +496,59 @@ def test_a_rank_says_what_is_wrong_with_its_part(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sharded_module, "reference", faulty)
     with pytest.raises(UnsupportedModel, match=r"served wrong: layer 0 of 2 \(keys\)"):
         load_model(path, dtype="bfloat16", ranks=Alone())
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[PreTrainedModel], None]], None]:
+    """Change a model after transformers has said what it computes, and before it is taken apart."""
+
+    def plant(change: Callable[[PreTrainedModel], None]) -> None:
+        def then_change(model: PreTrainedModel, facts: ModelFacts) -> object:
+            wanted = reference(model, facts)
+            change(model)
+            return wanted
+
+        monkeypatch.setattr(load_module, "reference", then_change)
+
+    return plant
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_part_is_named_with_what_rounding_explains(
+    dtype: str, llama: Path, planted: Callable[[Callable[[PreTrainedModel], None]], None]
+) -> None:
+    def other_angles(model: PreTrainedModel) -> None:
+        model.base_model.rotary_emb.inv_freq *= 0.9
+
+    def other_epsilon(model: PreTrainedModel) -> None:
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-5
+
+    def other_final_norm(model: PreTrainedModel) -> None:
+        model.base_model.norm.weight.data *= 1.1
+
+    for change, part in (
+        (other_angles, r"layer 0 of 2 \(keys\)"),
+        (other_epsilon, r"layer 0 of 2 \(keys\)"),
+        (other_final_norm, "the final norm"),
+    ):
+        planted(change)
+        with pytest.raises(UnsupportedModel, match=f"served wrong: {part} computes something else .* rounding"):
+            load_model(llama, dtype=dtype)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parts_in_turn_are_the_whole_step(family: str, dtype: str, checkpoint_of: Callable[[str], Path]) -> None:
+    if dtype == "bfloat16" and not can_pack(torch.bfloat16):
+        pytest.skip("this processor packs no bfloat16")
+    model = load_model(checkpoint_of(family), dtype=dtype)
+    network, kv = model._network, model.allocate_kv(3, 16)
+    ids = torch.randint(16, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = ForwardBatch.build([Segment(ids, 0, [2, 0, 1])], block_size=16, mask_ids=())
+    with torch.inference_mode():
+        rows = network.enter(batch)
+        for number in range(model.facts.num_layers):
+            rows = network.layer(number, rows, batch, kv)
+        assert torch.equal(network.norm(rows), network.forward(batch, model.allocate_kv(3, 16)))

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint
-from space_train.data.examples import (
-    TEMPLATES,
-    ChatText,
-    Encoder,
-    Example,
-    LoadedExamples,
-    load_examples,
-    pad_id,
-    read_examples,
-)
+from space_router.config import ServeConfig
+from space_router.text.chat_template import BUILT_IN
+from space_router.text.model_text import ModelText
+from space_train.data.examples import TEMPLATES, ChatText, Encoder, Example, LoadedExamples, pad_id, read_examples
 from space_train.data.records import (
     BadRecord,
     ConversationTurn,
@@ -30,6 +24,7 @@ from space_train.data.records import (
     UnusableTokenizer,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 HERE = SourceRecord("data", 1, {})
@@ -103,21 +98,15 @@ def read(path: Path, records: Sequence[dict[str, Any]], tokenizer: Any, **option
     return read_examples(write(path / "data.jsonl", records), tokenizer, **options)
 
 
-def test_exactly_the_answer_is_learned_and_that_it_ends(tokenizer: Any) -> None:
+def test_exactly_the_answers_are_learned_behind_the_prompt_that_the_server_encodes(tokenizer: Any) -> None:
     (example,) = encode(tokenizer, *ASKED)
     assert split(tokenizer, example) == [
         ("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n", False),
         ("Ho.<|im_end|>\n<|endoftext|>", True),
     ]
-
-
-def test_the_prompt_is_encoded_as_the_server_would_encode_it(tokenizer: Any) -> None:
     (example,) = encode(tokenizer, *ASKED)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi?"}], add_generation_prompt=True)
     assert example.ids[: example.learned.index(True)] == prompt["input_ids"]
-
-
-def test_every_answer_of_a_conversation_is_learned_and_nothing_behind_the_last(tokenizer: Any) -> None:
     (example,) = encode(tokenizer, ("system", "S"), *ASKED, ("user", "And?"), ("assistant", "No."), ("user", "Bye"))
     assert [text for text, learned in split(tokenizer, example) if learned] == [
         "Ho.<|im_end|>\n",
@@ -230,9 +219,7 @@ def test_built_in_templates(template: str, given: str) -> None:
     assert set(TEMPLATES) == {"plain", "vicuna", "paper", "alpaca", "raw"}
 
 
-def test_a_tokenizer_without_a_template_gets_the_plain_one_and_that_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_without_a_template_gets_the_plain_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = read(tmp_path, [{"prompt": "Hi?", "completion": "Ho."}], merging_tokenizer())
     assert loaded.report.template == TEMPLATES["plain"]
     assert "chat template: plain, as the tokenizer has none" in capsys.readouterr().err
@@ -261,18 +248,15 @@ def test_a_beginning_that_the_tokenizer_adds_by_itself_is_added_and_not_learned(
     assert split(tokenizer, asked)[0] == ("<s>[Hi?]", False)
 
 
-def test_plain_text_is_learned_whole_with_its_end(tokenizer: Any) -> None:
+def test_plain_text_and_letters_of_several_bytes_are_learned_whole(tokenizer: Any) -> None:
     example = encode_text(tokenizer, "one\ntwo")
     assert example.learned == [True] * 8
     assert example.ids == [*tokenizer("one\ntwo")["input_ids"], END]
-
-
-def test_letters_of_several_bytes_stay_whole(tokenizer: Any) -> None:
     (example,) = encode(tokenizer, ("user", "größe"), ("assistant", "日本 ü"))
     assert split(tokenizer, example)[1] == ("日本 ü<|im_end|>\n<|endoftext|>", True)
 
 
-def test_what_is_left_out_or_cut_is_counted_and_reported(
+def test_what_is_left_out_or_cut_is_reported(
     tmp_path: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = [("Hi?", "Ho."), ("Hi?", "long " * 20), ("Hi?", " "), ("", ""), ("Hi?" * 40, "Ho."), ("Hi?", "<|mask_1|>")]
@@ -294,9 +278,7 @@ def test_what_is_left_out_or_cut_is_counted_and_reported(
         assert part in line
 
 
-def test_a_long_text_becomes_several_examples_that_learn_every_id_but_the_first_once(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_long_text_becomes_examples_that_learn_every_id_but_the_first_once(tmp_path: Path, tokenizer: Any) -> None:
     text = "abcdefghijklmnop"
     examples = read(tmp_path, [{"text": text}], tokenizer, max_length=6).examples
     assert [len(example.ids) for example in examples] == [6, 6, 6, 2]
@@ -329,12 +311,9 @@ def test_of_few_records_one_is_held_out_and_of_a_single_text_its_end(tmp_path: P
     assert (len(alone.examples), len(alone.held_out)) == (1, 0)
 
 
-def test_limit_reads_the_first_records_alone(tmp_path: Path, tokenizer: Any) -> None:
+def test_sources_are_read_one_after_the_other_up_to_the_limit(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "data.jsonl", [{"text": "ab"}, {"text": "cd"}, {"no": "form"}])
-    assert len(load_examples(source, tokenizer, limit=2)) == 2
-
-
-def test_several_sources_are_read_one_after_the_other(tmp_path: Path, tokenizer: Any) -> None:
+    assert len(read_examples(source, tokenizer, limit=2).examples) == 2
     sources = [write(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in ("b", "a")]
     assert [tokenizer.decode(e.ids[:1]) for e in read_examples(sources, tokenizer).examples] == ["b", "a"]
 
@@ -387,14 +366,45 @@ def test_a_tokenizer_without_a_usable_end_is_refused() -> None:
         Encoder(tokenizer, ChatText(tokenizer), vocab_size=50)
 
 
-def test_padding_falls_back_to_the_end_token_and_needs_one_of_the_two_in_the_model() -> None:
+def test_padding_falls_back_to_the_end_token_and_features_are_those_of_the_trainer() -> None:
     tokenizer = merging_tokenizer()
     assert tokenizer.pad_token_id is None
     assert pad_id(tokenizer, 300) == tokenizer.eos_token_id
     assert pad_id(merging_tokenizer(pad_token="<s>"), 300) == tokenizer.convert_tokens_to_ids("<s>")
     with pytest.raises(UnusableTokenizer, match=r"has padding None and EOS \d+; neither is one of the 10 ids"):
         pad_id(tokenizer, 10)
-
-
-def test_a_feature_is_what_the_trainer_of_transformers_reads() -> None:
     assert Example([5, 6, 7], [False, True, True]).feature() == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+TURNS = [("system", "Be kind."), ("user", "Hi?"), ("assistant", "Ho."), ("user", "And?"), ("assistant", "No.")]
+
+
+def bare_model(folder: Path, *, begins: bool) -> Any:
+    """The tokenizer of a base without a chat template, which puts BOS before a text or does not."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint(folder, vocab_size=300, num_masks=0))
+    tokenizer.chat_template, tokenizer.bos_token = None, "<|im_start|>"
+    if begins:
+        begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("template", [None, *sorted(TEMPLATES)])
+def test_a_chat_begins_in_training_as_when_it_is_served(template: str | None, begins: bool, tmp_path: Path) -> None:
+    """With the template that a run leaves, and with the server's own of that name: a chat's ids are its text's."""
+    tokenizer = bare_model(tmp_path, begins=begins)
+    chat = ChatText(tokenizer, template)
+    turns = tuple(ConversationTurn(Role(role), content, learned=role == "assistant") for role, content in TURNS)
+    ((example,),) = Encoder(tokenizer, chat).examples([(SourceRecord("data", 1, {}), DataConversation(turns))])
+    (tmp_path / "chat_template.jinja").write_text(chat.template)
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    for choice in (None, template) if begins and template in BUILT_IN else (None,):
+        served = ModelText.load(ServeConfig(model=str(tmp_path), chat_template=choice))
+        for num_given in (2, 4):
+            text = served.chat_template.render(messages[:num_given])
+            ids = served.tokenizer.encode(text, add_special_tokens=False)
+            assert (ids[0] == tokenizer.bos_token_id) == begins
+            assert example.ids[: len(ids)] == ids
+            assert example.learned[len(ids) - 1 : len(ids) + 1] == [False, True]

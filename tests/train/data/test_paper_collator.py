@@ -35,14 +35,11 @@ def cuts(collator: PaperCollator, examples: list[Example]) -> list[int | None]:
     return [collator.cut_of(example) for example in examples]
 
 
-def test_a_cut_text_is_the_hand_made_one() -> None:
+def test_cut_texts_are_the_hand_made_ones() -> None:
     sample = cut_at(TEXT, 5, [MASK, MASK + 1])
     #                        y0  y1  y2  y3  y4  M1    M2        y5 .. y7 are learned by y4, M1 and M2
     assert sample.inputs == [10, 11, 12, 13, 14, MASK, MASK + 1]
     assert sample.labels == [NO, NO, NO, NO, 14, 15, 16, 17]
-
-
-def test_the_smallest_cut_has_the_first_id_as_its_root() -> None:
     example = Example([7, 8, 9], [False, True, True])
     assert cut_places(example, 1) == [1]
     assert cut_at(example, 1, [MASK]).inputs == [7, MASK]
@@ -53,7 +50,6 @@ def test_the_batch_holds_cut_and_whole_texts_filled_up_on_the_right() -> None:
     short = Example([30, 31], [False, True])  # too short to be cut
     batch = collator(seed=1)([TEXT, short.feature()])
     (cut,) = cuts(collator(seed=1), [TEXT])
-    assert cut is not None
     width = cut + 3
     assert batch["input_ids"].tolist() == [[*TEXT.ids[:cut], MASK, MASK, PAD], [30, 31, *[PAD] * (width - 2)]]
     assert batch["attention_mask"].tolist() == [[1] * (width - 1) + [0], [1, 1, *[0] * (width - 2)]]
@@ -83,7 +79,6 @@ def test_the_label_of_a_row_is_what_transformers_makes_it_learn(tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path / "model"))
     batch = collator(seed=1)([TEXT])
     (cut,) = cuts(collator(seed=1), [TEXT])
-    assert cut is not None
     with torch.no_grad():
         out = model(**batch)
     # Row by row: y3 learns y4 … the root y_{s-1} learns y_s, mask j at s+j-1 learns y_{s+j}.
@@ -115,13 +110,7 @@ def test_every_place_with_all_its_targets_in_one_answer_is_drawn_and_no_other() 
     assert cut_places(example, 2) == [1, 6, 7]
     drawn = {collator(seed=seed).cut_of(example) for seed in range(60)}
     assert drawn == {1, 6, 7}
-
-
-def test_a_text_learned_whole_is_cut_behind_its_first_id_at_the_earliest() -> None:
     assert cut_places(Example([1, 2, 3, 4], [True] * 4), 1) == [1, 2]
-
-
-def test_an_answer_without_room_for_all_masks_stays_whole() -> None:
     example = Example([1, 2, 3, 4], [False, True, True, True])
     assert collator(num_masks=3).cut_of(example) is None
     assert collator(num_masks=3).sample(example) == whole(example)
@@ -134,12 +123,9 @@ def test_about_the_given_share_of_samples_is_cut() -> None:
         assert abs(sum(cut is not None for cut in found) / len(found) - share) < 0.04
 
 
-def test_each_mask_may_have_an_id_of_its_own() -> None:
+def test_masks_may_have_ids_of_their_own_and_batches_a_multiple() -> None:
     batch = collator(mask_ids=[97, 98])([TEXT])
     assert [id for id in batch["input_ids"][0].tolist() if id > 90] == [97, 98]
-
-
-def test_a_batch_may_be_filled_up_to_a_multiple() -> None:
     assert collator(multiple_of=8)([TEXT])["input_ids"].shape[1] in (8, 16)
 
 
@@ -322,12 +308,9 @@ def test_broken_samples_are_refused(feature: dict[str, list[int]], message: str)
         collator()([feature])
 
 
-def test_samples_may_be_tensors_and_without_labels_all_is_learned() -> None:
+def test_samples_may_be_tensors_and_an_epoch_below_0_is_refused() -> None:
     ids = torch.tensor([1, 2, 3])
     batch = collator(sar_share=0.0)([{"input_ids": ids, "attention_mask": torch.ones(3)}])
     assert batch["labels"].tolist() == [[NO, 2, 3]]
-
-
-def test_an_epoch_below_0_is_refused() -> None:
     with pytest.raises(ValueError, match="Epochs are numbered from 0; got -1"):
         collator().set_epoch(-1)

@@ -1,7 +1,10 @@
 """A training pass lays out the rows of the decoder's own step: same hidden rows, whatever the family."""
 
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +12,285 @@ import torch
 from doubles.training import decoder_rows, random_ids, read_model, rows_for, tiny_plan
 from safetensors.torch import load_file
 from space_model.adapters import GATED_LORA_FILE, GatedLora
+from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
+from space_model.testing import random_gated_lora, tiny_checkpoint
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch
-from space_train.networks.trainee import Losses, Trainee
+from space_train.networks import trainee
+from space_train.networks.trainee import (
+    AdaptedLinear,
+    Adapters,
+    Decoder,
+    Gate,
+    Losses,
+    Trainee,
+    attention_for,
+    best,
+    block_mask,
+    chances,
+    hard,
+    soft,
+    survival,
+    weighted,
+)
 from space_train.train_plan import Method, TrainPlan
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.integrations import flex_attention as transformers_flex
+
+E, V, N = 4, 7, 9
+
+
+def logits(hidden: Tensor) -> Tensor:
+    return hidden @ torch.randn(E, V, generator=torch.Generator().manual_seed(9))
+
+
+@pytest.fixture
+def hidden() -> Tensor:
+    return torch.randn(N, E, generator=torch.Generator().manual_seed(0))
+
+
+LABELS = torch.arange(N) % V
+WEIGHTS = torch.linspace(0.0, 1.0, N)
+
+
+def test_a_mask_weighs_what_the_teacher_gives_to_the_drafts_before_it_in_its_group() -> None:
+    chance = torch.tensor([[0.5, 0.2, 0.9, 0.25, 0.8]]).log()  # two groups: three masks, two masks
+    depth = torch.tensor([[1, 2, 3, 1, 2]])
+    torch.testing.assert_close(survival(chance, depth), torch.tensor([[1.0, 0.5, 0.1, 1.0, 0.25]]))
+    chance = torch.full((1, 4000), -15.0)
+    chance[0, -2:] = math.log(0.5)
+    depth = torch.tensor([[1, 2] * 2000])
+    assert survival(chance, depth)[0, -2:].tolist() == pytest.approx([1.0, 0.5], abs=1e-6)
+
+
+def test_the_soft_loss_is_the_cross_entropy_to_the_teachers_distribution(hidden: Tensor) -> None:
+    teacher = torch.randn(N, E, generator=torch.Generator().manual_seed(1))
+    p, log_q = logits(teacher).softmax(-1), logits(hidden).log_softmax(-1)
+    nats = [-float((a * b).sum()) for a, b in zip(p, log_q, strict=True)]
+    expected = sum(w * n for w, n in zip(WEIGHTS.tolist(), nats, strict=True))
+    assert float(soft(logits, hidden, teacher, WEIGHTS)) == pytest.approx(expected, rel=1e-5)
+    rows = hidden.clone().requires_grad_()
+    every = torch.ones(N)
+    soft(logits, rows, hidden, every).backward()
+    torch.testing.assert_close(rows.grad, torch.zeros(N, E), rtol=0, atol=1e-5)
+    teacher = hidden.clone().requires_grad_()
+    student = hidden.flip(0).clone().requires_grad_()
+    soft(logits, student, teacher, torch.ones(N)).backward()
+    assert teacher.grad is None
+
+
+def test_hard_and_weighted_losses_are_the_nats_of_the_labels(hidden: Tensor) -> None:
+    nats = [-float(row[label]) for row, label in zip(logits(hidden).log_softmax(-1), LABELS, strict=True)]
+    assert float(hard(logits, hidden, LABELS)) == pytest.approx(sum(nats), rel=1e-5)
+    expected = sum(w * n for w, n in zip(WEIGHTS.tolist(), nats, strict=True))
+    assert float(weighted(logits, hidden, LABELS, WEIGHTS)) == pytest.approx(expected, rel=1e-5)
+    assert chances(logits, hidden, LABELS).tolist() == pytest.approx([-n for n in nats], rel=1e-5)
+    assert best(logits, hidden).tolist() == logits(hidden).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, N])
+def test_losses_do_not_depend_on_rows_at_once(chunk: int, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[Tensor, ...]:
+        rows = hidden.clone().requires_grad_()
+        total = hard(logits, rows, LABELS) + soft(logits, rows, hidden.flip(0), WEIGHTS)
+        total = total + weighted(logits, rows, LABELS, WEIGHTS)
+        total.backward()
+        return total.detach(), rows.grad, chances(logits, hidden, LABELS), best(logits, hidden)
+
+    whole = found()
+    monkeypatch.setattr(trainee, "CHUNK", chunk)
+    for one, other in zip(found(), whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_no_rows_are_no_loss_and_have_a_gradient_of_nothing() -> None:
+    rows = torch.zeros(0, E, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    total = hard(logits, rows, none) + weighted(logits, rows, none, torch.zeros(0))
+    (total + soft(logits, rows, rows, torch.zeros(0))).backward()
+    assert total.item() == 0.0
+    assert rows.grad is not None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path, "llama", num_masks=0)
+
+
+def test_an_adapted_linear_adds_its_delta_while_the_gate_is_open_and_no_bit_otherwise() -> None:
+    linear, gate = nn.Linear(3, 2), Gate()
+    adapted = AdaptedLinear(linear, rank=1, scale=0.5, gate=gate)
+    with torch.no_grad():
+        adapted.a.copy_(torch.tensor([[1.0, 2.0, 3.0]]))
+        adapted.b.copy_(torch.tensor([[4.0], [-2.0]]))
+    x = torch.tensor([[1.0, 1.0, 1.0]])
+    assert torch.equal(adapted(x), linear(x))
+    with gate.open():
+        torch.testing.assert_close(adapted(x), linear(x) + torch.tensor([[12.0, -6.0]]))
+    assert torch.equal(adapted(x), linear(x))
+
+
+def test_the_gate_closes_behind_an_error() -> None:
+    gate = Gate()
+    with pytest.raises(RuntimeError, match="out of memory"), gate.open():
+        raise RuntimeError("out of memory")
+    assert not gate.is_on
+
+
+def test_every_linear_of_the_layers_is_adapted_and_the_output_is_not(folder: Path) -> None:
+    model = read_model(folder)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    adapters = Adapters(model, rank=2, alpha=4.0, num_masks=3)
+    assert set(adapters.export(torch.float32).pairs) == names
+
+
+def test_fresh_adapters_change_nothing_and_masks_start_near_the_mean(folder: Path) -> None:
+    model = read_model(folder)
+    ids = torch.tensor([random_ids(8, 0)])
+    with torch.no_grad():
+        plain = model(ids).logits
+        adapters = Adapters(model, rank=2, alpha=4.0, num_masks=3)
+        adapters.initialise(torch.Generator().manual_seed(0), torch.full((64,), 0.25), 0.01)
+        with adapters.gate.open():
+            assert torch.equal(model(ids).logits, plain)
+    torch.testing.assert_close(adapters.mask_embeddings.detach(), torch.full((3, 64), 0.25), atol=0.06, rtol=0)
+
+
+def test_a_served_adapter_is_taken_on_and_written_again_with_the_same_deltas(folder: Path, tmp_path: Path) -> None:
+    """Whatever alpha it was trained with."""
+    model = read_model(folder)
+    served = random_gated_lora(model, num_masks=3, rank=2, seed=5)
+    adapters = Adapters(model, rank=2, alpha=16.0, num_masks=3)
+    adapters.take(served)
+    adapters.export(torch.float32).save(tmp_path / "adapter.safetensors")
+    again = GatedLora.load(tmp_path / "adapter.safetensors", BaseSpec(64, torch.float32), 3)
+    assert again.scale == 8.0 != served.scale
+    assert torch.equal(again.mask_embeddings, served.mask_embeddings)
+    assert again.pairs.keys() == served.pairs.keys()
+    for name, (a, b) in served.pairs.items():
+        torch.testing.assert_close(again.scale * again.pairs[name][1] @ again.pairs[name][0], served.scale * b @ a)
+
+
+R = 40  # beyond the window of 24 that some families have
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return lambda family: tiny_checkpoint(tmp_path_factory.mktemp(family), family)
+
+
+def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions that come twice, and a visibility that is not causal."""
+    ids = torch.tensor([random_ids(R, seed) for seed in (1, 2)])
+    positions = torch.cat((torch.arange(30), torch.arange(10, 20))).expand(2, -1)
+    visible = torch.rand(2, R, R, generator=torch.Generator().manual_seed(0)) < 0.5
+    return ids, positions, visible | torch.eye(R, dtype=torch.bool)
+
+
+def eager_flex(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **keywords: Any) -> Any:
+    """Not compiled: the tiny shapes of a test are not worth a compiler's minute."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow so
+        return flex_attention(query, key, value, **keywords)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "cohere2"])
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_every_attention_function_sees_what_sdpa_sees(
+    family: str, attention: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", eager_flex)
+    folder = folder_of(family)
+    with torch.no_grad():
+        expected = Decoder(read_model(folder, "sdpa")).rows(*rows())
+        other = Decoder(read_model(folder, attention))
+        assert other.attention == attention
+        torch.testing.assert_close(other.rows(*rows()), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_attention_caps_scores_as_eager(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", eager_flex)
+    folder = folder_of("gemma2")
+    with torch.no_grad():
+        found = [Decoder(read_model(folder, name)).rows(*rows()) for name in ("eager", "flex_attention")]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_mask_sees_what_the_tensor_says_and_skips_blocks_in_which_nothing_is_seen() -> None:
+    visible = torch.rand(2, 200, 300, generator=torch.Generator().manual_seed(0)) < 0.01
+    visible[0, :128, 128:256] = False
+    mask = block_mask(visible)
+    assert tuple(mask.shape) == (2, 1, 200, 300)
+    everywhere = torch.meshgrid(torch.arange(2), torch.arange(200), torch.arange(300), indexing="ij")
+    text, row, key = everywhere
+    assert torch.equal(mask.mask_mod(text, torch.zeros_like(text), row, key), visible)
+    assert mask.to_dense()[0, 0, 0].tolist() == [1, 0, 1]
+    assert mask.to_dense()[1, 0].min() == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "chosen"),
+    [
+        ("llama", "sdpa", "sdpa"),
+        ("llama", "eager", "eager"),
+        ("llama", "flex_attention", "flex_attention"),
+        ("gemma2", None, "eager"),  # sdpa would leave out the soft cap of the scores
+        ("gemma2", "flex_attention", "flex_attention"),
+    ],
+)
+def test_the_attention_function_takes_masks_and_computes_the_family(
+    family: str, given: str | None, chosen: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = read_model(folder_of(family), given)
+    assert attention_for(model) == chosen
+    if family == "llama":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert attention_for(model) == "flex_attention"
+        model.config.attention_dropout = 0.1  # which flex_attention refuses
+        assert attention_for(model) == ("eager" if given == "eager" else "sdpa")
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_state_names_each_weight_once(
+    compile: bool, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda body, dynamic: compiled(body, dynamic=dynamic, backend="eager"))
+    model = read_model(folder_of("llama"))
+    names = [f"model.{name}" for name in model.state_dict()]
+    assert list(Decoder(model, compile=compile).state_dict()) == names
+
+
+def test_inputs_enter_the_first_layer_as_they_are_and_leave_no_trace(folder_of: Callable[[str], Path]) -> None:
+    decoder = Decoder(read_model(folder_of("gemma3")))
+    ids, positions, visible = rows()
+    scale = 64**0.5  # which Gemma puts on embeddings
+    with torch.no_grad():
+        plain = decoder.rows(ids, positions, visible)
+        entered = decoder.rows(torch.zeros_like(ids), positions, visible, inputs=scale * decoder.embed(ids))
+        torch.testing.assert_close(entered, plain, rtol=1e-5, atol=1e-5)
+        assert torch.equal(decoder.rows(ids, positions, visible), plain)
+
+
+def test_a_compiled_body_gets_its_own_inputs(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph must not keep those of the first: captured here as for a compiler, and run without one."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda body, dynamic: compiled(body, dynamic=dynamic, backend="eager"))
+    folder = folder_of("llama")
+    decoder, plain = Decoder(read_model(folder), compile=True), Decoder(read_model(folder))
+    ids, positions, visible = rows()
+    for seed in (0, 1):
+        inputs = torch.randn(2, R, 64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        found, expected = (d.rows(ids, positions, visible, inputs=inputs) for d in (decoder, plain))
+        torch.testing.assert_close(found, expected)
+        (gradient,) = torch.autograd.grad(found.square().sum(), inputs)
+        assert bool(gradient.any())
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.rows(ids, positions, visible), plain.rows(ids, positions, visible))
+    torch.compiler.reset()
+
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "cohere2", "phi3", "qwen3_moe"]
 LENGTH = 40  # beyond the window of 24 that some families have
@@ -55,9 +330,8 @@ def trainee_of(folder: Path, plan: TrainPlan) -> Trainee:
     if plan.method is Method.FULL:
         return Trainee(model, plan, MASK_IDS).eval()
     trainee = Trainee(model, plan, []).eval()
-    assert trainee.adapters is not None
     file = folder / GATED_LORA_FILE
-    trainee.adapters.take(GatedLora.load(file, num_masks=NUM_MASKS, hidden_size=64, dtype=torch.float32))
+    trainee.adapters.take(GatedLora.load(file, BaseSpec(64, torch.float32), NUM_MASKS))
     return trainee
 
 
@@ -96,8 +370,6 @@ def test_the_draft_head_and_the_logits_are_the_servers(family: str, checkpoint_o
     server = load_model(folder)
     trainee = trainee_of(folder, tiny_plan(Method.FULL, head_hidden=32, head_scale=2.0))
     hidden, previous = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)), torch.tensor(random_ids(5, 3))
-    assert trainee.head is not None
-    assert server.draft_head is not None
     tensors = load_file(folder / "draft_head.safetensors")
     with torch.no_grad():
         trainee.head.w1.copy_(tensors["draft_head.w1.weight"])
@@ -173,7 +445,6 @@ def test_frozen_rows_in_two_passes_are_those_of_one_pass(checkpoint_of: Checkpoi
 def test_a_frozen_base_gets_no_gradient(method: Method, checkpoint_of: Checkpoints) -> None:
     plan = tiny_plan(method, lora_rank=4, ar_share=0.25)
     trainee = Trainee(read_model(checkpoint_of("llama", None)), plan, [] if method is Method.GATED_LORA else MASK_IDS)
-    assert trainee.head is not None
     trainee.head.initialise(torch.Generator().manual_seed(0))
     losses: Losses = trainee(train_batch(rows_for(plan), plan, 0, 4))
     assert float(losses.next_token) == 0.0
@@ -183,9 +454,7 @@ def test_a_frozen_base_gets_no_gradient(method: Method, checkpoint_of: Checkpoin
     assert not any(name.endswith("linear.weight") or "embed_tokens" in name for name in learnt)
 
 
-def test_rows_without_masks_still_give_every_parameter_a_gradient_for_processes_wait_for_all(
-    checkpoint_of: Checkpoints,
-) -> None:
+def test_rows_without_masks_still_give_every_parameter_a_gradient(checkpoint_of: Checkpoints) -> None:
     for method, mask_ids in ((Method.GATED_LORA, []), (Method.FULL, MASK_IDS), (Method.HEAD, MASK_IDS)):
         trainee = Trainee(read_model(checkpoint_of("llama", None)), tiny_plan(method), list(mask_ids))
         losses = trainee(TrainBatch(two_texts(), None, None))

@@ -1,15 +1,19 @@
 """Text that the model writes itself: the same texts however often interrupted, and never a worker left behind."""
 
 import asyncio
+import errno
+import io
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from space_common.process import WorkerLost, WorkerProcess
+from space_common.process import WorkerLost, WorkerNotReady, WorkerProcess
 from space_common.worker_settings import WorkerSettings
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -22,8 +26,11 @@ from space_train.data.examples import Example
 from space_train.self_generation import self_generate
 from space_train.self_generation.self_generate import (
     InvalidPrompt,
+    OtherTexts,
     OwnText,
     OwnTextFile,
+    OwnTextRecipe,
+    keep_asked,
     own_examples,
     prompts_of,
     read_own_texts,
@@ -31,6 +38,112 @@ from space_train.self_generation.self_generate import (
 )
 from space_train.train_plan import OwnTextError
 from transformers import AutoModelForCausalLM
+
+RECIPE = OwnTextRecipe("abc", 12, True)
+TEXT = OwnText((1, 2), (3,), 0.7, 9)
+
+
+def test_a_file_of_another_law_or_another_content_is_refused_whole(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(TEXT)
+    with (
+        pytest.raises(OtherTexts, match="max_tokens 12, and 13 is asked for"),
+        OwnTextFile(path, OwnTextRecipe("abc", 13, True)),
+    ):
+        pass
+    with pytest.raises(OtherTexts, match="model abc, and abd"), OwnTextFile(path, OwnTextRecipe("abd", 12, True)):
+        pass
+    path.write_text('{"text": "hello"}\n')
+    with pytest.raises(OwnTextError, match=r"Line 1 .* is no text"), OwnTextFile(path, RECIPE):
+        pass
+
+
+def test_a_file_that_another_process_writes_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, found = tmp_path / "own.jsonl", list[OwnText]()
+
+    def second() -> None:
+        with OwnTextFile(path, RECIPE) as file:
+            found.extend(file.texts)
+
+    with OwnTextFile(path, RECIPE) as file:
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        file.append(TEXT)
+        while "waiting for another process" not in capsys.readouterr().err:
+            assert waiting.is_alive()
+    waiting.join(10)
+    assert found == [TEXT]
+
+
+def test_a_full_disk_is_named_and_half_a_line_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.jsonl"
+    with OwnTextFile(tmp_path / "one.jsonl", RECIPE) as file:
+        file.append(TEXT)
+    length = (tmp_path / "one.jsonl").stat().st_size
+
+    class FillsUp(io.FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            if self.tell() > 2.5 * length:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:50])  # a disk may take a part
+
+    monkeypatch.setattr("space_train.self_generation.self_generate.io.FileIO", FillsUp)
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(replace(TEXT, seed=0))
+        file.append(replace(TEXT, seed=1))
+        with pytest.raises(OwnTextError, match=r"No space left on device.*make room"):
+            file.append(replace(TEXT, seed=2))
+    assert not path.read_bytes().endswith(b"\n")
+    monkeypatch.undo()
+    with OwnTextFile(path, RECIPE) as file:
+        assert [text.seed for text in file.texts] == [0, 1]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OwnTextError, match="cannot be written: Is a directory"), OwnTextFile(tmp_path, RECIPE):
+        pass
+
+
+def test_a_line_says_all_that_its_text_depends_on(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(TEXT)
+    assert json.loads(path.read_text()) == {
+        "prompt": [1, 2],
+        "output": [3],
+        "temperature": 0.7,
+        "seed": 9,
+        "model": "abc",
+        "max_tokens": 12,
+        "eos_stops": True,
+        "banned_ids": [],
+    }
+
+
+def test_examples_learn_the_output_and_come_in_the_order_of_their_seeds(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(TEXT)
+        file.append(OwnText((5,), (6, 7), 0.0, 8))
+    assert own_examples(path) == [Example([5, 6, 7], [False, True, True]), Example([1, 2, 3], [False, False, True])]
+
+
+def test_of_a_file_only_what_is_asked_for_under_the_same_law_is_kept(tmp_path: Path) -> None:
+    path, other = tmp_path / "own.jsonl", OwnText((5,), (6, 7, 8), 0.0, 8)
+    assert keep_asked(path, RECIPE, {TEXT.question}) == 0.0
+    with OwnTextFile(path, RECIPE) as file:
+        file.append(other)
+        file.append(TEXT)
+    with path.open("a") as stream:
+        stream.write('{"prompt": [1')
+    assert keep_asked(path, RECIPE, {TEXT.question}) == 0.25  # one id of four
+    with OwnTextFile(path, RECIPE) as file:
+        assert file.texts == [TEXT]
+    assert keep_asked(path, replace(RECIPE, model="abd"), {TEXT.question}) == 0.0
+    assert not path.exists()
+
 
 PROMPTS = [[20 + 7 * i % 80 for i in range(first, first + 1 + first % 5)] for first in range(7)]
 MAX_TOKENS = 12
@@ -120,20 +233,18 @@ def write(folder: Path, file: Path, prompts: list[list[int]] = PROMPTS, **settin
 
 
 @pytest.mark.usefixtures("workers")
-def test_the_texts_do_not_depend_on_how_many_are_written_at_once_nor_on_speculation(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_texts_do_not_depend_on_how_many_are_written_at_once_nor_on_speculation(folder: Path, tmp_path: Path) -> None:
     drafted = write(folder, tmp_path / "a.jsonl")
-    alone = write(folder, tmp_path / "b.jsonl", max_concurrent=1, speculation="off")
+    alone = write(folder, tmp_path / "b.jsonl", max_sequences=1, speculation="off")
     assert drafted.texts == alone.texts
     assert [text.prompt for text in alone.texts] == [tuple(prompt) for prompt in PROMPTS]
     assert [text.temperature for text in alone.texts] == [0.0, 0.7, 1.0, 0.0, 0.7, 1.0, 0.0]
     assert [text.seed for text in alone.texts] == [5, 6, 7, 8, 9, 10, 11]
     assert all(len(text.output) == MAX_TOKENS for text in alone.texts)
     # One text at a time, plainly: a pass for each id (the prompt's gives the first), a row for each id but the last.
-    assert alone.num_steps == alone.num_tokens == alone.num_new_tokens == 7 * MAX_TOKENS
-    assert alone.num_rows == sum(map(len, PROMPTS)) + 7 * (MAX_TOKENS - 1)
-    assert drafted.num_steps < alone.num_steps
+    assert alone.counts.num_steps == alone.counts.num_tokens == 7 * MAX_TOKENS
+    assert alone.counts.num_rows == sum(map(len, PROMPTS)) + 7 * (MAX_TOKENS - 1)
+    assert drafted.counts.num_steps < alone.counts.num_steps
 
 
 @pytest.mark.usefixtures("workers")
@@ -155,21 +266,19 @@ def test_greedy_text_is_what_transformers_generates(folder: Path, tmp_path: Path
         assert text.output == tuple(wanted[0, ids.shape[1] :].tolist())
 
 
-def test_an_interrupted_file_is_completed_and_nothing_is_written_twice(
-    folder: Path, tmp_path: Path, workers: type[ThreadWorker]
-) -> None:
+def test_an_interrupted_file_is_completed_once(folder: Path, tmp_path: Path, workers: type[ThreadWorker]) -> None:
     whole = write(folder, tmp_path / "whole.jsonl")
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(b"".join(lines[:3]) + lines[3][:20])  # the process was killed while it wrote the fourth
     resumed = write(folder, cut)
     assert resumed.texts == whole.texts
-    assert (resumed.num_kept, resumed.num_new_tokens) == (3, 4 * MAX_TOKENS)
+    assert (resumed.num_kept, resumed.counts.num_tokens) == (3, 4 * MAX_TOKENS)
     assert len(cut.read_bytes().splitlines()) == len(PROMPTS)
     assert own_examples(cut) == own_examples(tmp_path / "whole.jsonl")
     num_starts = workers.num_starts
     again = write(folder, cut)
-    assert (again.texts, again.num_kept, again.num_steps) == (whole.texts, 7, 0)
+    assert (again.texts, again.num_kept, again.counts.num_steps) == (whole.texts, 7, 0)
     assert workers.num_starts == num_starts  # no worker for nothing
 
 
@@ -203,16 +312,14 @@ def test_a_worker_that_dies_is_started_again_and_goes_on(
     whole = write(folder, tmp_path / "whole.jsonl")
     workers.num_starts = 0
     workers.dies = staticmethod(lambda start, step: start == 1 and step == 7)
-    again = write(folder, tmp_path / "again.jsonl", max_concurrent=3, speculation="off")
+    again = write(folder, tmp_path / "again.jsonl", max_sequences=3, speculation="off")
     assert again.texts == whole.texts
     assert workers.num_starts == 2
     assert "started again" in capsys.readouterr().err
-    assert again.num_new_tokens == 7 * MAX_TOKENS  # what the first had written was not written again
+    assert again.counts.num_tokens == 7 * MAX_TOKENS  # what the first had written was not written again
 
 
-def test_a_worker_that_dies_twice_for_nothing_is_an_error_and_loses_no_text(
-    folder: Path, tmp_path: Path, workers: type[ThreadWorker]
-) -> None:
+def test_a_worker_that_dies_twice_loses_no_text(folder: Path, tmp_path: Path, workers: type[ThreadWorker]) -> None:
     first = write(folder, tmp_path / "own.jsonl", PROMPTS[:2])
     workers.num_starts = 0
     workers.dies = staticmethod(lambda start, step: True)
@@ -232,7 +339,7 @@ def test_a_worker_that_dies_twice_for_nothing_is_an_error_and_loses_no_text(
         ([20, FIRST_MASK], "id 4, which is a mask token"),
     ],
 )
-def test_a_prompt_that_cannot_be_gone_on_from_is_named(
+def test_a_prompt_that_cannot_be_continued_is_named(
     folder: Path, tmp_path: Path, prompt: list[int], words: str
 ) -> None:
     with pytest.raises(InvalidPrompt, match=words):
@@ -294,7 +401,59 @@ def test_a_real_worker_process_writes_the_same_texts_though_it_is_killed(
 
     monkeypatch.setattr(self_generate, "WorkerProcess", Watched)
     monkeypatch.setattr(self_generate, "OwnTextFile", KillsOnce)
-    own = write(folder, tmp_path / "own.jsonl", seed=1, dtype="float32", num_threads=1, max_concurrent=1)
+    own = write(folder, tmp_path / "own.jsonl", seed=1, dtype="float32", num_threads=1, max_sequences=1)
     assert own.texts == wanted.texts
     assert len(started) == 2
     assert not any(map(is_alive, started))
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a module that can be run in place of the worker; its name."""
+
+    def written(code: str) -> str:
+        (tmp_path / "not_quite_a_worker.py").write_text(code)
+        return "not_quite_a_worker"
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return written
+
+
+def test_a_worker_that_cannot_start_is_quoted(script: Callable[[str], str]) -> None:
+    module = script("import sys; print('loading', file=sys.stderr); sys.exit('error: no weights')")
+    process = WorkerProcess(["--model", "x"], module=module)
+    with pytest.raises(WorkerNotReady, match=r"ended with code 1. It said last:\n    loading\n    error: no weights"):
+        process.__enter__()
+
+
+def test_a_worker_that_never_gets_ready_is_given_up_and_ended(script: Callable[[str], str]) -> None:
+    process = WorkerProcess([], start_timeout=0.3, module=script("import time; time.sleep(600)"))
+    with pytest.raises(WorkerNotReady, match=r"within 0\.3 s"):
+        process.__enter__()
+    assert process.pid == 0
+
+
+def test_whatever_leaves_the_block_ends_the_process(script: Callable[[str], str]) -> None:
+    module = script(
+        "import sys, time; print('ready', sys.argv[sys.argv.index('--listen') + 1], flush=True); time.sleep(60)"
+    )
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with WorkerProcess([], module=module) as process:
+            assert process.address.startswith("unix:")
+            assert is_alive(process.pid)
+            pids.append(process.pid)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not is_alive(pids[0])
+
+
+def test_a_worker_that_was_killed_is_said_to_have_been(script: Callable[[str], str]) -> None:
+    said = "print('step 9', file=sys.stderr, flush=True)"
+    module = script(f"import sys, time; {said}; print('ready x', flush=True); time.sleep(60)")
+    with WorkerProcess([], module=module) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.obituary("It is gone") == "It is gone: it was ended by SIGKILL. It said last:\n    step 9"

@@ -71,7 +71,7 @@ def test_training_teaches_the_next_token(tmp_path: Path) -> None:
     assert measures["bits_per_byte"] == pytest.approx(measures["loss"] / np.log(2) / 2, rel=1e-5)
 
 
-def test_the_head_adds_a_correction_made_of_the_hidden_row_and_the_scaled_embedding() -> None:
+def test_a_head_corrects_the_hidden_row_by_itself_and_the_scaled_embedding_or_by_that_alone() -> None:
     head = DraftHead(2, width=1, embedding_scale=8.0)
     with torch.no_grad():
         head.w1.copy_(torch.tensor([[1.0, 0.0, 0.0, 0.5]]))
@@ -79,9 +79,6 @@ def test_the_head_adds_a_correction_made_of_the_hidden_row_and_the_scaled_embedd
         row = head(torch.tensor([0.25, 3.0]), torch.tensor([9.0, 0.1]))
     inner = torch.nn.functional.silu(torch.tensor(0.25 + 0.5 * 8 * 0.1))
     torch.testing.assert_close(row, torch.tensor([0.25, 3.0]) + torch.stack((2 * inner, -inner)))
-
-
-def test_a_low_rank_head_adds_a_correction_made_of_the_scaled_embedding_alone() -> None:
     head = DraftHead(2, width=1, embedding_scale=8.0, form=HeadForm.LOW_RANK)
     with torch.no_grad():
         head.w1.copy_(torch.tensor([[0.5, 0.25]]))

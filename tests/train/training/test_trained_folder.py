@@ -1,20 +1,27 @@
 """What a run leaves is a checkpoint that serves, and a report."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from doubles.training import decoder_rows, random_ids, read_model, run, tiny_plan
-from safetensors.torch import load_file
+from doubles.training import decoder_rows, random_examples, random_ids, read_model, rows_for, run, tiny_plan
+from safetensors.torch import load_file, save_file
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_model.model_error import InvalidSpaceSection
+from space_model.model_error import InvalidSpaceSection, UnsupportedModel
 from space_model.testing import tiny_checkpoint
+from space_train.data.examples import Example
+from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows
 from space_train.data.train_batch import Texts
 from space_train.reports import write_report
-from space_train.run_folder import STATE_FILE, load_checkpoint
+from space_train.run_folder import STATE_FILE, fingerprint, load_checkpoint, save_atomically
+from space_train.session import load_base
 from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
 from torch.nn import functional
 
@@ -41,7 +48,6 @@ def trained(out: Path) -> dict[str, torch.Tensor]:
 
 def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_path: Path) -> None:
     result = run(base, tiny_plan(), tmp_path)
-    assert result.folder is not None
     before, after = (load_file(folder / "model.safetensors") for folder in (base, result.folder))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -56,7 +62,6 @@ def test_adapters_leave_every_bit_of_the_base_and_of_its_text(base: Path, tmp_pa
 
 def test_an_adapter_names_the_weights_it_was_trained_on_and_is_refused_on_others(base: Path, tmp_path: Path) -> None:
     folder = run(base, tiny_plan(), tmp_path / "out").folder
-    assert folder is not None
     own = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     assert json.loads((folder / "config.json").read_text())["space"]["base_sha256"] == own
     assert load_model(folder).facts.num_masks == 3
@@ -76,17 +81,13 @@ def test_an_adapter_names_the_weights_it_was_trained_on_and_is_refused_on_others
 def test_only_an_adapter_names_weights(method: Method, rank: int | None, names: bool, tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source", num_masks=3, adapter_rank=rank)
     folder = run(source, tiny_plan(method), tmp_path / "out", dtype=torch.float32).folder
-    assert folder is not None
     assert ("base_sha256" in json.loads((folder / "config.json").read_text())["space"]) == names
     assert load_model(folder).facts.num_masks == 3
 
 
-def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(
-    base: Path, space: Path, tmp_path: Path
-) -> None:
+def test_weights_have_the_asked_type_and_a_frozen_base_its_own(base: Path, space: Path, tmp_path: Path) -> None:
     for method, source, frozen in ((Method.FULL, base, False), (Method.HEAD, space, True), (Method.SFT, base, False)):
         folder = run(source, tiny_plan(method), tmp_path / method, dtype=torch.bfloat16).folder
-        assert folder is not None
         dtypes = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
         assert dtypes == {torch.float32 if frozen else torch.bfloat16}
         config = json.loads((folder / "config.json").read_text())
@@ -99,12 +100,9 @@ def test_weights_are_written_in_the_asked_type_and_a_frozen_base_in_its_own(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_grown_vocabulary_is_written_whole_and_tied_weights_once(
-    tied: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_grown_vocabulary_is_written_whole_tied_weights_once(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "base", num_masks=0, tie_word_embeddings=tied)
     folder = run(source, tiny_plan(Method.FULL), tmp_path / "out", tokenizer_size=127, dtype=dtype).folder
-    assert folder is not None
     weights = load_file(folder / "model.safetensors")
     assert len(weights["model.embed_tokens.weight"]) == 130
     assert ("lm_head.weight" in weights) != tied
@@ -116,7 +114,6 @@ def test_masks_that_the_checkpoint_has_are_trained_on_not_replaced(space: Path, 
     """Others in their place would leave the old ids in the vocabulary, to be written into texts."""
     plan = tiny_plan(Method.FULL, budget=Budget(steps=0))
     folder = run(space, plan, tmp_path, dtype=torch.float32).folder
-    assert folder is not None
     assert load_model(folder).facts.mask_ids == load_model(space).facts.mask_ids == (4, 5, 6)
     name = "model.embed_tokens.weight"
     assert torch.equal(load_file(folder / "model.safetensors")[name], load_file(space / "model.safetensors")[name])
@@ -125,7 +122,6 @@ def test_masks_that_the_checkpoint_has_are_trained_on_not_replaced(space: Path, 
 def test_a_head_is_trained_on_an_adapter_of_any_rank_which_it_leaves_as_it_is(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "gated", num_masks=3, adapter_rank=2)
     folder = run(source, tiny_plan(Method.HEAD, lora_rank=8), tmp_path / "out", dtype=torch.float32).folder
-    assert folder is not None
     before, after = (load_file(place / "gated_lora.safetensors") for place in (source, folder))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -146,7 +142,6 @@ def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_pat
     (source / "generation_config.json").write_text(text)
     (source / "merges.txt").write_text("#version")
     folder = run(source, tiny_plan(Method.FULL), tmp_path / "out").folder
-    assert folder is not None
     assert (folder / "generation_config.json").read_text() == text
     assert (folder / "merges.txt").exists()
     (source / "generation_config.json").unlink()
@@ -154,12 +149,9 @@ def test_a_generation_config_that_transformers_would_not_write_is_copied(tmp_pat
     assert not (folder / "generation_config.json").exists()
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_is_whole(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_stays_until_the_new_is_whole(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to the chat template, which is written last."""
     folder = run(base, tiny_plan(), tmp_path, chat_template="old").folder
-    assert folder is not None
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", lambda *_, **__: stopped())
@@ -195,7 +187,7 @@ def test_a_report_is_written_for_people_and_programs(base: Path, tmp_path: Path)
     result = run(base, plan, tmp_path, progress=True)
     write_report(tmp_path, plan, result)
     record = json.loads((tmp_path / "run.json").read_text())
-    assert TrainPlan.from_json(record["plan"]) == plan
+    assert record["plan"] == json.loads(json.dumps(plan.as_json()))
     assert len(record["losses"]) == record["step"] == 3
     assert {"loss", "mask_1", "mask_3", "head_1", "tokens_per_step"} <= set(record["curve"][-1])
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
@@ -211,9 +203,6 @@ def test_a_report_is_written_for_people_and_programs(base: Path, tmp_path: Path)
     masks = [event.value for event in events.Scalars("train/masks")]
     heads = [event.value for event in events.Scalars("train/head")]
     assert [m + h for m, h in zip(masks, heads, strict=True)] == pytest.approx(record["losses"], rel=1e-5)
-
-
-# --------------------------------------------------------------------------------------------------- held-out figures
 
 
 def test_held_out_figures_are_counted_within_documents_by_hand(base: Path, tmp_path: Path) -> None:
@@ -243,3 +232,99 @@ def test_more_than_nine_masks_are_counted_in_their_order() -> None:
         product *= share
         expected += product
     assert tokens_per_step({f"mask_{j + 1}": share for j, share in enumerate(shares)}) == pytest.approx(expected)
+
+
+def test_training_starts_from_no_checkpoint_with_tensors_that_have_no_place(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path)
+    file = path / "model.safetensors"
+    odd = {"model.layers.1.mlp.up_proj.weight_scale": torch.zeros(1)}
+    save_file(load_file(file) | odd, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"up_proj\.weight_scale in model\.safetensors, for which"):
+        load_base(Checkpoint.open(path), TrainPlan())
+
+
+@pytest.fixture
+def own_base(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path / "base", num_masks=0)
+
+
+def flip(file: Path) -> None:
+    """The lowest bit of its last byte: names and shapes stay."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_weights_that_differ_in_value_alone_have_another_fingerprint(own_base: Path, tmp_path: Path) -> None:
+    same, other = tiny_checkpoint(tmp_path / "same", num_masks=0), tiny_checkpoint(tmp_path / "o", num_masks=0, seed=1)
+    prints = [fingerprint(Checkpoint.open(path)) for path in (own_base, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_other_weights_under_the_same_name_are_refused(own_base: Path, tmp_path: Path) -> None:
+    run(own_base, tiny_plan(), tmp_path / "out")
+    shutil.rmtree(own_base)
+    tiny_checkpoint(own_base, num_masks=0, seed=1)
+    with pytest.raises(InvalidPlan, match=r"holds a run with weights of the model = .*--restart"):
+        run(own_base, tiny_plan(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("part", ["gated_lora.safetensors", "draft_head.safetensors"])
+def test_another_adapter_or_head_under_the_same_name_is_refused(part: str, own_base: Path, tmp_path: Path) -> None:
+    source = run(own_base, tiny_plan(), tmp_path / "masks").folder
+    run(source, tiny_plan(Method.HEAD), tmp_path / "out")
+    flip(source / part)
+    with pytest.raises(InvalidPlan, match="holds a run with adapter and draft head of the model = "):
+        run(source, tiny_plan(Method.HEAD), tmp_path / "out")
+
+
+@pytest.mark.parametrize("what", ["ids", "learned"])
+def test_another_text_is_refused_wherever_it_is(what: str, own_base: Path, tmp_path: Path) -> None:
+    """Of as many rows, and the same first one."""
+    plan, examples = tiny_plan(pack=False), random_examples(12, 16, 32)
+    run(own_base, plan, tmp_path / "out", data=rows_for(plan, examples))
+    first = rows_for(plan, examples).rows(0, 1).ids[0].tolist()
+    place = next(n for n, one in enumerate(examples) if one.ids != first[: len(one.ids)])
+    one = examples[place]
+    if what == "ids":
+        examples[place] = Example([*one.ids[:-1], one.ids[-1] ^ 1], one.learned)
+    else:
+        examples[place] = Example(one.ids, [*one.learned[:8], not one.learned[8], *one.learned[9:]])
+    with pytest.raises(InvalidPlan, match="holds a run with text of the data = "):
+        run(own_base, plan, tmp_path / "out", data=rows_for(plan, examples))
+
+
+def test_other_mask_ids_are_refused(own_base: Path, tmp_path: Path) -> None:
+    plan = tiny_plan(Method.FULL)
+    run(own_base, plan, tmp_path / "out")
+    with pytest.raises(InvalidPlan, match=r"mask ids = \[100, 101, 102\]; this one has \[105, 106, 107\]"):
+        run(own_base, plan, tmp_path / "out", given_mask_ids=[105, 106, 107])
+
+
+def test_a_state_of_before_there_were_digests_is_gone_on_with(own_base: Path, tmp_path: Path) -> None:
+    run(own_base, tiny_plan(), tmp_path, stop_after_steps=1)
+    state = load_checkpoint(tmp_path / STATE_FILE)
+    names = {"weights of the model", "adapter and draft head of the model", "text of the data", "mask ids"}
+    old = {name: value for name, value in json.loads(state["plan"]).items() if name not in names}
+    save_atomically(state | {"plan": json.dumps(old)}, tmp_path / STATE_FILE)
+    assert run(own_base, tiny_plan(), tmp_path).counters.step == 3
+    assert names <= set(json.loads(load_checkpoint(tmp_path / STATE_FILE)["plan"]))
+
+
+def test_a_digest_is_over_every_stream_and_what_it_teaches() -> None:
+    def tokens(last: int) -> TokenRows:
+        return TokenRows(PackedTokens(np.array([*range(99), last], dtype=np.uint16), 0), 8)
+
+    chats = PackedExamples([Example([1, 2, 3], [False, True, True])], length=4, seed=0, pad_id=0)
+    own = RowStream(chats, 0.5)
+    digests = [
+        MixedRows(streams, 0).digest()
+        for streams in (
+            [RowStream(tokens(1), 0.5), own],
+            [RowStream(tokens(1), 0.5), own],
+            [RowStream(tokens(2), 0.5), own],
+            [RowStream(tokens(1), 0.5), RowStream(chats, 0.5, teaches=False)],
+            [RowStream(tokens(1), 0.6), own],
+        )
+    ]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from doubles.training import random_ids, read_model, rows_for, tiny_plan
+from doubles.training import random_ids, run, tiny_plan
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -15,7 +15,6 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.train_plan import Anchors, Budget, HeadForm, Method
-from space_train.training.trainer import train
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "as it is": {},
@@ -76,17 +75,7 @@ def test_what_is_trained_is_served_and_drafts_change_no_text(
 ) -> None:
     source = folders[method]
     plan = tiny_plan(method, **{"budget": Budget(steps=2), **SWITCHES[name]})
-    result = train(
-        read_model(source),
-        source,
-        rows_for(plan),
-        plan,
-        tmp_path,
-        tokenizer_size=100,
-        dtype=torch.float32,
-        progress=False,
-    )
-    assert result.folder is not None
+    result = run(source, plan, tmp_path, held_out=None, dtype=torch.float32)
     assert all(torch.isfinite(torch.tensor(result.counters.losses)))
     model = load_model(result.folder)
     assert texts_of(model, drafts=3) == texts_of(model, drafts=0)
@@ -94,17 +83,7 @@ def test_what_is_trained_is_served_and_drafts_change_no_text(
 
 def test_adapters_change_no_text_of_the_base(folders: dict[Method, Path], tmp_path: Path) -> None:
     source, plan = folders[Method.GATED_LORA], tiny_plan()
-    result = train(
-        read_model(source),
-        source,
-        rows_for(plan),
-        plan,
-        tmp_path,
-        tokenizer_size=100,
-        progress=False,
-        dtype=torch.bfloat16,
-    )
-    assert result.folder is not None
+    result = run(source, plan, tmp_path, held_out=None, dtype=torch.bfloat16)
     assert texts_of(load_model(result.folder), drafts=3) == texts_of(load_model(source), drafts=0)
 
 
@@ -114,9 +93,5 @@ def test_adapters_change_no_text_of_the_base(folders: dict[Method, Path], tmp_pa
 @pytest.mark.parametrize("method", [Method.FULL, Method.GATED_LORA])
 def test_every_family_is_trained_and_served(family: str, method: Method, tmp_path: Path) -> None:
     source, plan = tiny_checkpoint(tmp_path / "base", family, num_masks=0), tiny_plan(method)
-    result = train(
-        read_model(source), source, rows_for(plan), plan, tmp_path / "out", tokenizer_size=127, progress=False
-    )
-    assert result.folder is not None
-    model = load_model(result.folder)
+    model = load_model(run(source, plan, tmp_path / "out", held_out=None, tokenizer_size=127).folder)
     assert texts_of(model, drafts=3) == texts_of(model, drafts=0)

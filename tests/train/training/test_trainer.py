@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from space_train.networks.trainee import Losses, Trainee
 from space_train.run_folder import STATE_FILE, Measures, load_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.optimiser import Diverged
-from space_train.training.trainer import Interrupted, TrainingRun
+from space_train.training.trainer import Interrupted, TrainingRun, interruptions, stopped_at_once
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +134,7 @@ def test_a_finished_run_is_not_trained_again(base: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("evaluations", "steps"), [(0, [3, 5]), (1, [0, 3, 5]), (2, [0, 2, 3, 5]), (10, range(6))])
-def test_a_longer_budget_goes_on_with_a_finished_run(
-    evaluations: int, steps: Sequence[int], base: Path, tmp_path: Path
-) -> None:
+def test_a_longer_budget_extends_the_run(evaluations: int, steps: Sequence[int], base: Path, tmp_path: Path) -> None:
     """And looks on at the held-out records, up to the end: once at the weights of each update."""
     run(base, tiny_plan(evaluations=evaluations), tmp_path)
     result = run(base, tiny_plan(evaluations=evaluations, budget=Budget(steps=5)), tmp_path)
@@ -167,9 +166,6 @@ def test_the_result_never_overwrites_the_model_it_is_trained_from(base: Path, tm
     with pytest.raises(InvalidPlan, match="would overwrite the model"):
         run(folder, tiny_plan(Method.HEAD), tmp_path)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-
-
-# ------------------------------------------------------------------------------------------------------ the budget
 
 
 def seconds_per_call() -> Callable[[], float]:
@@ -216,9 +212,7 @@ def test_compute_spent_before_counts(base: Path, tmp_path: Path) -> None:
         (Budget(flops=1e8), r"took 2e\+08 of the 1e\+08 flops, .* with more --flops"),
     ],
 )
-def test_own_texts_that_use_the_budget_up_are_no_training(
-    budget: Budget, words: str, base: Path, tmp_path: Path
-) -> None:
+def test_own_texts_that_use_up_the_budget_are_refused(budget: Budget, words: str, base: Path, tmp_path: Path) -> None:
     spent = {"flops": 2e8, "seconds": 150.0}
     with pytest.raises(InvalidPlan, match=words):
         run(base, tiny_plan(budget=budget), tmp_path, before=spent)
@@ -243,12 +237,7 @@ def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) 
     assert last < 0.3 * first
 
 
-# ------------------------------------------------------------------------------------------------- stops and disks
-
-
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_saves_and_goes_on_later(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
     import signal
 
@@ -317,16 +306,41 @@ def test_a_full_disk_is_named_and_the_last_state_stays(base: Path, tmp_path: Pat
     assert_same_run(tmp_path / "whole", tmp_path / "full")
 
 
-def test_a_disk_that_is_full_at_the_end_is_named_and_the_checkpoint_is_written_later(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_disk_full_at_the_end_is_named_and_the_checkpoint_is_written_later(base: Path, tmp_path: Path) -> None:
     plan = tiny_plan(Method.FULL)
     run(base, plan, tmp_path, export=False)
     with room_for(100_000), pytest.raises(OSError, match=r"model cannot be written: .*File too large"):
         run(base, plan, tmp_path)
     folder = run(base, plan, tmp_path).folder
-    assert folder is not None
     assert load_model(folder).facts.num_masks == 3
 
 
-# ----------------------------------------------------------------------------------------------------- the results
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_is_noted_a_second_raises(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    before, seconds = signal.getsignal(signal.SIGINT), [10.0, 10.5, 12.0]
+    with interruptions(says=True, clock=lambda: seconds.pop(0)) as told:
+        assert told == []
+        signal.raise_signal(number)
+        assert told == [number]
+        assert "ends behind this update; once more to stop at once" in capfd.readouterr().err
+        signal.raise_signal(number)  # the same one, which a launcher passed on
+        assert told == [number]
+        assert capfd.readouterr().err == ""
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_of_several_processes_one_acknowledges(capfd: pytest.CaptureFixture[str]) -> None:
+    with interruptions(says=False) as told:
+        signal.raise_signal(signal.SIGINT)
+        assert told == [signal.SIGINT]
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_kept_is_what_the_state_holds(tmp_path: Path) -> None:
+    assert stopped_at_once(tmp_path) == "Stopped before an update was saved."
+    torch.save({"counters": {"step": 7}, "trained": {"w": torch.zeros(3)}}, tmp_path / STATE_FILE)
+    assert stopped_at_once(tmp_path) == (
+        f"Stopped. {tmp_path} keeps the run up to update 7: the same command, without --restart, goes on from there."
+    )

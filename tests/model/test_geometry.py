@@ -1,4 +1,4 @@
-"""Packed rows and the attention plan, against a definition that takes them one by one."""
+"""The integers of a step: its layout, packed rows and attention plan, against rows taken one by one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,105 @@ import numpy as np
 import pytest
 import torch
 from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, Bucket, PlanKey
-from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.draft_layout import DraftLayout, GroupChoice
 from space_model.geometry.forward_batch import ForwardBatch, Segment
+
+
+@pytest.mark.parametrize("k", range(9))
+def test_a_full_layout_has_the_papers_rows(k: int) -> None:
+    assert DraftLayout.full(k, k).num_rows == (k + 1) ** 2
+
+
+def test_masks_stand_where_the_worked_example_puts_them() -> None:
+    assert DraftLayout.full(2, 2).mask_positions(root_position=2) == [3, 4, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_the_accepted_group_gives_the_next_drafts(k: int) -> None:
+    layout = DraftLayout.full(k, k)
+    for accepted in range(k + 1):
+        assert layout.next_drafts(accepted) == GroupChoice(group=accepted, first_mask=1, num_drafts=k)
+
+
+def test_an_earlier_group_stands_in_where_it_reaches_behind_the_bonus() -> None:
+    layout = DraftLayout(num_drafts=3, masks=(5, 0, 4, 0))
+    assert layout.next_drafts(1) == GroupChoice(group=0, first_mask=2, num_drafts=4)
+    assert layout.next_drafts(2) == GroupChoice(group=2, first_mask=1, num_drafts=4)
+    assert layout.next_drafts(3) == GroupChoice(group=2, first_mask=2, num_drafts=3)
+    assert list(layout.next_drafts(3).masks) == [2, 3, 4]  # type: ignore[union-attr]
+    assert DraftLayout(3, (2, 0, 0, 0)).next_drafts(1) == GroupChoice(group=0, first_mask=2, num_drafts=1)
+    assert DraftLayout(3, (2, 0, 0, 0)).next_drafts(2) is None
+    assert DraftLayout.plain().next_drafts(0) is None
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_every_choice_predicts_the_positions_behind_the_bonus(k: int) -> None:
+    """Mask j of group g predicts n+g+j; the bonus stands at n+a, so the first mask used must predict n+a+1."""
+    for num_kept in range(k * (k + 1) + 1):
+        layout = DraftLayout.pruned(k, k, num_kept, [0.7**j for j in range(k + 1)])
+        assert layout.num_masks == num_kept
+        for accepted in range(k + 1):
+            choice = layout.next_drafts(accepted)
+            if choice is not None:
+                assert choice.group + choice.first_mask == accepted + 1
+                assert choice.masks[-1] == layout.masks[choice.group]
+                assert choice.num_drafts >= 1
+
+
+def test_the_window_and_fewer_live_drafts_cut_a_layout() -> None:
+    # Root at 7 of a window of 10: positions 8 and 9 are left.
+    assert DraftLayout.full(3, 3).within(7, 10) == DraftLayout(2, (2, 1, 0))
+    assert DraftLayout.full(3, 3).within(9, 10) == DraftLayout.plain()
+    assert DraftLayout.full(3, 3).within(3, 10) == DraftLayout.full(3, 3)
+    for root in range(10):
+        cut = DraftLayout.full(4, 4).within(root, 10)
+        assert all(position < 10 for position in cut.mask_positions(root))
+        assert root + cut.num_drafts < 10
+    assert DraftLayout(3, (5, 0, 2, 4)).with_drafts(1) == DraftLayout(1, (5, 0))
+    assert DraftLayout.full(1, 1).with_drafts(4) == DraftLayout.full(1, 1)
+
+
+def test_pruning_keeps_the_masks_worth_most_and_odd_groups_are_refused() -> None:
+    # Drafts that are nearly always refused: group 0 is the one that will be drafted from.
+    assert DraftLayout.pruned(2, 2, 2, [1.0, 0.1, 0.01]).masks == (2, 0, 0)
+    assert DraftLayout.pruned(2, 2, 3, [1.0, 0.9, 0.81]).masks == (1, 0, 2)
+    with pytest.raises(ValueError, match="A layout of 2 drafts has 3 groups"):
+        DraftLayout(2, (1, 1))
+
+
+MASKS = (100, 101, 102)
+
+
+def build(*segments: Segment) -> ForwardBatch:
+    return ForwardBatch.build(segments, block_size=4, mask_ids=MASKS)
+
+
+def test_chain_rows_come_first_then_masks_then_padding() -> None:
+    batch = build(Segment([7, 8, 9], 5, [0, 3], DraftLayout(2, (2, 0, 1))), Segment([4], 0, [1], DraftLayout(0, (1,))))
+    assert batch.chain_rows == [range(3), range(3, 4)]
+    assert batch.mask_rows == [[range(4, 6), range(6, 6), range(6, 7)], [range(7, 8)]]
+    assert batch.ids.tolist() == [7, 8, 9, 4, 100, 101, 100, 100]
+    assert batch.positions.tolist() == [5, 6, 7, 0, 6, 7, 8, 1]
+    assert batch.rows.pattern.reach.tolist() == [1, 2, 3, 1, 1, 1, 3, 1]
+    assert (batch.num_chain_rows, batch.num_mask_rows, batch.num_rows) == (4, 4, 8)
+    batch = build(Segment([1, 2, 3, 4, 5], 0, [0, 1]))
+    assert (batch.num_rows, len(batch.ids)) == (5, 8)
+    # The last chunk of a prompt: two pending ids, of which the second is the root of one draft.
+    batch = build(Segment([1, 2, 3], 6, [0, 1, 2], DraftLayout.full(1, 1)))
+    assert batch.positions.tolist()[:5] == [6, 7, 8, 8, 9]
+    assert batch.mask_rows == [[range(3, 4), range(4, 5)]]
+    batch = build(Segment([1, 2, 3], 3, [5, 2]), Segment([1], 0, [7]))
+    assert batch.rows.chain_slots().tolist() == [5 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1, 7 * 4]
+
+
+def test_segments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="Segment 1 has 2 chain rows from position 3, 0 drafts and 1 pages of 4"):
+        build(Segment([1], 0, [0]), Segment([1, 2], 3, [1]))
+    with pytest.raises(ValueError, match="more chain rows than drafts"):
+        build(Segment([1, 2], 0, [0], DraftLayout.full(2, 1)))
+    with pytest.raises(ValueError, match="Segment 0 lays out 4 masks; the checkpoint has 3"):
+        build(Segment([1], 0, [0], DraftLayout(0, (4,))))
+
 
 BLOCK_SIZE, MASKS, ADAPTER_MASKS = 16, (100, 101, 102), (2, 3)
 Seen = frozenset[tuple[str, int]]

@@ -1,18 +1,22 @@
-"""A GGUF file is the model that it was made from."""
+"""A GGUF file is the model that it was made from, for router, worker, doctor and training."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from doubles.gguf_files import write_gguf
+from doubles.training import run, tiny_plan
 from gguf import quants
 from safetensors.torch import load_file
 from space_common.gguf.reader import GgufFile
@@ -30,18 +34,21 @@ from space_model.networks.tensor_parallel import Share
 from space_model.precision import choose_dtype
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_router.config import ServeConfig
+from space_router.errors import ConfigError
+from space_router.text.checkpoint import locate
+from space_router.text.model_text import ModelText
+from space_server.__main__ import choose_threads
+from space_server.config import parse
+from space_server.startup.doctor import examine
+from space_server.startup.model_need import ModelNeed
+from space_train.session import load_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
 KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 K_QUANTS = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of this test's files, and of no others."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def logits(model: SpaceModel) -> Tensor:
@@ -54,7 +61,7 @@ def logits(model: SpaceModel) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_numbers_and_logits_are_those_of_the_original(
+def test_numbers_and_logits_are_the_originals(
     family: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = checkpoint_of(family)
@@ -87,15 +94,13 @@ def test_numbers_in_blocks_are_those_that_transformers_reads(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_type_of_numbers_is_held_as_it_is_converted(
-    kind: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", kind)
+def test_every_type_of_numbers_is_held_as_it_is_converted(kind: str, llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", kind)
     convert(file, tmp_path / "plain", Wish(dtype=torch.float32))
     for dtype in ("float32", "bfloat16"):
         found, wanted = load_model(file, dtype=dtype), load_model(tmp_path / "plain", dtype=dtype)
         assert torch.equal(logits(found), logits(wanted))
-    original = load_file(checkpoint_of("llama") / "model.safetensors")
+    original = load_file(llama / "model.safetensors")
     for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
         step = float(tensor.abs().max()) * {"Q8": 1 / 127, "Q5": 1 / 15, "Q4": 1 / 7}.get(kind[:2], 1 / 256)
         assert float((tensor - original[name]).abs().max()) <= step
@@ -122,8 +127,8 @@ def test_k_quants_are_served(tmp_path: Path) -> None:
     assert torch.equal(logits(found), logits(wanted))
 
 
-def test_a_rank_reads_its_part_of_the_same_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+def test_a_rank_reads_its_part_of_the_same_numbers(llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q8_0")
     with open_weights(Checkpoint.open(file)) as weights:
         for rank in range(2):
             share = Share(rank, 2)
@@ -151,10 +156,8 @@ def test_joined_and_split_attention_are_read_either_way(checkpoint_of: Callable[
                 assert torch.equal(weights.whole(name), tensor), name
 
 
-def test_no_tensor_is_in_memory_twice(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q4_0")
+def test_no_tensor_is_in_memory_twice(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q4_0")
     monkeypatch.setattr(gguf_weights, "PIECE", 512)
     made: list[int] = []
     dequantize = quants.dequantize
@@ -173,31 +176,27 @@ def test_no_tensor_is_in_memory_twice(
     assert sum(made) == GgufFile.open(file).kinds["Q4_0"]
 
 
-def test_what_plain_numbers_cost_is_said(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q4_0")
+def test_what_plain_numbers_cost_is_said(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q4_0")
     with caplog.at_level(logging.INFO):
         model = load_model(file, dtype="bfloat16")
     assert "15 weights of Q4_0 are held as plain bfloat16" in caplog.text
     assert model.facts.name == str(file)
 
 
-def test_the_dtype_is_one_that_loses_nothing_of_the_blocks(
-    checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_dtype_is_one_that_loses_nothing_of_the_blocks(llama: Path, tmp_path: Path) -> None:
     for kind, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")):
-        checkpoint = Checkpoint.open(write_gguf(checkpoint_of("llama"), tmp_path / f"{kind}.gguf", kind))
+        checkpoint = Checkpoint.open(write_gguf(llama, tmp_path / f"{kind}.gguf", kind))
         assert checkpoint.config["dtype"] == dtype
         assert checkpoint.kept_as == ("Q8_0" if kind == "Q8_0" else None)
     gpu = torch.device("cuda")
     assert choose_dtype("auto", gpu, torch.bfloat16, kept="Q8_0") == (torch.bfloat16, "finer than the steps of Q8_0")
 
 
-def test_a_folder_with_one_file_is_that_file(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_with_one_file_is_that_file(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    file = write_gguf(checkpoint_of("llama"), folder / "x.gguf", "Q8_0")
+    file = write_gguf(llama, folder / "x.gguf", "Q8_0")
     (folder / "mmproj-x.gguf").write_bytes(b"GGUF")
     (folder / "README.md").write_text("x")
     found, alone = Checkpoint.open(folder), Checkpoint.open(file)
@@ -225,8 +224,8 @@ def test_a_file_that_is_no_model_is_refused_with_the_cure(name: str, message: st
         Checkpoint.open(tmp_path / name)
 
 
-def test_an_adapter_folder_may_name_a_file_as_its_base(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+def test_an_adapter_folder_may_name_a_file_as_its_base(llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q8_0")
     convert(file, tmp_path / "plain", Wish(dtype=torch.float32))
     folder = tiny_adapter(tmp_path / "adapter", tmp_path / "plain")
     config = json.loads((folder / "config.json").read_text())
@@ -240,25 +239,128 @@ def test_an_adapter_folder_may_name_a_file_as_its_base(checkpoint_of: Callable[[
     assert torch.equal(logits(beside), wanted)
 
 
-def test_a_space_section_beside_the_file_is_its_own(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_space_section_beside_the_file_is_its_own(llama: Path, tmp_path: Path) -> None:
     """As training writes it, whose base did not move."""
-    folder = tiny_adapter(tmp_path / "trained", checkpoint_of("llama"))
+    folder = tiny_adapter(tmp_path / "trained", llama)
     config = json.loads((folder / "config.json").read_text())
     del config["space"]["base"]
     (folder / "config.json").write_text(json.dumps(config))
-    write_gguf(checkpoint_of("llama"), folder / "x.gguf")
+    write_gguf(llama, folder / "x.gguf")
     model = load_model(folder, dtype="float32")
-    wanted = load_model(tiny_adapter(tmp_path / "other", checkpoint_of("llama")), dtype="float32")
+    wanted = load_model(tiny_adapter(tmp_path / "other", llama), dtype="float32")
     assert torch.equal(logits(model), logits(wanted))
     convert(folder, tmp_path / "converted", Wish())
     assert torch.equal(logits(load_model(tmp_path / "converted", dtype="float32")), logits(wanted))
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_weights_in_eight_bits_are_those_of_the_converted_model(
-    weights: str, checkpoint_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    file = write_gguf(checkpoint_of("llama"), tmp_path / "x.gguf", "Q8_0")
+def test_weights_in_eight_bits_are_those_of_the_converted_model(weights: str, llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q8_0")
     convert(file, tmp_path / "plain", Wish(dtype=torch.bfloat16))
     found, wanted = load_model(file, weights=weights), load_model(tmp_path / "plain", weights=weights)
     assert torch.equal(logits(found), logits(wanted))
+
+
+WORDS = ["--listen", "unix:/nowhere", "--device", "cpu", "--model"]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path: Path) -> Iterator[None]:
+    """Texts of this test's files, and variables that a worker sets are of this test."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
+        yield
+
+
+@pytest.fixture
+def file(llama: Path, tmp_path: Path) -> Path:
+    return write_gguf(llama, tmp_path / "x.Q8_0.gguf", "Q8_0")
+
+
+def test_router_and_worker_read_the_same_texts(file: Path, llama: Path, tmp_path: Path) -> None:
+    text = ModelText.load(ServeConfig(model=str(file)))
+    checkpoint = Checkpoint.open(file)
+    assert locate(str(file)) == checkpoint.folder
+    assert text.name == "x.Q8_0"
+    assert text.chat_template is not None
+    assert text.tokenizer.encode("the") == [105, *text.tokenizer.encode("e")]
+    assert checkpoint.tokenizer_hash() == load_model(file).facts.tokenizer_hash != ""
+    adapter = tiny_adapter(tmp_path / "adapter", llama)
+    (adapter / "config.json").write_text(json.dumps({"space": {"base": "../x.Q8_0.gguf"}}))
+    assert locate(str(adapter)) == checkpoint.folder
+    assert locate(str(tmp_path / "adapter" / ".." / "x.Q8_0.gguf")) == checkpoint.folder
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("folder/x.Q8_0.gguf", "x.Q8_0"),
+        ("owner/repo:sub/x.gguf", "x"),
+        ("owner/repo:X.GGUF", "X"),
+        ("owner/repo", "repo"),
+        ("folder/a.b", "a.b"),
+    ],
+)
+def test_the_served_name_is_the_file_without_its_ending(model: str, name: str) -> None:
+    assert ServeConfig(model=model).model_name == name
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("absent/x.gguf", "no such folder or file"),
+        ("two", r"holds 2 GGUF files: a.gguf, b.gguf. Name one of them"),
+        ("broken.gguf", "is empty"),
+    ],
+)
+def test_the_router_refuses_what_the_worker_would(model: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "two").mkdir()
+    for broken in ("two/a.gguf", "two/b.gguf", "broken.gguf"):
+        (tmp_path / broken).write_bytes(b"")
+    with pytest.raises(ConfigError, match=message):
+        locate(str(tmp_path / model))
+
+
+def test_doctor_says_what_the_file_holds_and_that_it_fits(file: Path) -> None:
+    told = list(examine(parse([*WORDS, str(file)])))
+    assert [finding.fact for finding in told if finding.state == "fail"] == []
+    (model,) = [finding.fact for finding in told if finding.part == "model"]
+    assert "kept as Q8_0, F32 (GGUF)" in model
+
+
+@pytest.mark.parametrize("words", [[], ["--dtype", "float32"], ["--weights", "int8"]])
+def test_memory_is_counted_as_the_numbers_are_held(words: list[str], file: Path, tmp_path: Path) -> None:
+    convert(file, tmp_path / "plain", Wish())
+    needs = []
+    for model in (file, tmp_path / "plain"):
+        config = parse([*WORDS, str(model), *words])
+        needs.append(dataclasses.replace(ModelNeed.asked(config, Checkpoint.open(model)), small=None))
+    assert needs[0] == needs[1]
+
+
+def test_threads_are_chosen_by_the_size_in_memory(file: Path) -> None:
+    assert choose_threads(file) == 1
+    with mock.patch("space_server.__main__.SMALL_WEIGHTS", file.stat().st_size):
+        assert choose_threads(file) is None
+
+
+def test_training_starts_from_the_same_numbers_and_leaves_a_folder_that_serves(file: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    convert(file, plain, Wish(dtype=torch.float32))
+    ours, theirs = load_base(Checkpoint.open(file), tiny_plan()), load_base(Checkpoint.open(plain), tiny_plan())
+    for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    with mock.patch("doubles.training.read_model", lambda source: load_base(Checkpoint.open(source), tiny_plan())):
+        folder = run(file, tiny_plan(), tmp_path / "out").folder
+    assert (folder / file.name).samefile(file)
+    said = json.loads((folder / "config.json").read_text())["space"]
+    assert said["base_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    model = load_model(folder)
+    assert (model.facts.adapters[0].num_masks, model.facts.dtype) == (3, load_model(file).facts.dtype)
+    assert locate(str(folder)) == Checkpoint.open(file).folder
+
+
+def test_a_file_without_the_texts_of_a_model_is_refused_by_both(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", num_masks=0)
+    file = write_gguf(source, tmp_path / "bare.gguf", tokens=False)
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.model"):
+        locate(str(file))
