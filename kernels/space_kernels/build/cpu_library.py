@@ -244,6 +244,7 @@ _SOURCES = Path(__file__).parent.with_name("cpu")
 
 KINDS = {
     "x86_64": {
+        "amx_bf16": "-mamx-tile -mamx-bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx2 -mfma",
         "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
         "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
         "avx2": "-mavx2 -mfma",
@@ -259,6 +260,7 @@ and not a benchmark, whose outcome could vary from start to start.
 """
 
 _NEEDS = {
+    "amx_bf16": {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx2", "fma"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
     "avx2": {"avx2", "fma"},
@@ -267,7 +269,8 @@ _NEEDS = {
 """The CPU flags each kind requires, as Linux names them."""
 
 _SOURCE_FILES = (
-    "team.cpp", "linear.cpp", "attention.cpp", "network.cpp", "draft.cpp", "choice.cpp", "api.cpp", "probe.cpp",
+    "team.cpp", "linear.cpp", "linear_lanes.cpp", "linear_tiles.cpp", "attention.cpp", "network.cpp", "draft.cpp",
+    "choice.cpp", "api.cpp", "probe.cpp",
 )  # fmt: skip
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
@@ -283,6 +286,8 @@ class CpuLibrary:
 
     def __init__(self, path: Path, kind: str) -> None:
         self.kind, self.path = kind, path
+        if kind == "amx_bf16" and not _may_use_tiles():
+            raise OSError("Linux does not let this process use the tiles of AMX")
         library = ctypes.CDLL(str(path))
 
         def function(name: str, *arguments: Any, result: Any = None) -> Any:
@@ -293,6 +298,7 @@ class CpuLibrary:
         rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
         self.pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
         self.pack8 = function("pack8", c_void_p, c_int64, c_int64, c_void_p)
+        self.padded = function("padded", c_int64, c_bool, result=c_int64)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(MatmulStruct), c_int)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
@@ -321,10 +327,11 @@ def cpu_library() -> CpuLibrary | None:
         kinds = own_kinds()
         if not kinds:
             raise OSError(f"there are none for this processor ({sys.platform}, {platform.machine()})")
-        kind = kinds[0] if asked in ("auto", "compiled") else asked
-        if kind not in kinds:
-            raise OSError(f"this processor is no {kind}, but {' and '.join(kinds)}")
-        return library_for(kind)
+        if asked not in ("auto", "compiled"):
+            if asked not in kinds:
+                raise OSError(f"this processor is no {asked}, but {' and '.join(kinds)}")
+            return library_for(asked)
+        return best_library(kinds)
     except OSError as error:
         if asked != "auto":
             raise ValueError(f"{SWITCH} is {asked}, but the compiled operations cannot be had: {error}.") from error
@@ -334,7 +341,15 @@ def cpu_library() -> CpuLibrary | None:
 
 def own_kinds() -> list[str]:
     """Return the kinds that this processor supports, best first."""
-    return kinds_of(platform.machine(), set(cpu_fact("flags", "Features").split()), cpu_fact("vendor_id"))
+    found = kinds_of(platform.machine(), set(cpu_fact("flags", "Features").split()), cpu_fact("vendor_id"))
+    return [kind for kind in found if kind != "amx_bf16" or _may_use_tiles()]
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for AMX's tile registers, which a process may use only then; all its threads may."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
@@ -344,6 +359,16 @@ def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
         found.remove("avx512_bf16")
         found.insert(found.index("avx512") + 1, "avx512_bf16")
     return found
+
+
+def best_library(kinds: Sequence[str]) -> CpuLibrary:
+    """Return the library of the first of these kinds that the compiler knows. Raises OSError."""
+    for kind in kinds[:-1]:
+        try:
+            return library_for(kind)
+        except OSError as error:
+            _log.warning("the operations for %s cannot be had (%s); %s's are tried", kind, error, kinds[-1])
+    return library_for(kinds[-1])
 
 
 def library_for(kind: str) -> CpuLibrary:

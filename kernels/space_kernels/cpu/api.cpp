@@ -16,6 +16,8 @@ void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs, Code* 
     pack(weight, outputs, inputs, panels);
 }
 
+int64_t EXPORT(padded)(int64_t inputs, bool codes) { return padded(inputs, codes); }
+
 void EXPORT(linear)(const Linear* weight, const Matmul* matmul, int num_threads) {
     multiply(*weight, *matmul, num_threads);
 }

@@ -4,11 +4,11 @@
 //
 //     panel 0: k0k1 of outputs 0..15 | k2k3 of outputs 0..15 | …     panel 1: …
 //
-// Weights are bfloat16, or int8 with a scale for each output. int8 numbers (codes) are converted to bfloat16 in
-// registers, exactly, and the sum is multiplied by the scale. Their panels hold two pairs of k together, in the order
-// that suits this kind of processor; inputs are padded with 0 to a multiple of four.
+// Weights are bfloat16, or int8 with a scale for each output. int8 numbers (codes) are converted to bfloat16, exactly,
+// and the sum is multiplied by the scale. Their panels hold two pairs of k together, in the order that suits this kind
+// of processor. Inputs are padded with 0.
 //
-// Each output of each row is one sum over ascending pairs of k. So a row's bits do not depend on the other rows, their
+// Each output of each row is one sum over ascending pairs of k (AMX: over groups of sixteen pairs). So a row's bits do not depend on the other rows, their
 // number, or the thread.
 //
 // Gated rows add an adapter's delta B·(A·x), a sum of its own, before the rounding. The other rows are computed as if
@@ -16,9 +16,19 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "isa.h"
 
 namespace KIND {
+
+constexpr int64_t STEP = 2 * LANES;  // weights of a panel per step, which is a pair of inputs
+
+// Inputs of a panel: bfloat16 weights are padded to a whole tile (AMX), and codes to two steps, which they come in.
+constexpr int64_t padded(int64_t inputs, bool codes) {
+    const int64_t multiple = TILES ? 32 : codes ? 4 : 2;
+    return (inputs + multiple - 1) / multiple * multiple;
+}
 
 enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 
@@ -65,6 +75,23 @@ struct Matmul {
 // Compute panels [first, last), with A·x known. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this is the
 // thread's first piece of this job.
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
+
+// The gated rows among [row, row + rows), run by run.
+template <typename Work>
+void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
+    for (int64_t n = 0; n < p.num_gated; ++n) {
+        const GatedRows& run = p.gated[n];
+        const int64_t first = std::max(row, run.first), last = std::min(row + rows, run.last);
+        if (first < last && run.delta->a.panels) work(*run.delta, first, last - first);
+    }
+}
+
+// Add B·low to the sums of the gated rows among [row, row + rows), rows of `count` panels from `panel` on. Called by
+// `finish`, and only there.
+void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
+
+// Finish and store such sums.
+void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
 
 // Convert W [out, in] bfloat16 to panels, padded with 0.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);

@@ -6,6 +6,7 @@
 #include "export.h"
 #include "isa.h"
 #include "team.h"
+#include "tiles.h"
 
 using namespace KIND;
 
@@ -31,6 +32,24 @@ float EXPORT(read)(const float* from, int64_t count, int num_threads) {
     return sum;
 }
 
+#if TILES
+
+// Multiplies sixteen pairs the given number of times per thread, 256 at a time; returns 0.
+float EXPORT(dots)(int64_t count, int num_threads) {
+    share_out(num_threads, num_threads * ((count + 1023) / 1024), [&](int64_t first, int64_t last, bool) {
+        const TileRows tiles(16);
+        for (int64_t i = first; i < last; ++i) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 6);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 6);
+        }
+    });
+    return 0.0f;
+}
+
+#else
+
 // Multiplies sixteen pairs the given number of times per thread, twelve at a time; returns the sum.
 float EXPORT(dots)(int64_t count, int num_threads) {
     constexpr int64_t UNIT = 12 * 256;
@@ -50,6 +69,8 @@ float EXPORT(dots)(int64_t count, int num_threads) {
     });
     return sum;
 }
+
+#endif
 
 // Adds one to each of `count` numbers; each is one unit of work.
 void EXPORT(mark)(int32_t* marks, int64_t count, int num_threads) {

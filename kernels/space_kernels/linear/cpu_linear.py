@@ -65,11 +65,11 @@ class CompiledLinear(nn.Module):
         self.scale: Tensor | None = None
         if int8:
             kept = Int8Weights.of(weight)
-            self.weight = torch.empty(num_panels * LANES, self.in_features + self.in_features % 4, dtype=torch.uint8)
+            self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, True), dtype=torch.uint8)
             library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
             self.scale = _per_output(kept.scale, num_panels)
         else:
-            self.weight = torch.empty(num_panels * LANES, self.in_features, dtype=torch.bfloat16)
+            self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, False), dtype=torch.bfloat16)
             source = weight.detach().contiguous()
             library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
         self.bias = None if bias is None else _per_output(bias.detach(), num_panels)

@@ -347,13 +347,13 @@ def _cpu_kernels(dtype: torch.dtype, asked: str) -> Finding:
         return Finding(
             "kernels", "fail", f"this processor is no {asked}.", f"--cpu-kernels {', '.join(['auto', *kinds])}."
         )
-    kind = asked if asked in kinds else next(iter(kinds), "")
     cure = "Debian, Ubuntu: apt-get install g++."
-    if not kind:
+    if not kinds:
         fact, cure = "torch's own operations: there are none of ours for this processor.", ""
     else:
         try:
-            return Finding("kernels", "ok", f"our own operations for {kind}, in {cpu_library.library_file(kind)}.")
+            library = cpu_library.best_library([asked] if asked in kinds else kinds)
+            return Finding("kernels", "ok", f"our own operations for {library.kind}, in {library.path}.")
         except OSError as error:
             fact = f"torch's own operations, which are slower: {error}."
     return Finding("kernels", "note" if asked == "auto" else "fail", fact, cure)

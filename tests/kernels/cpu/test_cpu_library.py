@@ -12,6 +12,7 @@ from space_kernels import dispatch
 from space_kernels.build import cpu_library
 
 XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "sse4_2"}
+TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("machine", "flags", "maker", "kinds"),
     [
+        ("x86_64", XEON | TILES, "GenuineIntel", ["amx_bf16", "avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", XEON | {"amx_tile"}, "GenuineIntel", ["avx512", "avx512_bf16", "avx2"]),
         ("x86_64", XEON, "GenuineIntel", ["avx512", "avx512_bf16", "avx2"]),
         ("x86_64", XEON, "AuthenticAMD", ["avx512_bf16", "avx512", "avx2"]),
         ("x86_64", XEON - {"avx512_bf16"}, "GenuineIntel", ["avx512", "avx2"]),
@@ -56,6 +59,31 @@ def test_a_kind_is_taken_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_library.SWITCH, other)
     with pytest.raises(ValueError, match=f"this processor is no {other}, but"):
         cpu_library.cpu_library()
+
+
+def test_tiles_are_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"flags": " ".join(XEON | TILES), "vendor_id": "GenuineIntel"}
+    monkeypatch.setattr(cpu_library, "cpu_fact", lambda *names: flags[names[0]])
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    for permitted, best in ((True, "amx_bf16"), (False, "avx512")):
+        monkeypatch.setattr(cpu_library, "_may_use_tiles", lambda permitted=permitted: permitted)
+        assert cpu_library.own_kinds()[0] == best
+
+
+def test_a_compiler_that_does_not_know_the_best_kind_takes_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_file = cpu_library.library_file
+
+    def older(kind: str) -> Path:
+        if kind == "new":
+            raise OSError("unrecognized option -mnew")
+        return compile_file(kind)
+
+    monkeypatch.setattr(cpu_library, "library_file", older)
+    kind = cpu_library.own_kinds()[-1]
+    assert cpu_library.best_library(["new", kind]).kind == kind
+    assert "the operations for new cannot be had (unrecognized option -mnew)" in caplog.text
 
 
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,318 @@
+// The matmul by AMX: a tile of up to sixteen rows by 32 inputs, times one of 32 inputs by sixteen outputs, which is how
+// panels are stored, is added to a tile of float32 sums.
+//
+// The sums of a row take its own inputs only, in the same order by the same instructions for every number of rows. All
+// tiles of rows have the same height; the last one may have rows that nothing reads.
+
+#include "linear.h"
+
+#if TILES
+
+#include <type_traits>
+#include <vector>
+
+#include "tiles.h"
+
+namespace KIND {
+
+namespace {
+
+constexpr int64_t DEPTH = 32;            // inputs of a tile
+constexpr int64_t TILE = DEPTH * LANES;  // weights of a tile
+constexpr int64_t AHEAD = 4 * TILE;      // prefetch distance, to the first cache
+constexpr int64_t FAR = 16 * TILE;       // and to the second, where several tiles of rows take longer
+constexpr int64_t CHUNK = 4;             // tiles of a panel whose codes are converted at once
+constexpr int GROUP = 4;                 // tiles of sums
+
+// Numbers from an address that tiles are quickly loaded from.
+class Aligned {
+   public:
+    bf16* of(int64_t size) {
+        if (int64_t(numbers.size()) < size + DEPTH) numbers.resize(size + DEPTH);
+        return (bf16*)((uintptr_t(numbers.data()) + 63) / 64 * 64);
+    }
+
+   private:
+    std::vector<bf16> numbers;
+};
+
+// A thread's rows of the present job, in tiles.
+struct Rows {
+    Aligned all, low, weights;
+    int64_t num_tiles, height, steps;  // tiles of rows, rows of each, and tiles of inputs
+};
+Rows& own() {
+    static thread_local Rows rows;
+    return rows;
+}
+
+// Copies rows into tiles, one tile of inputs after the other, padded with 0.
+void lay_out(const Matmul& p, int64_t inputs, Rows& rows) {
+    rows.num_tiles = (p.rows + LANES - 1) / LANES;
+    if (rows.num_tiles > GROUP) rows.num_tiles += rows.num_tiles % 2;
+    rows.height = (p.rows + rows.num_tiles - 1) / rows.num_tiles;
+    rows.steps = padded(inputs, false) / DEPTH;
+    const int64_t size = rows.height * DEPTH;
+    bf16* to = rows.all.of(rows.num_tiles * rows.steps * size);
+    for (int64_t row = 0; row < p.rows; ++row) {
+        bf16* out = to + row / rows.height * rows.steps * size + row % rows.height * DEPTH;
+        const bf16* from = p.x + row * p.x_stride;
+        for (int64_t k = 0; k < inputs; k += DEPTH, out += size) {
+            const int64_t count = std::min(DEPTH, inputs - k);
+            if (count < DEPTH) std::memset(out, 0, DEPTH * sizeof(bf16));
+            std::memcpy(out, from + k, count * sizeof(bf16));
+        }
+    }
+    if (!p.num_gated) return;
+    bf16* low = rows.low.of(rows.num_tiles * rows.height * p.low_stride);
+    std::memcpy(low, p.low, p.rows * p.low_stride * sizeof(bf16));
+}
+
+template <int LOCALITY = 3>
+inline void fetch(const bf16* weight) {
+    for (int64_t i = 0; i < TILE; i += 32) __builtin_prefetch(weight + i, 0, LOCALITY);
+}
+
+// Converts the codes of some tiles to bfloat16.
+void widen(const Code* codes, int64_t steps, bf16* to) {
+    for (int64_t i = 0; i < steps * TILE; i += 2 * STEP) {
+        __builtin_prefetch(codes + i + AHEAD);
+        const Two columns = two_steps(codes + i);
+        store_pairs(to + i, columns.first), store_pairs(to + i + STEP, columns.second);
+    }
+}
+
+// Adds the products of one tile of rows and four panels, `size` apart, to the sums 0 .. 3. FETCH: the panels are
+// prefetched a little ahead, and near their end the next four.
+template <bool FETCH>
+void add_four(const bf16* weight, int64_t size, const bf16* x, int64_t height, int64_t steps) {
+    for (int64_t k = 0; k < steps; ++k, weight += TILE, x += height * DEPTH) {
+        _tile_loadd(4, x, 2 * DEPTH);
+        const bf16* next = weight + AHEAD + ((k + 1) * TILE + AHEAD > size ? 3 * size : 0);
+        for (int j = 0; FETCH && j < 4; ++j) fetch(next + j * size);
+        _tile_loadd(6, weight, 2 * DEPTH);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, weight + size, 2 * DEPTH);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(6, weight + 2 * size, 2 * DEPTH);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, weight + 3 * size, 2 * DEPTH);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+}
+
+// The same of one or two tiles of rows and one or two panels: sums 0 and 1, and of the second tile 2 and 3. `next`, or
+// null, is prefetched instead.
+template <bool TWO_TILES, bool TWO_PANELS>
+void add_two(const bf16* weight, int64_t size, const bf16* next, const bf16* x, int64_t height, int64_t steps) {
+    const bf16* second = x + steps * height * DEPTH;
+    for (int64_t k = 0; k < steps; ++k, weight += TILE) {
+        _tile_loadd(6, weight, 2 * DEPTH);
+        if constexpr (TWO_PANELS) _tile_loadd(7, weight + size, 2 * DEPTH);
+        if (next) {
+            fetch(next + k * TILE);
+            if constexpr (TWO_PANELS) fetch(next + k * TILE + size);
+        }
+        _tile_loadd(4, x + k * height * DEPTH, 2 * DEPTH);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (TWO_PANELS) _tile_dpbf16ps(1, 4, 7);
+        if constexpr (TWO_TILES) {
+            _tile_loadd(5, second + k * height * DEPTH, 2 * DEPTH);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+// Panels [panel, panel + count), by up to sixteen rows. Codes are converted some tiles at a time.
+template <typename Weight>
+void multiply_few(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+    const int64_t size = rows.steps * TILE, chunk = sizeof(Weight) == 1 ? CHUNK : rows.steps;
+    const Weight* weight = (const Weight*)w.weight + panel * size;
+    zero_sums();
+    for (int64_t k = 0; k < rows.steps; k += chunk) {
+        const int64_t steps = std::min(chunk, rows.steps - k);
+        const bf16 *here = (const bf16*)weight, *next = here + AHEAD;
+        int64_t apart = size;
+        if constexpr (sizeof(Weight) == 1) {
+            bf16* to = rows.weights.of(GROUP * CHUNK * TILE);
+            for (int j = 0; j < count; ++j) widen(weight + j * size + k * TILE, steps, to + j * CHUNK * TILE);
+            TileRows::written();
+            here = to, next = nullptr, apart = CHUNK * TILE;
+        }
+        const bf16* x = rows.all.of(0) + k * rows.height * DEPTH;
+        if (count == 4)
+            add_four<sizeof(Weight) == 2>(here, apart, x, rows.height, steps);
+        else if (count == 2)
+            add_two<false, true>(here, apart, next, x, rows.height, steps);
+        else
+            add_two<false, false>(here, apart, next, x, rows.height, steps);
+    }
+    const int64_t width = count * LANES;
+    _tile_stored(0, sums, 4 * width);
+    if (count > 1) _tile_stored(1, sums + LANES, 4 * width);
+    if (count > 2) {
+        _tile_stored(2, sums + 2 * LANES, 4 * width);
+        _tile_stored(3, sums + 3 * LANES, 4 * width);
+    }
+    finish(w, p, (Lanes*)sums, 0, p.rows, panel, count);
+}
+
+// Adds the products of NUM tiles of rows, `apart` from each other, and one panel to the sums 0 .. 3.
+template <int NUM>
+void add_column(const bf16* weight, const bf16* next, const bf16* x, int64_t apart, int64_t height, int64_t steps) {
+    for (int64_t k = 0; k < steps; ++k, weight += TILE, x += height * DEPTH) {
+        _tile_loadd(6, weight, 2 * DEPTH);
+        if (next) fetch<2>(next + k * TILE);
+        _tile_loadd(4, x, 2 * DEPTH);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, x + apart, 2 * DEPTH);
+        _tile_dpbf16ps(1, 5, 6);
+        if constexpr (NUM > 2) {
+            _tile_loadd(4, x + 2 * apart, 2 * DEPTH);
+            _tile_dpbf16ps(2, 4, 6);
+        }
+        if constexpr (NUM > 3) {
+            _tile_loadd(5, x + 3 * apart, 2 * DEPTH);
+            _tile_dpbf16ps(3, 5, 6);
+        }
+    }
+}
+
+// Panels [panel, panel + count), one or two, by two to four tiles of rows: the weights are read once, one after the
+// other.
+template <typename Weight>
+void multiply_some(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+    const int64_t size = rows.steps * TILE, apart = rows.steps * rows.height * DEPTH, width = count * LANES;
+    const int64_t chunk = sizeof(Weight) == 1 ? CHUNK : rows.steps;
+    for (int j = 0; j < count; ++j) {
+        const Weight* weight = (const Weight*)w.weight + (panel + j) * size;
+        zero_sums();
+        for (int64_t k = 0; k < rows.steps; k += chunk) {
+            const int64_t steps = std::min(chunk, rows.steps - k);
+            const bf16 *here = (const bf16*)weight, *next = here + FAR;
+            if constexpr (sizeof(Weight) == 1) {
+                bf16* to = rows.weights.of(CHUNK * TILE);
+                widen(weight + k * TILE, steps, to);
+                TileRows::written();
+                here = to, next = nullptr;
+            }
+            const bf16* x = rows.all.of(0) + k * rows.height * DEPTH;
+            if (rows.num_tiles == 2)
+                add_column<2>(here, next, x, apart, rows.height, steps);
+            else if (rows.num_tiles == 3)
+                add_column<3>(here, next, x, apart, rows.height, steps);
+            else
+                add_column<4>(here, next, x, apart, rows.height, steps);
+        }
+        float* to = sums + j * LANES;
+        const int64_t below = rows.height * width;
+        _tile_stored(0, to, 4 * width);
+        _tile_stored(1, to + below, 4 * width);
+        if (rows.num_tiles > 2) _tile_stored(2, to + 2 * below, 4 * width);
+        if (rows.num_tiles > 3) _tile_stored(3, to + 3 * below, 4 * width);
+    }
+    finish(w, p, (Lanes*)sums, 0, p.rows, panel, count);
+}
+
+// Panels [panel, panel + count), one or two, by more rows: two tiles at a time. Codes are converted once for all rows.
+template <typename Weight>
+void multiply_many(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+    const int64_t size = rows.steps * TILE, height = rows.height, width = count * LANES;
+    const Weight* weight = (const Weight*)w.weight + panel * size;
+    const bf16* here = (const bf16*)weight;
+    if constexpr (sizeof(Weight) == 1) {
+        bf16* to = rows.weights.of(2 * size);
+        for (int j = 0; j < count; ++j) widen(weight + j * size, rows.steps, to + j * size);
+        TileRows::written();
+        here = to;
+    }
+    for (int64_t tile = 0; tile < rows.num_tiles; tile += 2) {
+        const bf16* x = rows.all.of(0) + tile * rows.steps * height * DEPTH;
+        const bf16* next = sizeof(Weight) == 1 ? nullptr : tile == 0 ? here + AHEAD : tile == 2 ? here + 2 * size : nullptr;
+        zero_sums();
+        if (count == 2)
+            add_two<true, true>(here, size, next, x, height, rows.steps);
+        else
+            add_two<true, false>(here, size, next, x, height, rows.steps);
+        float* below = sums + height * width;
+        _tile_stored(0, sums, 4 * width);
+        _tile_stored(2, below, 4 * width);
+        if (count == 2) {
+            _tile_stored(1, sums + LANES, 4 * width);
+            _tile_stored(3, below + LANES, 4 * width);
+        }
+        finish(w, p, (Lanes*)sums, tile * height, std::min(2 * height, p.rows - tile * height), panel, count);
+    }
+}
+
+template <typename Weight>
+void multiply_by(const Linear& w, const Matmul& p, Rows& rows, int64_t first, int64_t last) {
+    alignas(64) float sums[GROUP * LANES * 2 * LANES];
+    const bool few = rows.num_tiles == 1;
+    for (int64_t panel = first; panel < last;) {
+        const int64_t left = last - panel;
+        const int count = few && left >= GROUP ? GROUP : left >= 2 ? 2 : 1;
+        if (few)
+            multiply_few<Weight>(w, p, rows, panel, count, sums);
+        else if (rows.num_tiles <= GROUP)
+            multiply_some<Weight>(w, p, rows, panel, count, sums);
+        else
+            multiply_many<Weight>(w, p, rows, panel, count, sums);
+        panel += count;
+    }
+}
+
+}  // namespace
+
+void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t num_rows, int64_t panel, int count) {
+    alignas(64) float part[GROUP][LANES * LANES];
+    Rows& rows = own();
+    for (int64_t begin = row; begin < row + num_rows; begin += rows.height) {
+        const int64_t height = std::min(rows.height, row + num_rows - begin);
+        const bf16* low = rows.low.of(0) + begin * p.low_stride;
+        each_gated(p, begin, height, [&](const Delta& d, int64_t first, int64_t num_gated) {
+            const DeltaPanel* b = d.b + panel;
+            zero_sums();
+#define ADD_PANEL(J)                                                             \
+    for (int64_t k = 0; J < count && k < b[J].inputs; k += DEPTH) {              \
+        _tile_loadd(4, low + b[J].from + k, 2 * p.low_stride);                   \
+        _tile_loadd(6, b[J].weight + k * LANES, 2 * DEPTH);                      \
+        _tile_dpbf16ps(J, 4, 6);                                                 \
+    }
+            ADD_PANEL(0) ADD_PANEL(1) ADD_PANEL(2) ADD_PANEL(3)
+#undef ADD_PANEL
+            _tile_stored(0, part[0], 4 * LANES);
+            _tile_stored(1, part[1], 4 * LANES);
+            _tile_stored(2, part[2], 4 * LANES);
+            _tile_stored(3, part[3], 4 * LANES);
+            for (int64_t i = first - begin; i < first - begin + num_gated; ++i)
+                for (int j = 0; j < count; ++j) {
+                    Lanes& one = sum[(begin - row + i) * count + j];
+                    if (b[j].inputs) one = add(one, load(part[j] + i * LANES));
+                }
+        });
+    }
+}
+
+void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+    if (!p.rows || first == last) return;
+    Rows& rows = own();
+    if (fresh) lay_out(p, w.inputs, rows);
+    const TileRows tiles(rows.height);
+    if (w.scale)
+        multiply_by<Code>(w, p, rows, first, last);
+    else
+        multiply_by<bf16>(w, p, rows, first, last);
+}
+
+}  // namespace KIND
+
+#endif
