@@ -5,7 +5,7 @@
 Licences are read here. Yanked versions are known to every package index. Vulnerabilities are known to databases that
 pip-audit asks (PyPI's, and OSV's), which a mirror of the index mostly does not have: without one this fails, and with
 --where-reachable says so and goes on. Exit status 1 if anything is found, 2 if something could not be asked.
-"""  # fmt: skip
+"""
 
 from __future__ import annotations
 

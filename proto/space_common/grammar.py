@@ -143,8 +143,12 @@ def _lark(source: str) -> str:
 
 
 _KINDS: dict[str, Callable[[str], str]] = {
-    "json_schema": _json_schema, "json_object": _json_object, "regex": _regex, "choice": _choice, "lark": _lark,
-}  # fmt: skip
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "lark": _lark,
+}
 
 
 def _no_constant(name: str) -> None:

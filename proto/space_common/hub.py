@@ -233,9 +233,12 @@ class Hub:
 
         token = self._token()
         asked: dict[str, Any] = {
-            "revision": self.revision, "token": token, "cache_dir": self.folder, "allow_patterns": list(patterns),
+            "revision": self.revision,
+            "token": token,
+            "cache_dir": self.folder,
+            "allow_patterns": list(patterns),
             "ignore_patterns": list(SECOND_COPIES),
-        }  # fmt: skip
+        }
         with self._named(model), _quiet():
             if not self.is_offline():
                 if re.fullmatch("[0-9a-f]{40}", self.revision or ""):  # a commit never changes

@@ -140,9 +140,15 @@ class ModuleProcess:
         """Start without waiting, in a new process group, so that Ctrl-C does not reach it."""
         with _unbroken():
             process = self._process = subprocess.Popen(
-                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
             for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
                 if pipe is not None:
                     self._readers.append(threading.Thread(target=self._read, args=(name, pipe), daemon=True))

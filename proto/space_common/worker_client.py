@@ -198,13 +198,22 @@ class WorkerClient:
         self._take(sequence, self._num_wanted(sequence) if num_pages is None else num_pages)
         request = sequence.request
         admit = pb.Admit(
-            seq_id=seq_id, ids=sequence.ids, num_prompt=len(request.prompt), num_cached=sequence.num_computed,
-            pages=sequence.pages, sampling=request.sampling, limits=request.limits,
+            seq_id=seq_id,
+            ids=sequence.ids,
+            num_prompt=len(request.prompt),
+            num_cached=sequence.num_computed,
+            pages=sequence.pages,
+            sampling=request.sampling,
+            limits=request.limits,
             max_draft_length=request.max_draft_length,
-            num_forced_drafts=request.num_forced_drafts, want_logprobs=request.want_logprobs,
-            num_logprobs=request.num_logprobs, num_prompt_logprobs=request.num_prompt_logprobs,
-            adapter=request.adapter, prediction=request.prediction, traceparent=request.traceparent,
-        )  # fmt: skip
+            num_forced_drafts=request.num_forced_drafts,
+            want_logprobs=request.want_logprobs,
+            num_logprobs=request.num_logprobs,
+            num_prompt_logprobs=request.num_prompt_logprobs,
+            adapter=request.adapter,
+            prediction=request.prediction,
+            traceparent=request.traceparent,
+        )
         self.worker.apply(pb.Command(admit=admit))
         return sequence
 

@@ -233,10 +233,13 @@ class WorkerSettings:
     adapter: tuple[tuple[str, str], ...] = field(  # name and folder of each beside the checkpoint's own
         default=(),
         metadata={
-            "default": None, "action": "append", "parse": _adapter, "metavar": "NAME=FOLDER",
+            "default": None,
+            "action": "append",
+            "parse": _adapter,
+            "metavar": "NAME=FOLDER",
             "help": "a gated adapter that drafts for requests naming it; repeatable",
         },
-    )  # fmt: skip
+    )
     synthetic_acceptance: tuple[float, ...] | None = flag(
         None,
         "for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 are accepted "

@@ -26,11 +26,20 @@ def generate(out: Path) -> None:
     """Write `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py` of every proto into `out`/space_proto."""
     plugin = Path(sys.executable).with_name("protoc-gen-mypy")  # beside this interpreter, on the PATH or not
     subprocess.run(
-        [sys.executable, "-P", "-m", "grpc_tools.protoc", f"-I{HERE.parent}", f"--python_out={out}",
-         f"--mypy_out={out}", f"--plugin=protoc-gen-mypy={plugin}",
-         f"--grpc_python_out={out}", *(f"space_proto/{name}" for name in PROTOS)],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "grpc_tools.protoc",
+            f"-I{HERE.parent}",
+            f"--python_out={out}",
+            f"--mypy_out={out}",
+            f"--plugin=protoc-gen-mypy={plugin}",
+            f"--grpc_python_out={out}",
+            *(f"space_proto/{name}" for name in PROTOS),
+        ],
         check=True,
-    )  # fmt: skip
+    )
     for stub in (out / "space_proto").glob("*_pb2*.py"):
         stub.write_text(unguarded(stub.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -62,9 +62,18 @@ SOURCES = ("masks", "lookup", "prediction", "grammar")
 """Source of a draft: label `source` of `drafted_tokens_by_source_total` and `accepted_tokens_by_source_total`."""
 
 REASONS = (
-    "invalid", "too_long", "unauthorized", "body_too_large", "header_too_large", "slow_request", "queue_full",
-    "rate_limited", "not_ready", "draining", "too_many_connections",
-)  # fmt: skip
+    "invalid",
+    "too_long",
+    "unauthorized",
+    "body_too_large",
+    "header_too_large",
+    "slow_request",
+    "queue_full",
+    "rate_limited",
+    "not_ready",
+    "draining",
+    "too_many_connections",
+)
 """Why a request was refused before it was queued: label `reason` of `rejected_total`."""
 
 

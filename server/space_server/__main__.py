@@ -259,18 +259,39 @@ def build_worker(
         _log.warning("--lookup %s: while lookup reads texts, device steps are not launched ahead", config.lookup)
     sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
     worker = Worker(
-        model, synthetic=synthetic, sources=sources, num_blocks=num_blocks, block_size=config.block_size,
-        max_sequences=config.max_sequences, max_draft_length=config.max_draft_length,
-        prefill_seconds=config.prefill_budget, kv=kv, cost=cost, controller=FixedLayout.full(fixed) if fixed else None,
-        device_steps=steps != "host", eager=steps == "eager", grammars=_grammars(source.checkpoint(), facts),
-    )  # fmt: skip
+        model,
+        synthetic=synthetic,
+        sources=sources,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_draft_length=config.max_draft_length,
+        prefill_seconds=config.prefill_budget,
+        kv=kv,
+        cost=cost,
+        controller=FixedLayout.full(fixed) if fixed else None,
+        device_steps=steps != "host",
+        eager=steps == "eager",
+        grammars=_grammars(source.checkpoint(), facts),
+    )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
-        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f", facts.name, facts.number_format, facts.dtype_reason,
-        facts.device, facts.num_ranks, facts.attention, facts.window, facts.num_masks, facts.has_draft_head,
-        ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none", num_blocks, config.block_size,
-        num_blocks * config.block_size * facts.kv_bytes_per_token, time.perf_counter() - started,
-    )  # fmt: skip
+        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
+        facts.name,
+        facts.number_format,
+        facts.dtype_reason,
+        facts.device,
+        facts.num_ranks,
+        facts.attention,
+        facts.window,
+        facts.num_masks,
+        facts.has_draft_head,
+        ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
+        num_blocks,
+        config.block_size,
+        num_blocks * config.block_size * facts.kv_bytes_per_token,
+        time.perf_counter() - started,
+    )
     return worker
 
 
@@ -305,10 +326,13 @@ def measured_cost(
         return None
     cost = found.cost()
     _log.info(
-        "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms", steps,
-        len(found.points), found.origin.source, time.perf_counter() - begun,
+        "step costs (%s steps): %d points, %s, in %.2f s; a plain step of 1, 8, 64 sequences takes %s ms",
+        steps,
+        len(found.points),
+        found.origin.source,
+        time.perf_counter() - begun,
         ", ".join(f"{1000 * cost.seconds(StepShape.plain(n, 64 * n)):.2f}" for n in (1, 8, 64)),
-    )  # fmt: skip
+    )
     return cost
 
 

@@ -272,9 +272,13 @@ class Waiting:
         """Start compiling the grammar of a sequence that was not refused."""
         if self._grammars is not None:
             self._preparing[sequence.seq_id] = self._grammars.prepare(
-                grammar, eos_ids=sequence.limits.eos_ids, stop_ids=sequence.limits.stop_ids, ignores_eos=ignores_eos,
-                output=sequence.ids[sequence.num_prompt :], done=lambda: self.woken(),
-            )  # fmt: skip
+                grammar,
+                eos_ids=sequence.limits.eos_ids,
+                stop_ids=sequence.limits.stop_ids,
+                ignores_eos=ignores_eos,
+                output=sequence.ids[sequence.num_prompt :],
+                done=lambda: self.woken(),
+            )
 
     def take(self, batch: RunningBatch) -> None:
         """Start the sequences whose grammar is ready, and fail those whose grammar did not compile."""
@@ -302,9 +306,14 @@ class AdmissionError(ValueError):
 
 
 def admit(
-    message: pb.Admit, facts: ModelFacts, *, num_blocks: int, block_size: int, max_drafts: int,
+    message: pb.Admit,
+    facts: ModelFacts,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_drafts: int,
     sources: DraftSources | None = None,
-) -> RunningSequence:  # fmt: skip
+) -> RunningSequence:
     """Build the sequence that an Admit message describes. Raises AdmissionError. `max_drafts`: the worker's own bound.
     `sources`: draft sources besides masks; by default only the message's prediction."""
     sources = sources or DraftSources()
@@ -351,12 +360,23 @@ def admit(
     if sampling_params.penalises:
         counts = TokenCounts(ids, message.num_prompt, facts.vocab_size, facts.device)
     return RunningSequence(
-        seq_id=message.seq_id, ids=ids, num_prompt=message.num_prompt, num_computed=message.num_cached,
-        pages=list(message.pages), sampling_params=sampling_params, limits=limits, max_drafts=forced or bound,
-        num_forced_drafts=forced, num_logprobs=message.num_logprobs if message.want_logprobs else None,
+        seq_id=message.seq_id,
+        ids=ids,
+        num_prompt=message.num_prompt,
+        num_computed=message.num_cached,
+        pages=list(message.pages),
+        sampling_params=sampling_params,
+        limits=limits,
+        max_drafts=forced or bound,
+        num_forced_drafts=forced,
+        num_logprobs=message.num_logprobs if message.want_logprobs else None,
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        counts=counts, adapter=adapter, num_masks=num_masks, drafter=drafter, waits=in_grammar,
-    )  # fmt: skip
+        counts=counts,
+        adapter=adapter,
+        num_masks=num_masks,
+        drafter=drafter,
+        waits=in_grammar,
+    )
 
 
 def _grammar_digest(grammar: pb.Grammar) -> str:
@@ -431,12 +451,19 @@ def _sampling_params(sampling: pb.Sampling, limits: pb.Limits, vocab_size: int) 
     if named and max(named) >= vocab_size:
         raise AdmissionError(f"Id {max(named)} of a parameter is outside the vocabulary of {vocab_size}.")
     return SamplingParams(
-        key=request_key(sampling.seed, sampling.choice), bias=tuple(sorted(sampling.logit_bias.items())),
+        key=request_key(sampling.seed, sampling.choice),
+        bias=tuple(sorted(sampling.logit_bias.items())),
         allowed_ids=tuple(sorted(set(sampling.allowed_ids))),
         grammar=_grammar_digest(sampling.grammar) if sampling.HasField("grammar") else "",
-        min_tokens=sampling.min_tokens, end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
+        min_tokens=sampling.min_tokens,
+        end_ids=tuple(sorted({*limits.eos_ids, *limits.stop_ids})),
         bad_words=tuple(tuple(run.ids) for run in sampling.bad_words),
-        repetition_penalty=sampling.repetition_penalty or 1.0, presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty, temperature=sampling.temperature, top_k=sampling.top_k,
-        top_p=sampling.top_p or 1.0, min_p=sampling.min_p, typical_p=sampling.typical_p or 1.0,
-    )  # fmt: skip
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p or 1.0,
+    )

@@ -182,9 +182,15 @@ class GrammarState:
     """
 
     def __init__(
-        self, vocabulary: TokenVocabulary, fresh: Callable[[], LLMatcher], *, eos_ids: Collection[int],
-        stop_ids: Collection[int] = (), ignores_eos: bool = False, output: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+        self,
+        vocabulary: TokenVocabulary,
+        fresh: Callable[[], LLMatcher],
+        *,
+        eos_ids: Collection[int],
+        stop_ids: Collection[int] = (),
+        ignores_eos: bool = False,
+        output: Sequence[int] = (),
+    ) -> None:
         """`fresh`: this state's own matcher, at the beginning. EOS ids, and stop ids without text, are possible where
         the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already."""
         self._vocabulary, self._fresh = vocabulary, fresh
@@ -441,9 +447,13 @@ class Grammars:
     """Compiles each grammar once, and gives every sequence a state of its own."""
 
     def __init__(
-        self, read: Callable[[], TokenVocabulary], *, why_none: str | None = None, most_seconds: float = MOST_SECONDS,
+        self,
+        read: Callable[[], TokenVocabulary],
+        *,
+        why_none: str | None = None,
+        most_seconds: float = MOST_SECONDS,
         most_kept: int = MOST_KEPT,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`read` loads the vocabulary, once, for the first grammar; `why_none`: why grammars are unsupported, if so."""
         self.why_none = why_none
         self._read, self._most_seconds, self._most_kept = read, most_seconds, most_kept
@@ -472,9 +482,15 @@ class Grammars:
         return cls(lambda: vocabulary)
 
     def prepare(
-        self, grammar: pb.Grammar, *, eos_ids: Collection[int], stop_ids: Collection[int], ignores_eos: bool,
-        output: Sequence[int], done: Callable[[], None],
-    ) -> Preparation:  # fmt: skip
+        self,
+        grammar: pb.Grammar,
+        *,
+        eos_ids: Collection[int],
+        stop_ids: Collection[int],
+        ignores_eos: bool,
+        output: Sequence[int],
+        done: Callable[[], None],
+    ) -> Preparation:
         """Compile the grammar if it is not cached; `done` is called from another thread when that is over.
         The other arguments are those of GrammarState."""
         preparation = Preparation()
@@ -506,9 +522,12 @@ class Grammars:
         return preparation
 
     def _state(
-        self, name: bytes, grammar: pb.Grammar,
-        stand: Callable[[TokenVocabulary, Callable[[], LLMatcher]], GrammarState], deadline: float,
-    ) -> GrammarState:  # fmt: skip
+        self,
+        name: bytes,
+        grammar: pb.Grammar,
+        stand: Callable[[TokenVocabulary, Callable[[], LLMatcher]], GrammarState],
+        deadline: float,
+    ) -> GrammarState:
         vocabulary = self._known_vocabulary()
         with self._lock:
             known = self._compiled.get(name)

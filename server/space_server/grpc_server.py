@@ -341,9 +341,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves one router at a time: a new one ends the session of the one before."""
 
     def __init__(
-        self, worker: Worker, *, heartbeat_seconds: float = HEARTBEAT_SECONDS, meter: Meter | None = None,
+        self,
+        worker: Worker,
+        *,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        meter: Meter | None = None,
         tracer: Tracer | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`meter`: energy counters, reported with the steps; `tracer`: creates spans of sequences."""
         self.incarnation = uuid.uuid4().hex
         self.finished = asyncio.Event()  # drained, or the device is lost: the process may exit

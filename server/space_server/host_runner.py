@@ -118,9 +118,14 @@ class MaskRun:
         sequence = self.sequence
         sampling_params, possible = (sequence.sampling_params, None) if number else bounded(sequence, self.emitted)
         return SamplingRow(
-            sampling_params, sequence.ids, sequence.num_prompt, tail=self.emitted, counts=sequence.counts,
-            num_unknown=number, possible=possible,
-        )  # fmt: skip
+            sampling_params,
+            sequence.ids,
+            sequence.num_prompt,
+            tail=self.emitted,
+            counts=sequence.counts,
+            num_unknown=number,
+            possible=possible,
+        )
 
 
 @dataclass(slots=True)
@@ -266,9 +271,15 @@ class MaskDrafter:
         return self._rescored(head, masks, ids, offsets, rows, runs, sampling_group)
 
     def _rescored(
-        self, head: DraftHeadWeights, masks: Tensor, ids: Tensor, offsets: Tensor, rows: SamplingRows,
-        runs: Sequence[MaskRun], sampling_group: SamplingGroup,
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        head: DraftHeadWeights,
+        masks: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        rows: SamplingRows,
+        runs: Sequence[MaskRun],
+        sampling_group: SamplingGroup,
+    ) -> list[list[int]]:
         """Run the draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
         counts = rows.run_counts
         longest = max(counts)
@@ -294,9 +305,14 @@ class MaskDrafter:
                 found = head.compiled.propose(*given)
             else:
                 found = propose(
-                    *given, w1=head.w1, w2=head.w2, embedding_scale=head.embedding_scale, form=head.form,
-                    embed=self._model.embed, logits_of=self._model.logits_of,
-                )  # fmt: skip
+                    *given,
+                    w1=head.w1,
+                    w2=head.w2,
+                    embedding_scale=head.embedding_scale,
+                    form=head.form,
+                    embed=self._model.embed,
+                    logits_of=self._model.logits_of,
+                )
             chosen = found.tolist()  # [S, K]
         return [drafts[:count] for drafts, count in zip(chosen, counts, strict=True)]
 
@@ -310,10 +326,17 @@ class HostRunner(ModelRunner):
     """A ModelRunner whose steps the host prepares, verifies and drafts: for every sequence, on any device."""
 
     def __init__(
-        self, model: StepModel, kv: PagedKV, *, controller: Controller | None = None, cost: StepCost | None = None,
-        draft_source: DraftSource | None = None, synthetic: SyntheticAcceptance | None = None,
-        seconds_beside: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self,
+        model: StepModel,
+        kv: PagedKV,
+        *,
+        controller: Controller | None = None,
+        cost: StepCost | None = None,
+        draft_source: DraftSource | None = None,
+        synthetic: SyntheticAcceptance | None = None,
+        seconds_beside: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`controller`, `cost`: None: a SpeculationController, and typical costs. `seconds_beside`: called after a
         step; the seconds it took of a device that other work keeps busy, else None."""
         facts = model.facts
@@ -344,15 +367,22 @@ class HostRunner(ModelRunner):
         self._output, self._out_of_slots = None, []
 
     def schedule(
-        self, batch: Iterable[RunningSequence], budget: PrefillBudget, *, reported: Set[int] = frozenset(),
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
         elsewhere: Sequence[RunningSequence] = (),
-    ) -> ScheduledBatch | None:  # fmt: skip
+    ) -> ScheduledBatch | None:
         self._began = self._clock()
         busy = reported | {sequence.seq_id for sequence in elsewhere} if elsewhere else reported
         scheduled = plan_step(
-            [one for one in batch if not (one.waits or one.seq_id in busy)], self.controller,
-            block_size=self.kv.block_size, budget=budget, beside=elsewhere,
-        )  # fmt: skip
+            [one for one in batch if not (one.waits or one.seq_id in busy)],
+            self.controller,
+            block_size=self.kv.block_size,
+            budget=budget,
+            beside=elsewhere,
+        )
         self._out_of_slots = scheduled.out_of_slots
         return scheduled if scheduled.plans else None
 
@@ -404,9 +434,12 @@ class HostRunner(ModelRunner):
         sampling, drafting = self._sampling.seconds, self._mask_drafter.seconds
         started = clock()
         batch = ForwardBatch.build(
-            [plan.segment for plan in plans], block_size=self.kv.block_size, mask_ids=facts.mask_ids,
-            adapter_masks=[adapter.num_masks for adapter in facts.adapters], device=facts.device,
-        )  # fmt: skip
+            [plan.segment for plan in plans],
+            block_size=self.kv.block_size,
+            mask_ids=facts.mask_ids,
+            adapter_masks=[adapter.num_masks for adapter in facts.adapters],
+            device=facts.device,
+        )
         packed = clock()
         for key in self._plan_keys:
             AttentionPlan.of(batch.rows, key)

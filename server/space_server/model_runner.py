@@ -122,9 +122,13 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def schedule(
-        self, batch: Iterable[RunningSequence], budget: PrefillBudget, *, reported: Set[int] = frozenset(),
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
         elsewhere: Sequence[RunningSequence] = (),
-    ) -> Any | None:  # fmt: skip
+    ) -> Any | None:
         """Select the sequences and layouts of the next step; None: nothing is to be executed.
         `reported`: numbers of sequences stepped already for this report. `elsewhere`: sequences of other runners."""
 

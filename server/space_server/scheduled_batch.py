@@ -83,9 +83,13 @@ class ScheduledBatch:
 
 
 def plan_step(
-    sequences: Iterable[RunningSequence], controller: Controller, *, block_size: int, budget: PrefillBudget,
+    sequences: Iterable[RunningSequence],
+    controller: Controller,
+    *,
+    block_size: int,
+    budget: PrefillBudget,
     beside: Iterable[RunningSequence] = (),
-) -> ScheduledBatch:  # fmt: skip
+) -> ScheduledBatch:
     """Schedule every sequence, oldest first, within its slots and the prefill budget.
 
     A sequence with a single pending id always runs if it has a slot; the others share the budget. `beside`: sequences
@@ -193,7 +197,13 @@ def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         slots = sequence.num_free_slots(block_size) - sequence.num_pending
         num_drafts = max(0, min(num_drafts, sequence.max_drafts, slots, num_left - 1))
     return DraftLimits(
-        sequence.seq_id, num_drafts, sequence.most_masks, num_left, not sequence.sampling_params.greedy,
-        sequence.acceptance, sequence.draft_chances, sequence.drafter is not None and not sequence.num_forced_drafts,
+        sequence.seq_id,
+        num_drafts,
+        sequence.most_masks,
+        num_left,
+        not sequence.sampling_params.greedy,
+        sequence.acceptance,
+        sequence.draft_chances,
+        sequence.drafter is not None and not sequence.num_forced_drafts,
         sequence.num_forced_drafts,
-    )  # fmt: skip
+    )

@@ -93,9 +93,12 @@ class RankGroup:
                         self.lost(f"Rank {rank} has not read its weights after {LOADING_SECONDS:.0f} s.")
                     time.sleep(0.05)
             dist.init_process_group(
-                "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl", store=PrefixStore("ranks", store),
-                rank=self.rank, world_size=self.size, timeout=timedelta(seconds=self.watchdog),
-            )  # fmt: skip
+                "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
+                store=PrefixStore("ranks", store),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self.watchdog),
+            )
         except RuntimeError as error:
             self.lost(f"Rank {self.rank} cannot join the others: {_first_line(error)}")
         self._joined = True
@@ -346,9 +349,13 @@ class TensorParallelLeader:
     """
 
     def __init__(
-        self, model: SpaceModel, group: RankGroup, *, free: Callable[[], int] = lambda: 0,
+        self,
+        model: SpaceModel,
+        group: RankGroup,
+        *,
+        free: Callable[[], int] = lambda: 0,
         alive: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`free`: returns the bytes that this rank can still allocate. `alive` is called between heartbeats, and does
         not return if another rank's process has ended."""
         self._model, self._group, self._free, self._alive = model, group, free, alive
@@ -472,9 +479,12 @@ def run_follower(model: SpaceModel, group: RankGroup, free: Callable[[], int] = 
                 if kv is None:
                     group.lost("Rank 0 sent rows before pages.")
                 batch = ForwardBatch.build(
-                    message.segments, block_size=kv.block_size, mask_ids=facts.mask_ids,
-                    adapter_masks=[adapter.num_masks for adapter in facts.adapters], device=facts.device,
-                )  # fmt: skip
+                    message.segments,
+                    block_size=kv.block_size,
+                    mask_ids=facts.mask_ids,
+                    adapter_masks=[adapter.num_masks for adapter in facts.adapters],
+                    device=facts.device,
+                )
                 if len(batch.ids) != message.figures[0]:
                     group.lost(f"Rank 0 lays out {message.figures[0]} rows, rank {group.rank} {len(batch.ids)}.")
                 model.forward(batch, kv)
@@ -550,9 +560,13 @@ class RankPlace:
 
     def _tcp_store(self, port: int, listening: socket.socket | None = None) -> TCPStore:
         return TCPStore(
-            self.host, port, is_master=self.owns_store, timeout=timedelta(seconds=LOADING_SECONDS),
-            wait_for_workers=False, master_listen_fd=None if listening is None else listening.detach(),
-        )  # fmt: skip
+            self.host,
+            port,
+            is_master=self.owns_store,
+            timeout=timedelta(seconds=LOADING_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
+        )
 
 
 class Followers:
@@ -620,9 +634,12 @@ LoadModel = Callable[[Ranks, str], SpaceModel]
 
 @contextmanager
 def leading(
-    config: WorkerSettings, arguments: Sequence[str], place: RankPlace, load: LoadModel,
+    config: WorkerSettings,
+    arguments: Sequence[str],
+    place: RankPlace,
+    load: LoadModel,
     lost: Callable[[str], NoReturn] = end_process,
-) -> Iterator[TensorParallelLeader]:  # fmt: skip
+) -> Iterator[TensorParallelLeader]:
     """Run rank 0 of a complete group. The followers are released at the end of the block.
     `lost`: called when the ranks cannot continue together."""
     group = RankGroup(0, place.size, watchdog=config.rank_timeout, lost=lost)

@@ -46,13 +46,26 @@ class Worker:
     worker.apply(pb.Command(admit=...)); report = worker.step()"""
 
     def __init__(
-        self, model: StepModel, *, num_blocks: int, block_size: int = 16, max_sequences: int = 64,
-        max_draft_length: int | None = None, max_prefill_rows: int = MAX_PREFILL_ROWS,
-        prefill_seconds: float | None = None, cost: StepCost | None = None, controller: Controller | None = None,
-        draft_source: DraftSource | None = None, sources: DraftSources | None = None,
-        synthetic: SyntheticAcceptance | None = None, kv: PagedKV | None = None, device_steps: bool = False,
-        eager: bool = False, grammars: Grammars | None = None, clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self,
+        model: StepModel,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_sequences: int = 64,
+        max_draft_length: int | None = None,
+        max_prefill_rows: int = MAX_PREFILL_ROWS,
+        prefill_seconds: float | None = None,
+        cost: StepCost | None = None,
+        controller: Controller | None = None,
+        draft_source: DraftSource | None = None,
+        sources: DraftSources | None = None,
+        synthetic: SyntheticAcceptance | None = None,
+        kv: PagedKV | None = None,
+        device_steps: bool = False,
+        eager: bool = False,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
 
         `max_prefill_rows`: prompt tokens per step until a Start sets it. `prefill_seconds`: longest duration of a step
@@ -85,13 +98,26 @@ class Worker:
         device = None
         if device_steps and draft_source is None and facts.num_ranks == 1:
             device = DeviceRunner(
-                model, self.kv, max_sequences=max_sequences, controller=controller, cost=self.cost,
-                max_drafts=self.max_draft_length, eager=eager, synthetic=synthetic, clock=clock,
-            )  # fmt: skip
+                model,
+                self.kv,
+                max_sequences=max_sequences,
+                controller=controller,
+                cost=self.cost,
+                max_drafts=self.max_draft_length,
+                eager=eager,
+                synthetic=synthetic,
+                clock=clock,
+            )
         host = HostRunner(
-            model, self.kv, controller=controller, cost=self.cost, draft_source=draft_source, synthetic=synthetic,
-            seconds_beside=lambda: None if device is None else device.did_other_work(), clock=clock,
-        )  # fmt: skip
+            model,
+            self.kv,
+            controller=controller,
+            cost=self.cost,
+            draft_source=draft_source,
+            synthetic=synthetic,
+            seconds_beside=lambda: None if device is None else device.did_other_work(),
+            clock=clock,
+        )
         self.engine = EngineCore(host, device, self._sources)
         self.reset()
 
@@ -201,9 +227,13 @@ class Worker:
             self.batch.fail(message.seq_id, f"The worker runs {self.max_sequences} sequences already, its most.")
         else:
             sequence = admit(
-                message, self.facts, num_blocks=self.num_blocks, block_size=self.block_size,
-                max_drafts=self._draft_bound, sources=self._sources,
-            )  # fmt: skip
+                message,
+                self.facts,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_drafts=self._draft_bound,
+                sources=self._sources,
+            )
             refused = self.waiting.why_refused(sequence) if sequence.waits else None
             if refused is not None:
                 self.batch.fail(sequence.seq_id, refused)

@@ -46,9 +46,13 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
     output.commit()
     # Rare fields are set only where present: every keyword argument here costs time.
     part = report.sequences.add(
-        seq_id=sequence.seq_id, tokens=output.tokens, num_drafted=num_drafted, num_accepted=output.num_accepted,
-        num_computed=sequence.num_computed, decoded=decoded,
-    )  # fmt: skip
+        seq_id=sequence.seq_id,
+        tokens=output.tokens,
+        num_drafted=num_drafted,
+        num_accepted=output.num_accepted,
+        num_computed=sequence.num_computed,
+        decoded=decoded,
+    )
     if output.error is not None:
         part.finish, part.error = pb.FINISH_ERROR, output.error
     elif output.end is not None:

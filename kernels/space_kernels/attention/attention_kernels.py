@@ -103,10 +103,27 @@ def _add(state, top, total, other_state, other_top, other_total):
 
 @triton.jit
 def _step_keys(
-    queries, state, top, total, key, value, low, high, oldest, newest, key_row, value_row, inner, outer,
-    D: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    queries,
+    state,
+    top,
+    total,
+    key,
+    value,
+    low,
+    high,
+    oldest,
+    newest,
+    key_row,
+    value_row,
+    inner,
+    outer,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Add the step's own keys [oldest, newest) to each row's sums; `key` and `value` point to the step's key 0."""
     lanes = tl.arange(0, BLOCK_D)
     for begin in tl.range(low // N * N, high, N, num_stages=STAGES):
@@ -139,21 +156,55 @@ def _finish(
 
 @triton.jit(do_not_specialize=["table_width", "num_rows"])
 def attend(
-    query, key, value, key_pages, value_pages,
+    query,
+    key,
+    value,
+    key_pages,
+    value_pages,
     out,  # [R, H, D]; with WALK 2 the sums [splits, rows, H, D]
     lse,  # [R, H]
     tops,  # [splits, rows, H] with WALK 2
-    totals, tiles, chain_firsts, chain_counts, mask_firsts, mask_counts, offsets, reaches, group_firsts, starts,
-    num_written, page_table, query_row, query_head, key_row, key_head, value_row, value_head, page_stride, head_stride,
-    table_width, num_rows, inner, outer,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    totals,
+    tiles,
+    chain_firsts,
+    chain_counts,
+    mask_firsts,
+    mask_counts,
+    offsets,
+    reaches,
+    group_firsts,
+    starts,
+    num_written,
+    page_table,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    page_stride,
+    head_stride,
+    table_width,
+    num_rows,
+    inner,
+    outer,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    CAPPED: tl.constexpr, PAGES: tl.constexpr, MASKS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PAGES: tl.constexpr,
+    MASKS: tl.constexpr,
     CHAIN: tl.constexpr,  # read the step's own chain keys from `key` instead of the pages
     WALK: tl.constexpr,  # 0: a single split; 1: all splits in turn; 2: one split per program, added up by `combine`
-    LSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     QUERIES: tl.constexpr = HEADS // KV_HEADS
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tiles + 2 * tile)
@@ -196,13 +247,27 @@ def attend(
             first = tl.maximum(offset + 1 - WINDOW, 0)
         last = tl.where(real, reach, 0)
         state, top, total = _step_keys(
-            queries, state, top, total, key + chain_first.to(tl.int64) * key_row + head * key_head,
+            queries,
+            state,
+            top,
+            total,
+            key + chain_first.to(tl.int64) * key_row + head * key_head,
             value + chain_first.to(tl.int64) * value_row + head * value_head,
-            tl.min(tl.where(real, first, 2147483647), 0), tl.max(last, 0), first, last, key_row, value_row, inner,
-            outer, D, N,
-            BLOCK_D, CAPPED, PRECISION,
+            tl.min(tl.where(real, first, 2147483647), 0),
+            tl.max(last, 0),
+            first,
+            last,
+            key_row,
+            value_row,
+            inner,
+            outer,
+            D,
+            N,
+            BLOCK_D,
+            CAPPED,
+            PRECISION,
             STAGES=3,
-        )  # fmt: skip
+        )
     if MASKS:
         last = tl.where(is_mask & (split == 0), local - num_chain + 1, 0)
         first = tl.load(group_firsts + row, is_mask, other=0) - mask_first
@@ -210,13 +275,27 @@ def attend(
             first = tl.maximum(first, last - WINDOW)
         high = tl.max(last, 0)
         state, top, total = _step_keys(
-            queries, state, top, total, key + mask_first.to(tl.int64) * key_row + head * key_head,
+            queries,
+            state,
+            top,
+            total,
+            key + mask_first.to(tl.int64) * key_row + head * key_head,
             value + mask_first.to(tl.int64) * value_row + head * value_head,
-            tl.minimum(tl.min(tl.where(is_mask, first, 2147483647), 0), high), high, first, last, key_row, value_row,
-            inner, outer, D, N,
-            BLOCK_D, CAPPED, PRECISION,
+            tl.minimum(tl.min(tl.where(is_mask, first, 2147483647), 0), high),
+            high,
+            first,
+            last,
+            key_row,
+            value_row,
+            inner,
+            outer,
+            D,
+            N,
+            BLOCK_D,
+            CAPPED,
+            PRECISION,
             STAGES=1,  # usually a single block, so staging would only cost shared memory
-        )  # fmt: skip
+        )
     if PAGES:
         table = page_table + sequence.to(tl.int64) * table_width
         begin = tile_oldest // N * N
@@ -268,10 +347,21 @@ def combine(
     totals,
     out,  # [R, H, D]
     lse,  # [R, H]
-    owners, offsets, reaches, starts, num_written, num_rows,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
+    owners,
+    offsets,
+    reaches,
+    starts,
+    num_written,
+    num_rows,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LSE: tl.constexpr,
+):
     """Add up the sums of a row's splits, in ascending order."""
     QUERIES: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0)
@@ -315,9 +405,18 @@ _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32
 
 
 def _tuned_attend(
-    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, walk: int, *, masks: bool = True, chain: bool = False,
-    pages: bool = True, window: int = 0, capped: bool = False, fp8: bool = False,
-) -> Tuned:  # fmt: skip
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    walk: int,
+    *,
+    masks: bool = True,
+    chain: bool = False,
+    pages: bool = True,
+    window: int = 0,
+    capped: bool = False,
+    fp8: bool = False,
+) -> Tuned:
     tile = tile_for(head_dim, dtype)
     lse = not pages
     types = _ATTEND_TYPES | {"query key value": _TYPES[dtype], "key_pages value_pages": "*u8" if fp8 else _TYPES[dtype]}

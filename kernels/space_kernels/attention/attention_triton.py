@@ -127,9 +127,14 @@ def attend(
 
 
 def prefix_attention(
-    query: Tensor, pages: KVPages, tables: StepTables, spec: AttentionSpec, *, walk: Walk | None = None,
+    query: Tensor,
+    pages: KVPages,
+    tables: StepTables,
+    spec: AttentionSpec,
+    *,
+    walk: Walk | None = None,
     split: int = SPLIT,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Attend the pages only, without mask keys: (out [R, H, D], lse [R, H]), float32, natural logarithm.
     A row that sees no key has out 0 and lse -inf. With `num_written` 0, rows see only slots of earlier steps."""
     out, lse = _float32_pair(query)
@@ -156,9 +161,18 @@ def _float32_pair(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    qkv: QKV, pages: KVPages | None, tables: StepTables, spec: AttentionSpec, out: Tensor, lse: Tensor | None, *,
-    masks: bool = False, chain: bool = False, walk: Walk | None = None, split: int = SPLIT,
-) -> None:  # fmt: skip
+    qkv: QKV,
+    pages: KVPages | None,
+    tables: StepTables,
+    spec: AttentionSpec,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    masks: bool = False,
+    chain: bool = False,
+    walk: Walk | None = None,
+    split: int = SPLIT,
+) -> None:
     query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern
@@ -185,32 +199,78 @@ def _launch(
     shared: dict[str, Any] = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "BLOCK_D": block_d}
     shared |= {"SPLIT": split, "WINDOW": spec.window or 0, "LSE": lse is not None}
     kernels.attend[(len(tiles), kv_heads, num_splits if how == PARALLEL else 1)](
-        query, key, value, as_kept(key_pages), as_kept(value_pages),
+        query,
+        key,
+        value,
+        as_kept(key_pages),
+        as_kept(value_pages),
         of_splits[0] if how == PARALLEL else out,
-        out if lse is None else lse, of_splits[1], of_splits[2], tiles, pattern.chain_first, pattern.num_chain,
-        pattern.mask_first, pattern.num_masks, pattern.offset, pattern.reach, pattern.group_first, tables.starts,
-        tables.num_written, tables.page_table, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), key_pages.stride(0), key_pages.stride(1), tables.page_table.stride(0),
-        pattern.num_rows, inner, outer,
-        BLOCK_SIZE=tables.block_size, M=tile.queries, N=tile.keys, CAPPED=spec.softcap is not None,
-        PAGES=pages is not None, MASKS=masks, CHAIN=chain, WALK=how, PRECISION=precision(query.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
+        out if lse is None else lse,
+        of_splits[1],
+        of_splits[2],
+        tiles,
+        pattern.chain_first,
+        pattern.num_chain,
+        pattern.mask_first,
+        pattern.num_masks,
+        pattern.offset,
+        pattern.reach,
+        pattern.group_first,
+        tables.starts,
+        tables.num_written,
+        tables.page_table,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_pages.stride(0),
+        key_pages.stride(1),
+        tables.page_table.stride(0),
+        pattern.num_rows,
+        inner,
+        outer,
+        BLOCK_SIZE=tables.block_size,
+        M=tile.queries,
+        N=tile.keys,
+        CAPPED=spec.softcap is not None,
+        PAGES=pages is not None,
+        MASKS=masks,
+        CHAIN=chain,
+        WALK=how,
+        PRECISION=precision(query.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **shared,
-    )  # fmt: skip
+    )
     if how == PARALLEL:
         block_q = padded_queries(num_heads, kv_heads)
         kernels.combine[(pattern.num_rows, kv_heads)](
-            *of_splits, out, out if lse is None else lse, pattern.owner, pattern.offset, pattern.reach, tables.starts,
-            tables.num_written, pattern.num_rows,
-            BLOCK_Q=block_q, num_warps=combine_warps(block_q, block_d),
+            *of_splits,
+            out,
+            out if lse is None else lse,
+            pattern.owner,
+            pattern.offset,
+            pattern.reach,
+            tables.starts,
+            tables.num_written,
+            pattern.num_rows,
+            BLOCK_Q=block_q,
+            num_warps=combine_warps(block_q, block_d),
             **shared,
-        )  # fmt: skip
+        )
 
 
 def _check(
-    query: Tensor, kv_heads: int, pages: KVPages | None, tables: StepTables, scale: float, split: int,
+    query: Tensor,
+    kv_heads: int,
+    pages: KVPages | None,
+    tables: StepTables,
+    scale: float,
+    split: int,
     tile: AttentionTile,
-) -> None:  # fmt: skip
+) -> None:
     if not scale > 0:
         raise ValueError(f"The scale is {scale}; it must be positive. Negate the queries instead.")
     if query.shape[1] % kv_heads:
@@ -283,9 +343,16 @@ def merge(
     lse = torch.empty((num_rows, num_heads), dtype=torch.float32, device=first.device)
     if out.numel():
         _merge[(num_rows * num_heads,)](
-            first.contiguous(), first_lse.contiguous(), second.contiguous(), second_lse.contiguous(), out, lse,
-            D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
-        )  # fmt: skip
+            first.contiguous(),
+            first_lse.contiguous(),
+            second.contiguous(),
+            second_lse.contiguous(),
+            out,
+            lse,
+            D=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            num_warps=1,
+        )
     return out, lse
 
 
@@ -297,10 +364,28 @@ def _kept(wide, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_width"])
 def _store_kv(
-    key, value, key_pages, value_pages, owners, offsets, starts, num_written, page_table, key_row, key_head, value_row,
-    value_head, page_stride, head_stride, table_width,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    key,
+    value,
+    key_pages,
+    value_pages,
+    owners,
+    offsets,
+    starts,
+    num_written,
+    page_table,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    page_stride,
+    head_stride,
+    table_width,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     row = tl.program_id(0)
     sequence = tl.load(owners + row)
     offset = tl.load(offsets + row)
@@ -329,12 +414,29 @@ def store_kv(qkv: QKV, pages: KVPages, tables: StepTables) -> None:
     if pattern.num_chain_rows == 0:
         return
     _store_kv[(pattern.num_chain_rows,)](
-        key, value, as_kept(pages.keys), as_kept(pages.values), pattern.owner, pattern.offset, tables.starts,
-        tables.num_written, tables.page_table, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        pages.keys.stride(0), pages.keys.stride(1), tables.page_table.stride(0),
-        KV_HEADS=kv_heads, D=head_dim, BLOCK_SIZE=tables.block_size, HEADS=triton.next_power_of_2(kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=_warps(kv_heads, head_dim),
-    )  # fmt: skip
+        key,
+        value,
+        as_kept(pages.keys),
+        as_kept(pages.values),
+        pattern.owner,
+        pattern.offset,
+        tables.starts,
+        tables.num_written,
+        tables.page_table,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pages.keys.stride(0),
+        pages.keys.stride(1),
+        tables.page_table.stride(0),
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        BLOCK_SIZE=tables.block_size,
+        HEADS=triton.next_power_of_2(kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=_warps(kv_heads, head_dim),
+    )
 
 
 def _warps(kv_heads: int, head_dim: int) -> int:

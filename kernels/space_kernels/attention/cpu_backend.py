@@ -77,9 +77,19 @@ def _rows(rows: StepRows) -> CpuRows:
     starts = np.ascontiguousarray(rows.starts, dtype=np.int64)
     owner, offsets, reach, peers, members, bounds = tiles.addresses
     struct = RowsStruct(
-        len(pattern.offsets), owner, offsets, reach, peers, starts.ctypes.data, table.ctypes.data, table.shape[1],
-        pattern.num_chain_rows, len(tiles.bounds) - 1, members, bounds,
-    )  # fmt: skip
+        len(pattern.offsets),
+        owner,
+        offsets,
+        reach,
+        peers,
+        starts.ctypes.data,
+        table.ctypes.data,
+        table.shape[1],
+        pattern.num_chain_rows,
+        len(tiles.bounds) - 1,
+        members,
+        bounds,
+    )
     return CpuRows(struct, (tiles, starts, table))
 
 
@@ -100,10 +110,19 @@ class CompiledAttention:
         out = torch.zeros_like(query)
         heads = HeadsStruct(num_heads, kv_heads, dim)
         attention = AttentionStruct(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), num_heads * dim, kv_heads * dim,
-            pages.keys.data_ptr(), pages.values.data_ptr(), pages.keys.shape[2], out.data_ptr(), spec.scale,
-            spec.softcap or 0.0, spec.window or 0,
-        )  # fmt: skip
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            num_heads * dim,
+            kv_heads * dim,
+            pages.keys.data_ptr(),
+            pages.values.data_ptr(),
+            pages.keys.shape[2],
+            out.data_ptr(),
+            spec.scale,
+            spec.softcap or 0.0,
+            spec.window or 0,
+        )
         those, threads = byref(CpuRows.of(rows).struct), torch.get_num_threads()
         self._library.store(those, byref(heads), byref(attention), None, None, 0.0, None, None, threads)
         self._library.attend(those, byref(heads), byref(attention), threads)

@@ -70,9 +70,15 @@ class FlashLibrary(Protocol):
 
 
 def space_attention(
-    qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, library: FlashLibrary, own: OwnPart | None = None,
+    qkv: QKV,
+    pages: KVPages,
+    rows: StepRows,
+    spec: AttentionSpec,
+    *,
+    library: FlashLibrary,
+    own: OwnPart | None = None,
     is_stored: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
 
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
@@ -164,11 +170,16 @@ class FlashAttn2:
     def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
         """Implement FlashLibrary. The library takes cumulative lengths although the keys are paged."""
         out: Tensor = self.varlen(
-            query, *pages, cu_seqlens_q=runs.bounds,
+            query,
+            *pages,
+            cu_seqlens_q=runs.bounds,
             cu_seqlens_k=torch.nn.functional.pad(reach.lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=runs.widest, max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1], block_table=reach.pages,
-            window_size=spec.window, **spec.keywords,
-        )  # fmt: skip
+            max_seqlen_q=runs.widest,
+            max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1],
+            block_table=reach.pages,
+            window_size=spec.window,
+            **spec.keywords,
+        )
         return out
 
 
@@ -205,10 +216,14 @@ class FlashAttn4:
         self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec, **runs: Any
     ) -> tuple[Tensor, Tensor]:
         out, lse = self.varlen(
-            query, *pages, **runs,
-            seqused_k=reach.lengths, page_table=reach.pages,
+            query,
+            *pages,
+            **runs,
+            seqused_k=reach.lengths,
+            page_table=reach.pages,
             window_size=tuple(None if bound < 0 else bound for bound in spec.window),
             **spec.keywords,
-            num_splits=self.splits, return_lse=True,
-        )  # fmt: skip
+            num_splits=self.splits,
+            return_lse=True,
+        )
         return out, lse

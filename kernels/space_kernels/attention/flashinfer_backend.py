@@ -33,9 +33,15 @@ Kind = Literal["chains", "masks"]
 
 
 def space_attention(
-    qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, library: FlashInfer, own: OwnPart | None = None,
+    qkv: QKV,
+    pages: KVPages,
+    rows: StepRows,
+    spec: AttentionSpec,
+    *,
+    library: FlashInfer,
+    own: OwnPart | None = None,
     is_stored: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `torch_backend.space_attention`, in float16 or bfloat16. Returns [R, H, D].
 
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
@@ -169,10 +175,14 @@ class FlashInfer:
             return torch.zeros(size, dtype=torch.int32, device=self.workspace.device)
 
         return self.make_wrapper(
-            self.workspace, "HND",
-            use_cuda_graph=True, qo_indptr_buf=kept(num_runs + 1), paged_kv_indptr_buf=kept(num_runs + 1),
-            paged_kv_indices_buf=kept(self.most_pages), paged_kv_last_page_len_buf=kept(num_runs),
-        )  # fmt: skip
+            self.workspace,
+            "HND",
+            use_cuda_graph=True,
+            qo_indptr_buf=kept(num_runs + 1),
+            paged_kv_indptr_buf=kept(num_runs + 1),
+            paged_kv_indices_buf=kept(self.most_pages),
+            paged_kv_last_page_len_buf=kept(num_runs),
+        )
 
     def _plan(self, wrapper: Any, kind: Kind, rows: StepRows, ask: FlashInferCall, runs: _Runs) -> None:
         size = rows.block_size
@@ -192,11 +202,21 @@ class FlashInfer:
                         "use --attention triton or fewer drafts (--speculation)."
                     )
         wrapper.plan(
-            _host(runs.bounds), _host(np.cumsum([0, *counts])), _host(held), _host(lengths - (counts - 1) * size),
-            ask.num_heads, ask.kv_heads, ask.head_dim, size,
-            causal=kind == "chains", sm_scale=ask.spec.scale, window_left=window_left,
-            logits_soft_cap=ask.spec.softcap or 0.0, q_data_type=ask.dtype, kv_data_type=ask.dtype,
-        )  # fmt: skip
+            _host(runs.bounds),
+            _host(np.cumsum([0, *counts])),
+            _host(held),
+            _host(lengths - (counts - 1) * size),
+            ask.num_heads,
+            ask.kv_heads,
+            ask.head_dim,
+            size,
+            causal=kind == "chains",
+            sm_scale=ask.spec.scale,
+            window_left=window_left,
+            logits_soft_cap=ask.spec.softcap or 0.0,
+            q_data_type=ask.dtype,
+            kv_data_type=ask.dtype,
+        )
 
 
 def _asked(pattern: RowPattern) -> set[tuple[Kind, FlashInferCall]]:

@@ -186,17 +186,24 @@ def _masks(pattern: RowPattern, groups: Sequence[range], device: torch.device) -
 
 
 def _block(
-    members: Sequence[int], reach: Sequence[int], rows: Sequence[Sequence[int]], real: Sequence[Sequence[bool]],
+    members: Sequence[int],
+    reach: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    real: Sequence[Sequence[bool]],
     device: torch.device,
-) -> Block:  # fmt: skip
+) -> Block:
     flat = np.array(rows, dtype=np.int64).reshape(-1)
     places = np.flatnonzero(np.array(real).reshape(-1))
     in_place = bool((flat == np.arange(len(flat))).all())
     return Block(
-        sequences=_to(members, device), reach=_to(reach, device, torch.int32), longest=max(reach),
-        rows=None if in_place else _to(flat, device), width=len(rows[0]), places=_to(places, device),
+        sequences=_to(members, device),
+        reach=_to(reach, device, torch.int32),
+        longest=max(reach),
+        rows=None if in_place else _to(flat, device),
+        width=len(rows[0]),
+        places=_to(places, device),
         targets=_to(flat[places], device),
-    )  # fmt: skip
+    )
 
 
 def _long(pattern: RowPattern, members: Sequence[int], device: torch.device) -> Ragged:
@@ -301,9 +308,15 @@ class OwnPart:
     merge: Callable[..., tuple[Tensor, Tensor]]
 
     def add_masks(
-        self, out: Tensor, runs: Block, found: Tensor, found_lse: Tensor, qkv: QKV, tables: StepTables,
+        self,
+        out: Tensor,
+        runs: Block,
+        found: Tensor,
+        found_lse: Tensor,
+        qkv: QKV,
+        tables: StepTables,
         spec: AttentionSpec,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write the mask rows of `out` [R, H, D]: the library's attention over the pages, merged with that among masks.
         found [n·width, H, D] and its lse [n·width, H] of the mask groups `runs`."""
         masks = slice(tables.pattern.num_chain_rows, tables.pattern.num_rows)

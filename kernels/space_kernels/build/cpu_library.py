@@ -269,9 +269,17 @@ _NEEDS = {
 """The CPU flags each kind requires, as Linux names them."""
 
 _SOURCE_FILES = (
-    "team.cpp", "linear.cpp", "linear_lanes.cpp", "linear_tiles.cpp", "attention.cpp", "network.cpp", "draft.cpp",
-    "choice.cpp", "api.cpp", "probe.cpp",
-)  # fmt: skip
+    "team.cpp",
+    "linear.cpp",
+    "linear_lanes.cpp",
+    "linear_tiles.cpp",
+    "attention.cpp",
+    "network.cpp",
+    "draft.cpp",
+    "choice.cpp",
+    "api.cpp",
+    "probe.cpp",
+)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 _SECONDS = 300.0
 """Timeout of one compiler call, in seconds."""

@@ -116,9 +116,13 @@ def angles(positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> tupl
 #                           normed?, rotated   normed?, rotated  unchanged             all R rows, in place
 #                                              -> key_pages      -> value_pages        rows with a slot only
 def rotary_store(
-    fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, heads: HeadCounts,
+    fused: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
+    slots: Tensor,
+    heads: HeadCounts,
     norm: HeadNorm | None = None,
-) -> QKV:  # fmt: skip
+) -> QKV:
     """Apply the rotary embedding to queries and keys in place, and store keys and values of rows that have a slot.
 
     fused [R, (H+2G)·D]; angles: cos and sin [R, D/2] float32;

@@ -32,9 +32,19 @@ def _rms_norm(x, weight, out, x_stride, out_stride, eps, D: tl.constexpr, BLOCK:
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, out, total, x_stride, residual_stride, out_stride, total_stride, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    x_stride,
+    residual_stride,
+    out_stride,
+    total_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < D
@@ -67,9 +77,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     block, warps = _shape(x.shape[-1])
     if len(x):
         _add_rms_norm[(len(x),)](
-            x, residual, weight, out, total, x.stride(0), residual.stride(0), out.stride(0), total.stride(0), eps,
-            D=x.shape[-1], BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            x.stride(0),
+            residual.stride(0),
+            out.stride(0),
+            total.stride(0),
+            eps,
+            D=x.shape[-1],
+            BLOCK=block,
+            num_warps=warps,
+        )
     return out, total
 
 
@@ -128,11 +149,29 @@ def _normed(first, second, weight, lanes, inside, eps, HALF: tl.constexpr, dtype
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _rotary_store(
-    fused, cos, sin, key_pages, value_pages, slots, query_weight, key_weight, fused_stride, angle_stride, page_stride,
-    head_stride, slot_stride, num_slots, eps,
-    num_heads: tl.constexpr, kv_heads: tl.constexpr, block_size: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
+    fused,
+    cos,
+    sin,
+    key_pages,
+    value_pages,
+    slots,
+    query_weight,
+    key_weight,
+    fused_stride,
+    angle_stride,
+    page_stride,
+    head_stride,
+    slot_stride,
+    num_slots,
+    eps,
+    num_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    block_size: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lanes = tl.arange(0, BLOCK)
@@ -176,9 +215,13 @@ def _rotary_store(
 
 
 def rotary_store(
-    fused: Tensor, angles: tuple[Tensor, Tensor], pages: KVPages, slots: Tensor, heads: HeadCounts,
+    fused: Tensor,
+    angles: tuple[Tensor, Tensor],
+    pages: KVPages,
+    slots: Tensor,
+    heads: HeadCounts,
     norm: HeadNorm | None = None,
-) -> QKV:  # fmt: skip
+) -> QKV:
     """As `layers.rotary_store`."""
     num_heads, kv_heads = heads
     cos, sin = angles
@@ -187,13 +230,30 @@ def rotary_store(
     half = rows.shape[2] // 2
     if num_rows:
         _rotary_store[(num_rows, triton.cdiv(all_heads, _HEADS))](
-            fused, cos, sin, as_kept(pages.keys), as_kept(pages.values), slots,
-            fused if norm is None else norm.query_weight, fused if norm is None else norm.key_weight, fused.stride(0),
-            cos.stride(0), pages.keys.stride(0), pages.keys.stride(1), pages.keys.stride(2), len(slots),
+            fused,
+            cos,
+            sin,
+            as_kept(pages.keys),
+            as_kept(pages.values),
+            slots,
+            fused if norm is None else norm.query_weight,
+            fused if norm is None else norm.key_weight,
+            fused.stride(0),
+            cos.stride(0),
+            pages.keys.stride(0),
+            pages.keys.stride(1),
+            pages.keys.stride(2),
+            len(slots),
             0.0 if norm is None else norm.eps,
-            num_heads=num_heads, kv_heads=kv_heads, block_size=pages.keys.shape[2], HALF=half,
-            BLOCK=triton.next_power_of_2(half), HEADS=_HEADS, NORMED=norm is not None, num_warps=_warps(half),
-        )  # fmt: skip
+            num_heads=num_heads,
+            kv_heads=kv_heads,
+            block_size=pages.keys.shape[2],
+            HALF=half,
+            BLOCK=triton.next_power_of_2(half),
+            HEADS=_HEADS,
+            NORMED=norm is not None,
+            num_warps=_warps(half),
+        )
     query, key, value = torch.split(rows, [num_heads, kv_heads, kv_heads], dim=1)
     return QKV(query, key, value)
 

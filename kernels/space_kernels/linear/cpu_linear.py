@@ -74,9 +74,13 @@ class CompiledLinear(nn.Module):
             library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
         self.bias = None if bias is None else _per_output(bias.detach(), num_panels)
         self.struct = LinearStruct(
-            self.weight.data_ptr(), _address(self.scale), _address(self.bias), num_panels, self.in_features,
+            self.weight.data_ptr(),
+            _address(self.scale),
+            _address(self.bias),
+            num_panels,
+            self.in_features,
             self.out_features,
-        )  # fmt: skip
+        )
         self._here = byref(self.struct)
 
     @staticmethod

@@ -242,12 +242,15 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
         step_bound = step_bound.expand(len(order), *step_bound.shape[1:])
     is_whole_step = moved is None and len(order) == len(rows.starts)
     ground = CachedBucket(
-        shape=bucket.shape, order=None if is_whole_step else order, queries=queries.view(-1),
-        step_keys=None if step_keys is None else step_keys.view(-1), step_bound=step_bound,
+        shape=bucket.shape,
+        order=None if is_whole_step else order,
+        queries=queries.view(-1),
+        step_keys=None if step_keys is None else step_keys.view(-1),
+        step_bound=step_bound,
         reach=rows.pattern.reach[table],
         oldest=None if key.window is None else rows.pattern.offsets[table] + 1 - key.window,
         blocks=_blocks(rows, key, order, first[order], count, num_whole),
-    )  # fmt: skip
+    )
     return ground, moved
 
 

@@ -271,9 +271,17 @@ def _upload(pattern: RowPattern, device: torch.device) -> PatternTables:
         name: uploaded[begin : begin + len(part)] for (name, part), begin in zip(parts.items(), begins, strict=False)
     }
     return PatternTables(
-        chain_first=tensors["chain_first"], num_chain=tensors["num_chain"], mask_first=tensors["mask_first"],
-        num_masks=tensors["num_masks"], owner=tensors["owner"], offset=tensors["offset"], reach=tensors["reach"],
-        group=tensors["group"], group_first=tensors["group_first"], num_rows=len(pattern.offsets),
-        num_padded=pattern.num_padded, num_chain_rows=pattern.num_chain_rows,
+        chain_first=tensors["chain_first"],
+        num_chain=tensors["num_chain"],
+        mask_first=tensors["mask_first"],
+        num_masks=tensors["num_masks"],
+        owner=tensors["owner"],
+        offset=tensors["offset"],
+        reach=tensors["reach"],
+        group=tensors["group"],
+        group_first=tensors["group_first"],
+        num_rows=len(pattern.offsets),
+        num_padded=pattern.num_padded,
+        num_chain_rows=pattern.num_chain_rows,
         rows_per_sequence=pattern.chains[1] + pattern.masks[1],
-    )  # fmt: skip
+    )

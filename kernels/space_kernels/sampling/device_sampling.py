@@ -55,9 +55,13 @@ class Stages:
     def __or__(self, other: Stages) -> Stages:
         """Return the union."""
         return Stages(
-            self.edits or other.edits, self.bounds or other.bounds, self.penalises or other.penalises,
-            self.samples or other.samples, self.cuts or other.cuts, self.floors or other.floors,
-        )  # fmt: skip
+            self.edits or other.edits,
+            self.bounds or other.bounds,
+            self.penalises or other.penalises,
+            self.samples or other.samples,
+            self.cuts or other.cuts,
+            self.floors or other.floors,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +109,14 @@ class SamplingTensors:
 
     @classmethod
     def empty(
-        cls, num_sequences: int, vocab_size: int, *, room: SamplingCapacity | None = None, bounds: bool = False,
+        cls,
+        num_sequences: int,
+        vocab_size: int,
+        *,
+        room: SamplingCapacity | None = None,
+        bounds: bool = False,
         device: torch.device | str = "cpu",
-    ) -> SamplingTensors:  # fmt: skip
+    ) -> SamplingTensors:
         """Allocate for S sequences, greedy and neutral. `bounds`: support allowed ids, one bit per vocabulary id."""
         room = room or SamplingCapacity()
         S = num_sequences
@@ -117,16 +126,25 @@ class SamplingTensors:
 
         ids, single, double = torch.int64, torch.float32, torch.float64
         return cls(
-            vocab_size=vocab_size, room=room, key=filled((S,), 0, ids), greedy=filled((S,), True, torch.bool),
-            divisor=filled((S,), 1.0, single), top_k=filled((S,), vocab_size, ids), top_p=filled((S,), 1.0, double),
-            log_min_p=filled((S,), -math.inf, double), typical_p=filled((S,), 1.0, double),
-            repetition=filled((S,), 1.0, single), presence=filled((S,), 0.0, single),
-            frequency=filled((S,), 0.0, single), bias_ids=filled((S, room.num_biases), NO_ID, ids),
-            bias=filled((S, room.num_biases), 0.0, single), min_tokens=filled((S,), 0, ids),
+            vocab_size=vocab_size,
+            room=room,
+            key=filled((S,), 0, ids),
+            greedy=filled((S,), True, torch.bool),
+            divisor=filled((S,), 1.0, single),
+            top_k=filled((S,), vocab_size, ids),
+            top_p=filled((S,), 1.0, double),
+            log_min_p=filled((S,), -math.inf, double),
+            typical_p=filled((S,), 1.0, double),
+            repetition=filled((S,), 1.0, single),
+            presence=filled((S,), 0.0, single),
+            frequency=filled((S,), 0.0, single),
+            bias_ids=filled((S, room.num_biases), NO_ID, ids),
+            bias=filled((S, room.num_biases), 0.0, single),
+            min_tokens=filled((S,), 0, ids),
             end_ids=filled((S, room.num_ends), NO_ID, ids),
             words=filled((S, room.num_words, room.word_length), NO_ID, ids),
             allowed=filled((S, -(-vocab_size // 32) if bounds else 0), -1, torch.int32),
-        )  # fmt: skip
+        )
 
     @classmethod
     def of(
@@ -228,9 +246,13 @@ class Prefixes:
 
 
 def sample(
-    logits: Tensor, batch_params: SamplingTensors, stages: Stages, prefixes: Prefixes, banned_ids: Tensor,
+    logits: Tensor,
+    batch_params: SamplingTensors,
+    stages: Stages,
+    prefixes: Prefixes,
+    banned_ids: Tensor,
     counts: Tensor | None = None,
-) -> SampledTokens:  # fmt: skip
+) -> SampledTokens:
     """Sample J rows of each of S sequences: ids and valid, [S, J] each.
 
     logits [S, J, V] float32 raw (overwritten); banned_ids [M] int64: never sampled; counts [S, V] int32:
@@ -259,9 +281,13 @@ def sample(
 
 
 def edit(
-    logits: Tensor, batch_params: SamplingTensors, stages: Stages, prefixes: Prefixes, banned_ids: Tensor,
+    logits: Tensor,
+    batch_params: SamplingTensors,
+    stages: Stages,
+    prefixes: Prefixes,
+    banned_ids: Tensor,
     counts: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Apply the stages before the temperature; arguments as in `sample`. Returns [S, J, V], possibly in place."""
     z = logits
     if stages.edits:
@@ -286,9 +312,13 @@ def end_bans(batch_params: SamplingTensors, num_generated: Tensor) -> Tensor:
 
 
 def word_bans(
-    batch_params: SamplingTensors, history: Tensor, num_known: Tensor, tails: Tensor, num_tail: Tensor,
+    batch_params: SamplingTensors,
+    history: Tensor,
+    num_known: Tensor,
+    tails: Tensor,
+    num_tail: Tensor,
     num_unknown: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the last id of each bad word whose other ids end the row's prefix; [S, J, num_words], NO_ID elsewhere.
 
     history [S, window] int64: known ids, the first num_known [S] of each; tails, num_tail: as in `sample`;

@@ -416,6 +416,4 @@ def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int)
 
 def _struct(logits: Tensor, banned_ids: Tensor) -> LogitsStruct:
     rows, vocabulary = logits.shape
-    return LogitsStruct(
-        logits.data_ptr(), rows, logits.stride(0), vocabulary, banned_ids.data_ptr(), len(banned_ids)
-    )  # fmt: skip
+    return LogitsStruct(logits.data_ptr(), rows, logits.stride(0), vocabulary, banned_ids.data_ptr(), len(banned_ids))

@@ -207,9 +207,12 @@ class SamplingRows:
     Queries work run by run; a `SamplingRow` is created only where its parameters need the prefix."""
 
     def __init__(
-        self, batch_params: Sequence[SamplingParams], positions: Sequence[int], counts: Sequence[int],
+        self,
+        batch_params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        counts: Sequence[int],
         row: Callable[[int, int], SamplingRow],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Per run: sampling parameters, absolute position of the first sampled token, and number of rows.
         row(run, number): creates row `number` of run `run`, both from 0."""
         self.run_params = BatchSamplingParams.of(batch_params)

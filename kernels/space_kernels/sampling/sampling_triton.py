@@ -94,13 +94,27 @@ def _edit(logits, bias_ids, biases, banned, bans, J, V, num_biases, num_banned, 
 
 @triton.jit(do_not_specialize=["J", "num_tail", "tail_stride"])
 def _temper(
-    logits, allowed, counts, tails, num_tail, repetition, presence, frequency, divisor,
+    logits,
+    allowed,
+    counts,
+    tails,
+    num_tail,
+    repetition,
+    presence,
+    frequency,
+    divisor,
     peaks,  # [N, T] float32
     peak_ids,  # [N, T] int32
     faults,  # [N, T] int32: 1 where a value is NaN or +inf
-    J, V, T, num_words, tail_stride,
-    BOUNDS: tl.constexpr, PENALISES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    J,
+    V,
+    T,
+    num_words,
+    tail_stride,
+    BOUNDS: tl.constexpr,
+    PENALISES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // J
     ids = tile * TILE + tl.arange(0, TILE)
@@ -146,12 +160,21 @@ def _bin(z, peak):
 
 @triton.jit(do_not_specialize=["J"])
 def _weigh(
-    logits, top_ks, top_ps, typical_ps, peaks, faults,
+    logits,
+    top_ks,
+    top_ps,
+    typical_ps,
+    peaks,
+    faults,
     masses,  # [N, T] int64
     histograms,  # [N, T, _BINS] int32
-    J, V, T,
-    SCALE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    J,
+    V,
+    T,
+    SCALE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // J
     peak, valid = _row_peak(peaks, faults, row, T, TILES)
@@ -175,12 +198,27 @@ def _nearness(z, peak, centre):
 
 @triton.jit(do_not_specialize=["J"])
 def _loudest(
-    logits, keys, greedy, log_floors, positions, peaks, faults, cuts, centres, nearests, near_ids,
+    logits,
+    keys,
+    greedy,
+    log_floors,
+    positions,
+    peaks,
+    faults,
+    cuts,
+    centres,
+    nearests,
+    near_ids,
     scores,  # [N, T] float64
     winners,  # [N, T] int32
-    J, V, T,
-    CUTS: tl.constexpr, FLOORS: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    J,
+    V,
+    T,
+    CUTS: tl.constexpr,
+    FLOORS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row // J
     best = tl.full([], float("-inf"), tl.float64)
@@ -221,12 +259,20 @@ def _loudest(
 
 @triton.jit(do_not_specialize=["J"])
 def _winner(
-    greedy, peaks, peak_ids, faults, scores, winners,
+    greedy,
+    peaks,
+    peak_ids,
+    faults,
+    scores,
+    winners,
     chosen,  # [N] int64
     valids,  # [N] bool
-    J, V, T,
-    SAMPLES: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    J,
+    V,
+    T,
+    SAMPLES: tl.constexpr,
+    TILES: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILES)
     inside = lanes < T
@@ -327,7 +373,15 @@ def _typical_sums(source, cut, log_floor, centre, nearest, below_id, SCALE: tl.c
 
 @triton.jit(do_not_specialize=["J"])
 def _cut(
-    logits, top_ks, top_ps, log_floors, typical_ps, peaks, faults, masses, histograms,
+    logits,
+    top_ks,
+    top_ps,
+    log_floors,
+    typical_ps,
+    peaks,
+    faults,
+    masses,
+    histograms,
     few_logits,  # [N, FEW]
     few_ids,  # [N, FEW] int32
     few_weights,  # [N, FEW] int64
@@ -335,9 +389,14 @@ def _cut(
     centres,  # [N] float64: entropy minus the information of the peak, for typical-p
     nearests,  # [N] int64: nearness of the last typical candidate; -1: typical-p is off
     near_ids,  # [N] int32: among candidates of that nearness, lower ids than this are kept
-    J, V, T,
-    SCALE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
+    J,
+    V,
+    T,
+    SCALE: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     sequence = row // J
     peak, valid = _row_peak(peaks, faults, row, T, TILES)
@@ -480,9 +539,15 @@ def scale(vocab_size: int) -> float:
 
 
 def sample(
-    logits: Tensor, batch_params: SamplingTensors, stages: Stages, prefixes: Prefixes, banned_ids: Tensor,
-    counts: Tensor | None = None, *, shape: LogitsShape | None = None,
-) -> SampledTokens:  # fmt: skip
+    logits: Tensor,
+    batch_params: SamplingTensors,
+    stages: Stages,
+    prefixes: Prefixes,
+    banned_ids: Tensor,
+    counts: Tensor | None = None,
+    *,
+    shape: LogitsShape | None = None,
+) -> SampledTokens:
     """As `device_sampling.sample`, in place on contiguous logits [S, J, V] float32.
     `shape`: tile sizes; None: chosen by the size of the vocabulary."""
     S, J, V = logits.shape
@@ -507,39 +572,101 @@ def sample(
     if stages.cuts:
         masses, histograms = empty(N, T, dtype=torch.int64), empty(N, T, _BINS.value, dtype=torch.int32)
         _weigh[(N, T)](
-            logits, batch_params.top_k, batch_params.top_p, batch_params.typical_p, peaks, faults, masses, histograms,
-            J, V, T,
-            SCALE=scale(V), TILES=TILES, TILE=shape.tile,
+            logits,
+            batch_params.top_k,
+            batch_params.top_p,
+            batch_params.typical_p,
+            peaks,
+            faults,
+            masses,
+            histograms,
+            J,
+            V,
+            T,
+            SCALE=scale(V),
+            TILES=TILES,
+            TILE=shape.tile,
             **warps,
-        )  # fmt: skip
+        )
         few_logits, few_ids = empty(N, shape.few, dtype=torch.float32), empty(N, shape.few, dtype=torch.int32)
         _cut[(N,)](
-            logits, batch_params.top_k, batch_params.top_p, batch_params.log_min_p, batch_params.typical_p, peaks,
-            faults, masses, histograms, few_logits, few_ids,
+            logits,
+            batch_params.top_k,
+            batch_params.top_p,
+            batch_params.log_min_p,
+            batch_params.typical_p,
+            peaks,
+            faults,
+            masses,
+            histograms,
+            few_logits,
+            few_ids,
             empty(N, shape.few, dtype=torch.int64),
-            cuts, centres, nearests, near_ids, J, V, T,
-            SCALE=scale(V), TILES=TILES, TILE=shape.tile, FEW=shape.few,
+            cuts,
+            centres,
+            nearests,
+            near_ids,
+            J,
+            V,
+            T,
+            SCALE=scale(V),
+            TILES=TILES,
+            TILE=shape.tile,
+            FEW=shape.few,
             **warps,
-        )  # fmt: skip
+        )
     scores, winners = empty(N, T, dtype=torch.float64), empty(N, T, dtype=torch.int32)
     if stages.samples:
         _loudest[(N, T)](
-            logits, batch_params.key, greedy, batch_params.log_min_p, prefixes.positions, peaks, faults, cuts, centres,
-            nearests, near_ids, scores, winners, J, V, T,
-            CUTS=stages.cuts, FLOORS=stages.floors, TILES=TILES, TILE=shape.tile,
+            logits,
+            batch_params.key,
+            greedy,
+            batch_params.log_min_p,
+            prefixes.positions,
+            peaks,
+            faults,
+            cuts,
+            centres,
+            nearests,
+            near_ids,
+            scores,
+            winners,
+            J,
+            V,
+            T,
+            CUTS=stages.cuts,
+            FLOORS=stages.floors,
+            TILES=TILES,
+            TILE=shape.tile,
             **warps,
-        )  # fmt: skip
+        )
     _winner[(N,)](
-        greedy, peaks, peak_ids, faults, scores, winners, chosen, valid.view(torch.uint8), J, V, T,
-        SAMPLES=stages.samples, TILES=TILES, num_warps=1,
-    )  # fmt: skip
+        greedy,
+        peaks,
+        peak_ids,
+        faults,
+        scores,
+        winners,
+        chosen,
+        valid.view(torch.uint8),
+        J,
+        V,
+        T,
+        SAMPLES=stages.samples,
+        TILES=TILES,
+        num_warps=1,
+    )
     return SampledTokens(chosen, valid)
 
 
 def edit(
-    logits: Tensor, batch_params: SamplingTensors, stages: Stages, prefixes: Prefixes, banned_ids: Tensor,
+    logits: Tensor,
+    batch_params: SamplingTensors,
+    stages: Stages,
+    prefixes: Prefixes,
+    banned_ids: Tensor,
     counts: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `device_sampling.edit`, in place."""
     S, J, V = logits.shape
     shape = LogitsShape.of(V)
@@ -553,9 +680,16 @@ def edit(
 
 
 def _edit_and_temper(
-    logits: Tensor, batch_params: SamplingTensors, stages: Stages, prefixes: Prefixes, banned_ids: Tensor,
-    counts: Tensor | None, divisor: Tensor, peaks: tuple[Tensor, ...], shape: LogitsShape,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    batch_params: SamplingTensors,
+    stages: Stages,
+    prefixes: Prefixes,
+    banned_ids: Tensor,
+    counts: Tensor | None,
+    divisor: Tensor,
+    peaks: tuple[Tensor, ...],
+    shape: LogitsShape,
+) -> None:
     """Run the first two passes; writes peaks: each tile's greatest value, its id, and whether it has NaN or +inf."""
     S, J, V = logits.shape
     N, T = S * J, triton.cdiv(V, shape.tile)
@@ -569,18 +703,41 @@ def _edit_and_temper(
         bans = prefixes.bans.contiguous() if stages.edits and prefixes.bans is not None else None
         num_biases = batch_params.bias_ids.shape[1] if stages.edits else 0
         _edit[(N,)](
-            logits, batch_params.bias_ids, batch_params.bias, banned_ids, bans if bans is not None else banned_ids, J,
-            V, num_biases, len(banned_ids), bans.shape[2] if bans is not None else 0,
-            BLOCK=_LIST_BLOCK, num_warps=1,
-        )  # fmt: skip
+            logits,
+            batch_params.bias_ids,
+            batch_params.bias,
+            banned_ids,
+            bans if bans is not None else banned_ids,
+            J,
+            V,
+            num_biases,
+            len(banned_ids),
+            bans.shape[2] if bans is not None else 0,
+            BLOCK=_LIST_BLOCK,
+            num_warps=1,
+        )
     _temper[(N, T)](
-        logits, batch_params.allowed, counts if counts is not None and stages.penalises else logits, prefixes.tails,
-        prefixes.num_tail.contiguous(), batch_params.repetition, batch_params.presence, batch_params.frequency, divisor,
-        *peaks, J, V, T, batch_params.allowed.shape[1], prefixes.tails.stride(0),
-        BOUNDS=stages.bounds, PENALISES=stages.penalises, TILE=shape.tile,
+        logits,
+        batch_params.allowed,
+        counts if counts is not None and stages.penalises else logits,
+        prefixes.tails,
+        prefixes.num_tail.contiguous(),
+        batch_params.repetition,
+        batch_params.presence,
+        batch_params.frequency,
+        divisor,
+        *peaks,
+        J,
+        V,
+        T,
+        batch_params.allowed.shape[1],
+        prefixes.tails.stride(0),
+        BOUNDS=stages.bounds,
+        PENALISES=stages.penalises,
+        TILE=shape.tile,
         enable_fp_fusion=False,  # round product and difference separately, as the reference does
         num_warps=shape.num_warps,
-    )  # fmt: skip
+    )
 
 
 _LIST_BLOCK = 64

@@ -90,11 +90,22 @@ SampleCandidates = Callable[[Tensor, Tensor, SamplingColumns, Tensor, Tensor], T
 
 
 def propose(
-    hidden: Tensor, ids: Tensor, offsets: Tensor, bonus: Tensor, positions: Tensor, keys: Tensor,
-    batch_params: SamplingColumns, *, w1: Tensor, w2: Tensor, embedding_scale: float,
-    form: DraftHeadForm = DraftHeadForm.MLP, embed: Callable[[Tensor], Tensor],
-    logits_of: Callable[[Tensor, Tensor], Tensor], sample: SampleCandidates = sample_candidates,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    bonus: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    batch_params: SamplingColumns,
+    *,
+    w1: Tensor,
+    w2: Tensor,
+    embedding_scale: float,
+    form: DraftHeadForm = DraftHeadForm.MLP,
+    embed: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+    sample: SampleCandidates = sample_candidates,
+) -> Tensor:
     """Draft up to K tokens for each of S sequences; returns [S, K] int64. Columns beyond a sequence's masks are unused.
 
     hidden [S, K, hidden]: hidden states of the masks, in order; ids [S, K, M] int64: each mask's candidates, ascending;
@@ -155,17 +166,28 @@ class CompiledDraftHead:
     """`draft_head.propose` without truncation. Last bits may differ from the reference: drafts are verified anyway."""
 
     def __init__(
-        self, library: CpuLibrary, w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor, *, embedding_scale: float,
+        self,
+        library: CpuLibrary,
+        w1: Tensor,
+        w2: Tensor,
+        embedding: Tensor,
+        output: Tensor,
+        *,
+        embedding_scale: float,
         form: DraftHeadForm,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]."""
         self._library = library
         self._inner, self._outer = CompiledLinear(library, w1, None), CompiledLinear(library, w2, None)
         self._held = embedding.contiguous(), output.contiguous()
         self._struct = DraftHeadStruct(
-            self._inner.struct, self._outer.struct, *(table.data_ptr() for table in self._held), len(w2),
-            embedding_scale, form is DraftHeadForm.LOW_RANK,
-        )  # fmt: skip
+            self._inner.struct,
+            self._outer.struct,
+            *(table.data_ptr() for table in self._held),
+            len(w2),
+            embedding_scale,
+            form is DraftHeadForm.LOW_RANK,
+        )
 
     @staticmethod
     def takes(w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor) -> bool:
@@ -178,9 +200,15 @@ class CompiledDraftHead:
         return batch_params.top_k is None
 
     def propose(
-        self, hidden: Tensor, ids: Tensor, offsets: Tensor, bonus: Tensor, positions: Tensor, keys: Tensor,
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        bonus: Tensor,
+        positions: Tensor,
+        keys: Tensor,
         batch_params: SamplingColumns,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return drafts [S, K] int64; arguments as in `draft_head.propose`."""
         num_sequences, num_masks, num_candidates = ids.shape
         hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()
@@ -193,9 +221,16 @@ class CompiledDraftHead:
             divisor = torch.where(batch_params.greedy, 1.0, batch_params.divisor).float()
         chosen = torch.empty(num_sequences, num_masks, dtype=torch.int64)
         drafts = DraftsStruct(
-            num_sequences, num_masks, num_candidates, hidden.data_ptr(), ids.data_ptr(), offsets.data_ptr(),
-            None if divisor is None else divisor.data_ptr(), None if noise is None else noise.data_ptr(),
-            bonus.data_ptr(), chosen.data_ptr(),
-        )  # fmt: skip
+            num_sequences,
+            num_masks,
+            num_candidates,
+            hidden.data_ptr(),
+            ids.data_ptr(),
+            offsets.data_ptr(),
+            None if divisor is None else divisor.data_ptr(),
+            None if noise is None else noise.data_ptr(),
+            bonus.data_ptr(),
+            chosen.data_ptr(),
+        )
         self._library.draft(byref(self._struct), byref(drafts), torch.get_num_threads())
         return chosen

@@ -23,9 +23,24 @@ _AT_ONCE = 32
 
 @triton.jit
 def _sample_candidates(
-    logits, ids, greedy, divisors, top_ks, top_ps, min_ps, keys, positions, drafts, M, logits_stride, ids_stride,
-    SAMPLES: tl.constexpr, CUTS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    ids,
+    greedy,
+    divisors,
+    top_ks,
+    top_ps,
+    min_ps,
+    keys,
+    positions,
+    drafts,
+    M,
+    logits_stride,
+    ids_stride,
+    SAMPLES: tl.constexpr,
+    CUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < M
@@ -72,23 +87,42 @@ def sample_candidates(
     cuts = batch_params.top_k is not None
     if S:
         _sample_candidates[(S,)](
-            logits, ids,
+            logits,
+            ids,
             batch_params.greedy.contiguous().view(torch.uint8) if batch_params.greedy is not None else keys,
             batch_params.divisor.contiguous(),
             batch_params.top_k.contiguous() if batch_params.top_k is not None else batch_params.divisor,
-            batch_params.top_p.contiguous(), batch_params.min_p.contiguous(), keys, positions, drafts, M,
-            logits.stride(0), ids.stride(0),
-            SAMPLES=samples, CUTS=samples and cuts, BLOCK=triton.next_power_of_2(M), AT_ONCE=_AT_ONCE,
+            batch_params.top_p.contiguous(),
+            batch_params.min_p.contiguous(),
+            keys,
+            positions,
+            drafts,
+            M,
+            logits.stride(0),
+            ids.stride(0),
+            SAMPLES=samples,
+            CUTS=samples and cuts,
+            BLOCK=triton.next_power_of_2(M),
+            AT_ONCE=_AT_ONCE,
             num_warps=8 if M > 64 else 4,
-        )  # fmt: skip
+        )
     return drafts
 
 
 @triton.jit
 def _logits_of(
-    hidden, weight, ids, out, M, hidden_size, hidden_stride, weight_stride, ids_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    weight,
+    ids,
+    out,
+    M,
+    hidden_size,
+    hidden_stride,
+    weight_stride,
+    ids_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     candidates = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = candidates < M
@@ -114,9 +148,19 @@ def logits_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(S, M, dtype=torch.float32, device=hidden.device)
     if S and M:
         _logits_of[(S, triton.cdiv(M, _ROWS))](
-            hidden, weight, ids, out, M, hidden.shape[1], hidden.stride(0), weight.stride(0), ids.stride(0),
-            ROWS=_ROWS, BLOCK=min(_BLOCK, triton.next_power_of_2(hidden.shape[1])), num_warps=4,
-        )  # fmt: skip
+            hidden,
+            weight,
+            ids,
+            out,
+            M,
+            hidden.shape[1],
+            hidden.stride(0),
+            weight.stride(0),
+            ids.stride(0),
+            ROWS=_ROWS,
+            BLOCK=min(_BLOCK, triton.next_power_of_2(hidden.shape[1])),
+            num_warps=4,
+        )
     return out
 
 

@@ -81,10 +81,15 @@ class StepIndex:
         starts = [[len(chain) + s * per_sequence + sum(sizes[:g]) for g in range(k + 1)] for s in range(S)]
         owner, offset, mask = columns
         return cls(
-            num_sequences=S, num_drafts=k, group_sizes=sizes, owner=owner, offset=offset, mask=mask,
+            num_sequences=S,
+            num_drafts=k,
+            group_sizes=sizes,
+            owner=owner,
+            offset=offset,
+            mask=mask,
             masks=torch.tensor(sizes, dtype=torch.int64, device=device),
             mask_starts=torch.tensor(starts, dtype=torch.int64, device=device).view(S, k + 1),
-        )  # fmt: skip
+        )
 
     @property
     def num_chain_rows(self) -> int:
@@ -153,10 +158,20 @@ class StepState:
 
     @classmethod
     def empty(
-        cls, num_sequences: int, *, max_drafts: int, max_pages: int, block_size: int, window: int, vocab_size: int,
-        room: SamplingCapacity | None = None, bounds: bool = False, history: bool = True, counts: bool = True,
+        cls,
+        num_sequences: int,
+        *,
+        max_drafts: int,
+        max_pages: int,
+        block_size: int,
+        window: int,
+        vocab_size: int,
+        room: SamplingCapacity | None = None,
+        bounds: bool = False,
+        history: bool = True,
+        counts: bool = True,
         device: torch.device | str = "cpu",
-    ) -> StepState:  # fmt: skip
+    ) -> StepState:
         """Allocate a state without sequences. `max_drafts` is K; bad words need `history`, penalties need `counts`."""
         S = num_sequences
         room = room or SamplingCapacity()
@@ -165,14 +180,25 @@ class StepState:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         return cls(
-            block_size=block_size, window=window,
+            block_size=block_size,
+            window=window,
             batch_params=SamplingTensors.empty(S, vocab_size, room=room, bounds=bounds, device=device),
-            live=zeros(S, dtype=torch.bool), root=zeros(S), num_known=zeros(S) + 1, num_prompt=zeros(S),
-            num_left=zeros(S), drafts=zeros(S, max_drafts), num_drafts=zeros(S), max_drafts=zeros(S),
-            max_masks=zeros(S), page_table=zeros(S, max_pages, dtype=torch.int32), num_pages=zeros(S),
-            end_ids=zeros(S, room.num_ends) + NO_ID, num_eos=zeros(S), history=zeros(S, window + 1 if history else 0),
+            live=zeros(S, dtype=torch.bool),
+            root=zeros(S),
+            num_known=zeros(S) + 1,
+            num_prompt=zeros(S),
+            num_left=zeros(S),
+            drafts=zeros(S, max_drafts),
+            num_drafts=zeros(S),
+            max_drafts=zeros(S),
+            max_masks=zeros(S),
+            page_table=zeros(S, max_pages, dtype=torch.int32),
+            num_pages=zeros(S),
+            end_ids=zeros(S, room.num_ends) + NO_ID,
+            num_eos=zeros(S),
+            history=zeros(S, window + 1 if history else 0),
             counts=zeros(S, vocab_size if counts else 0, dtype=torch.int32),
-        )  # fmt: skip
+        )
 
     def first(self, num_sequences: int) -> StepState:
         """Return views of the first batch indexes: the batch size that a CUDA graph is captured for."""
@@ -336,14 +362,23 @@ def _bans(
 
 
 def verify_step(
-    state: StepState, index: StepIndex, laid_out: DeviceRows, choice: SampledTokens,
+    state: StepState,
+    index: StepIndex,
+    laid_out: DeviceRows,
+    choice: SampledTokens,
     verify: Callable[..., StepVerification] = verify_sequences,
-) -> StepVerification:  # fmt: skip
+) -> StepVerification:
     """Verify the batch's drafts (`verification.verify_sequences`). choice: ids and valid, [S, k+1] each."""
     return verify(
-        choice.ids, choice.valid, state.drafts[:, : index.num_drafts], laid_out.num_live, laid_out.running,
-        state.num_left, state.end_ids, state.num_eos,
-    )  # fmt: skip
+        choice.ids,
+        choice.valid,
+        state.drafts[:, : index.num_drafts],
+        laid_out.num_live,
+        laid_out.running,
+        state.num_left,
+        state.end_ids,
+        state.num_eos,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,9 +426,13 @@ def result_width(num_drafts: int) -> int:
 
 
 def advance(
-    state: StepState, laid_out: DeviceRows, verification: StepVerification, drafts: Tensor, num_drafts: Tensor,
+    state: StepState,
+    laid_out: DeviceRows,
+    verification: StepVerification,
+    drafts: Tensor,
+    num_drafts: Tensor,
     banned_ids: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Advance every sequence, in place. Returns the step's result [S, result_width(K)] int32 for the host:
 
         number of emitted ids | accepted | drafted | EndCode | n | number of next drafts

@@ -50,11 +50,37 @@ def _sequence_extent(
 
 @triton.jit(do_not_specialize=["S", "k", "num_chain_rows", "num_padded"])
 def _rows(
-    lives, roots, num_knowns, num_lefts, drafts, num_drafts, max_drafts, page_table, num_pages, owners, offsets, masks,
-    mask_ids, ids, positions, slots, starts, num_written, num_live, runnings, S, k, num_chain_rows, num_padded, window,
-    table_width, draft_stride,
-    MASK_IDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    lives,
+    roots,
+    num_knowns,
+    num_lefts,
+    drafts,
+    num_drafts,
+    max_drafts,
+    page_table,
+    num_pages,
+    owners,
+    offsets,
+    masks,
+    mask_ids,
+    ids,
+    positions,
+    slots,
+    starts,
+    num_written,
+    num_live,
+    runnings,
+    S,
+    k,
+    num_chain_rows,
+    num_padded,
+    window,
+    table_width,
+    draft_stride,
+    MASK_IDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_padded
     sequence = tl.load(owners + row, inside, other=0)
@@ -89,9 +115,22 @@ def _rows(
 
 @triton.jit(do_not_specialize=["k", "most", "num_rows"])
 def _masks(
-    lengths, ends, num_lefts, max_drafts, max_masks, sizes, mask_starts, flat_rows, firsts, counts, k, most, num_rows,
-    GROUPS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+    lengths,
+    ends,
+    num_lefts,
+    max_drafts,
+    max_masks,
+    sizes,
+    mask_starts,
+    flat_rows,
+    firsts,
+    counts,
+    k,
+    most,
+    num_rows,
+    GROUPS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     sequence = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + sequence)
     accepted = tl.maximum(length - 1, 0)
@@ -117,11 +156,36 @@ def _masks(
 
 @triton.jit(do_not_specialize=["k", "num_proposed"])
 def _advance(
-    lives, roots, num_knowns, num_lefts, state_drafts, num_state_drafts, history, counts, num_live, accepteds, emitteds,
-    lengths, ends, drafts, num_drafts, banned, result, K, k, num_proposed, num_banned, V, draft_stride, history_stride,
+    lives,
+    roots,
+    num_knowns,
+    num_lefts,
+    state_drafts,
+    num_state_drafts,
+    history,
+    counts,
+    num_live,
+    accepteds,
+    emitteds,
+    lengths,
+    ends,
+    drafts,
+    num_drafts,
+    banned,
+    result,
+    K,
+    k,
+    num_proposed,
+    num_banned,
+    V,
+    draft_stride,
+    history_stride,
     state_stride,
-    HISTORY: tl.constexpr, COUNTS: tl.constexpr, PLACES: tl.constexpr, BANNED: tl.constexpr,
-):  # fmt: skip
+    HISTORY: tl.constexpr,
+    COUNTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BANNED: tl.constexpr,
+):
     sequence = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PLACES)
     length = tl.load(lengths + sequence)
@@ -183,10 +247,25 @@ def _leading(holds, places, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k"])
 def _verify(
-    samples, valids, drafts, num_lives, runnings, num_lefts, end_ids, num_eos, accepteds, emitteds, lengths, ends, k, E,
-    draft_stride, end_stride,
-    ENDS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+    samples,
+    valids,
+    drafts,
+    num_lives,
+    runnings,
+    num_lefts,
+    end_ids,
+    num_eos,
+    accepteds,
+    emitteds,
+    lengths,
+    ends,
+    k,
+    E,
+    draft_stride,
+    end_stride,
+    ENDS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     sequence = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PLACES)
     inside = places <= k
@@ -220,9 +299,15 @@ def _verify(
 
 
 def verify_sequences(
-    samples: Tensor, valid: Tensor, drafts: Tensor, num_live: Tensor, running: Tensor, num_left: Tensor,
-    end_ids: Tensor, num_eos: Tensor,
-) -> StepVerification:  # fmt: skip
+    samples: Tensor,
+    valid: Tensor,
+    drafts: Tensor,
+    num_live: Tensor,
+    running: Tensor,
+    num_left: Tensor,
+    end_ids: Tensor,
+    num_eos: Tensor,
+) -> StepVerification:
     """As `verification.verify_sequences`; drafts and end_ids may have any row stride."""
     S, k = drafts.shape
     accepted, lengths, end = (torch.empty(S, dtype=torch.int64, device=samples.device) for _ in range(3))
@@ -230,10 +315,26 @@ def verify_sequences(
     E = end_ids.shape[1]
     if S:
         _verify[(S,)](
-            samples.contiguous(), valid.contiguous().view(torch.uint8), drafts, num_live, running.view(torch.uint8),
-            num_left, end_ids, num_eos, accepted, emitted, lengths, end, k, E, drafts.stride(0), end_ids.stride(0),
-            ENDS=triton.next_power_of_2(max(1, E)), PLACES=_places(k), num_warps=1,
-        )  # fmt: skip
+            samples.contiguous(),
+            valid.contiguous().view(torch.uint8),
+            drafts,
+            num_live,
+            running.view(torch.uint8),
+            num_left,
+            end_ids,
+            num_eos,
+            accepted,
+            emitted,
+            lengths,
+            end,
+            k,
+            E,
+            drafts.stride(0),
+            end_ids.stride(0),
+            ENDS=triton.next_power_of_2(max(1, E)),
+            PLACES=_places(k),
+            num_warps=1,
+        )
     return StepVerification(accepted, emitted, lengths, end)
 
 
@@ -244,10 +345,25 @@ def _places(k: int) -> int:
 
 @triton.jit(do_not_specialize=["k", "width"])
 def _synthetic_accept(
-    chances, ids, lucks, others, counts, num_knowns, num_prompts, emitteds, lengths, firsts, drafts,
-    synthetically_accepted, k, width, deepest, known_stride, draft_stride,
+    chances,
+    ids,
+    lucks,
+    others,
+    counts,
+    num_knowns,
+    num_prompts,
+    emitteds,
+    lengths,
+    firsts,
+    drafts,
+    synthetically_accepted,
+    k,
+    width,
+    deepest,
+    known_stride,
+    draft_stride,
     PLACES: tl.constexpr,
-):  # fmt: skip
+):
     sequence = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PLACES)
     count, length = tl.load(counts + sequence), tl.load(lengths + sequence)
@@ -275,20 +391,38 @@ def _synthetic_accept(
 
 
 def synthetic_accept(
-    synthetic_tensors: SyntheticAcceptanceTensors, num_known: Tensor, num_prompt: Tensor,
-    verification: StepVerification, first: Tensor, drafts: Tensor,
-) -> Tensor:  # fmt: skip
+    synthetic_tensors: SyntheticAcceptanceTensors,
+    num_known: Tensor,
+    num_prompt: Tensor,
+    verification: StepVerification,
+    first: Tensor,
+    drafts: Tensor,
+) -> Tensor:
     """As `synthetic_acceptance.synthetic_accept`."""
     S, width = drafts.shape
     k = verification.emitted.shape[1] - 1
     synthetically_accepted = torch.empty(S, width, dtype=torch.int64, device=drafts.device)
     _synthetic_accept[(S,)](
-        synthetic_tensors.chances, synthetic_tensors.ids, synthetic_tensors.luck, synthetic_tensors.others,
-        synthetic_tensors.counts, num_known, num_prompt, verification.emitted, verification.lengths, first, drafts,
-        synthetically_accepted, k, width, len(synthetic_tensors.chances), synthetic_tensors.ids.stride(0),
+        synthetic_tensors.chances,
+        synthetic_tensors.ids,
+        synthetic_tensors.luck,
+        synthetic_tensors.others,
+        synthetic_tensors.counts,
+        num_known,
+        num_prompt,
+        verification.emitted,
+        verification.lengths,
+        first,
+        drafts,
+        synthetically_accepted,
+        k,
+        width,
+        len(synthetic_tensors.chances),
+        synthetic_tensors.ids.stride(0),
         drafts.stride(0),
-        PLACES=triton.next_power_of_2(max(k + 1, width)), num_warps=1,
-    )  # fmt: skip
+        PLACES=triton.next_power_of_2(max(k + 1, width)),
+        num_warps=1,
+    )
     return synthetically_accepted
 
 
@@ -306,18 +440,48 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
         return torch.empty(count, dtype=dtype, device=device)
 
     laid_out = DeviceRows(
-        ids=empty(R), positions=empty(R), slots=empty(index.num_chain_rows), starts=empty(S, torch.int32),
-        num_written=empty(S, torch.int32), num_live=empty(S), running=empty(S, torch.bool),
-    )  # fmt: skip
+        ids=empty(R),
+        positions=empty(R),
+        slots=empty(index.num_chain_rows),
+        starts=empty(S, torch.int32),
+        num_written=empty(S, torch.int32),
+        num_live=empty(S),
+        running=empty(S, torch.bool),
+    )
     has_ids = mask_ids is not None and index.most_drafts > 0
     _rows[(triton.cdiv(R, _BLOCK),)](
-        state.live.view(torch.uint8), state.root, state.num_known, state.num_left, state.drafts, state.num_drafts,
-        state.max_drafts, state.page_table, state.num_pages, index.owner, index.offset, index.mask,
-        mask_ids if mask_ids is not None else index.mask, laid_out.ids, laid_out.positions, laid_out.slots,
-        laid_out.starts, laid_out.num_written, laid_out.num_live, laid_out.running.view(torch.uint8), S, k,
-        index.num_chain_rows, R, state.window, state.page_table.shape[1], state.drafts.stride(0),
-        MASK_IDS=has_ids, BLOCK_SIZE=state.block_size, BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+        state.live.view(torch.uint8),
+        state.root,
+        state.num_known,
+        state.num_left,
+        state.drafts,
+        state.num_drafts,
+        state.max_drafts,
+        state.page_table,
+        state.num_pages,
+        index.owner,
+        index.offset,
+        index.mask,
+        mask_ids if mask_ids is not None else index.mask,
+        laid_out.ids,
+        laid_out.positions,
+        laid_out.slots,
+        laid_out.starts,
+        laid_out.num_written,
+        laid_out.num_live,
+        laid_out.running.view(torch.uint8),
+        S,
+        k,
+        index.num_chain_rows,
+        R,
+        state.window,
+        state.page_table.shape[1],
+        state.drafts.stride(0),
+        MASK_IDS=has_ids,
+        BLOCK_SIZE=state.block_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
     return laid_out
 
 
@@ -332,30 +496,70 @@ def masks(state: StepState, index: StepIndex, verification: StepVerification) ->
         *(torch.empty(shape, dtype=torch.int64, device=state.root.device) for shape in ((S, most), S, S))
     )
     _masks[(S,)](
-        verification.lengths, verification.end, state.num_left, state.max_drafts, state.max_masks, index.masks,
-        index.mask_starts, found.rows, found.first, found.count, index.num_drafts, most, index.num_rows,
-        GROUPS=triton.next_power_of_2(index.num_drafts + 1), PLACES=triton.next_power_of_2(max(1, most)), num_warps=1,
-    )  # fmt: skip
+        verification.lengths,
+        verification.end,
+        state.num_left,
+        state.max_drafts,
+        state.max_masks,
+        index.masks,
+        index.mask_starts,
+        found.rows,
+        found.first,
+        found.count,
+        index.num_drafts,
+        most,
+        index.num_rows,
+        GROUPS=triton.next_power_of_2(index.num_drafts + 1),
+        PLACES=triton.next_power_of_2(max(1, most)),
+        num_warps=1,
+    )
     return found
 
 
 def advance(
-    state: StepState, laid_out: DeviceRows, verification: StepVerification, drafts: Tensor, num_drafts: Tensor,
+    state: StepState,
+    laid_out: DeviceRows,
+    verification: StepVerification,
+    drafts: Tensor,
+    num_drafts: Tensor,
     banned_ids: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `state.advance`."""
     S, K = state.drafts.shape
     result = torch.empty(S, result_width(K), dtype=torch.int32, device=state.root.device)
     k = verification.emitted.shape[1] - 1
     _advance[(S,)](
-        state.live.view(torch.uint8), state.root, state.num_known, state.num_left, state.drafts, state.num_drafts,
-        state.history, state.counts, laid_out.num_live, verification.accepted, verification.emitted,
-        verification.lengths, verification.end, drafts, num_drafts, banned_ids, result, K, k, drafts.shape[1],
-        len(banned_ids), state.vocab_size, drafts.stride(0), state.history.stride(0), state.drafts.stride(0),
-        HISTORY=state.history.shape[1] > 0, COUNTS=state.counts.shape[1] > 0,
-        PLACES=triton.next_power_of_2(max(K, k) + 1), BANNED=triton.next_power_of_2(max(1, len(banned_ids))),
+        state.live.view(torch.uint8),
+        state.root,
+        state.num_known,
+        state.num_left,
+        state.drafts,
+        state.num_drafts,
+        state.history,
+        state.counts,
+        laid_out.num_live,
+        verification.accepted,
+        verification.emitted,
+        verification.lengths,
+        verification.end,
+        drafts,
+        num_drafts,
+        banned_ids,
+        result,
+        K,
+        k,
+        drafts.shape[1],
+        len(banned_ids),
+        state.vocab_size,
+        drafts.stride(0),
+        state.history.stride(0),
+        state.drafts.stride(0),
+        HISTORY=state.history.shape[1] > 0,
+        COUNTS=state.counts.shape[1] > 0,
+        PLACES=triton.next_power_of_2(max(K, k) + 1),
+        BANNED=triton.next_power_of_2(max(1, len(banned_ids))),
         num_warps=1,
-    )  # fmt: skip
+    )
     return result
 
 

@@ -69,9 +69,13 @@ class SyntheticAcceptanceTensors:
 
 
 def synthetic_accept(
-    synthetic_tensors: SyntheticAcceptanceTensors, num_known: Tensor, num_prompt: Tensor,
-    verification: StepVerification, first: Tensor, drafts: Tensor,
-) -> Tensor:  # fmt: skip
+    synthetic_tensors: SyntheticAcceptanceTensors,
+    num_known: Tensor,
+    num_prompt: Tensor,
+    verification: StepVerification,
+    first: Tensor,
+    drafts: Tensor,
+) -> Tensor:
     """Return the next step's drafts [S, K'] int64 with synthetic acceptance applied.
 
     num_known, num_prompt [S] int64: before the step; first [S] int64: mask number (from 1) of each first draft;

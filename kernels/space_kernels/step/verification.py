@@ -63,9 +63,15 @@ class StepVerification:
 
 
 def verify_sequences(
-    samples: Tensor, valid: Tensor, drafts: Tensor, num_live: Tensor, running: Tensor, num_left: Tensor,
-    end_ids: Tensor, num_eos: Tensor,
-) -> StepVerification:  # fmt: skip
+    samples: Tensor,
+    valid: Tensor,
+    drafts: Tensor,
+    num_live: Tensor,
+    running: Tensor,
+    num_left: Tensor,
+    end_ids: Tensor,
+    num_eos: Tensor,
+) -> StepVerification:
     """Accept matching drafts, then truncate at the first unusable row, end id or length limit.
 
     samples, valid [S, k+1]: tokens sampled by the chain rows; drafts [S, k], num_live [S]: as in `verify`;

@@ -20,32 +20,63 @@ from space_common.gguf.tensors import ROPE_FACTORS, ROPE_FREQUENCIES, SERVED_KIN
 RECONVERT = "Take the checkpoint that the file was made from, as safetensors."
 
 FAMILIES: Mapping[str, tuple[str, str]] = {
-    "llama": ("llama", "LlamaForCausalLM"), "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"), "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"), "phi3": ("phi3", "Phi3ForCausalLM"),
-}  # fmt: skip
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+}
 """Architecture in the file -> model_type and architecture in config.json."""
 
 _NEUTRAL: Mapping[str, Any] = {
-    "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0,
-    "attention.shared_kv_layers": 0, "embedding_scale": 1.0, "expert_count": 0, "expert_used_count": 0,
-    "logit_scale": 1.0, "residual_scale": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0, "use_parallel_residual": False,
-}  # fmt: skip
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.shared_kv_layers": 0,
+    "embedding_scale": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "use_parallel_residual": False,
+}
 """Keys that change the computation. Only the value that a missing key implies is supported."""
 
 _READ = frozenset(
     {
-        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.key_length_swa",
-        "attention.layer_norm_rms_epsilon", "attention.scale", "attention.sliding_window",
-        "attention.sliding_window_pattern", "attention.value_length", "attention.value_length_swa",
-        "attn_logit_softcapping", "block_count", "context_length", "embedding_length", "feed_forward_length",
-        "final_logit_softcapping", "rope.dimension_count", "rope.dimension_count_swa", "rope.freq_base",
-        "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
-        "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.key_length_swa",
+        "attention.layer_norm_rms_epsilon",
+        "attention.scale",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attention.value_length",
+        "attention.value_length_swa",
+        "attn_logit_softcapping",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "final_logit_softcapping",
+        "rope.dimension_count",
+        "rope.dimension_count_swa",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "rope.scale_linear",
+        "rope.scaling.attn_factor",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
     }
-)  # fmt: skip
+)
 _IDLE = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
 """Keys that do not change the computation; the vocabulary size is taken from the embedding's rows."""
 
@@ -72,14 +103,20 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         )
     model_type, class_name = FAMILIES[facts.architecture]
     config: dict[str, Any] = {
-        "architectures": [class_name], "model_type": model_type, "vocab_size": _vocab_size(file),
-        "hidden_size": hidden, "intermediate_size": facts.count("feed_forward_length"),
-        "num_hidden_layers": facts.count("block_count"), "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": _vocab_size(file),
+        "hidden_size": hidden,
+        "intermediate_size": facts.count("feed_forward_length"),
+        "num_hidden_layers": facts.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in file.tensors, "dtype": dtype_of(file),
-    }  # fmt: skip
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": dtype_of(file),
+    }
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = id if isinstance(id, int) and 0 <= id < config["vocab_size"] else None
@@ -265,9 +302,12 @@ def _llama3(facts: Facts, theta: float, rotary: int) -> dict[str, Any]:
         smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
         if np.allclose(1 / ((1 - smooth) / factor + smooth), found, rtol=1e-4):
             return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
                 "original_max_position_embeddings": original,
-            }  # fmt: skip
+            }
     raise GgufError(
         f"{ROPE_FREQUENCIES} in {facts.file.path} divides the rotary frequencies otherwise than Llama 3 does. "
         f"{RECONVERT}"

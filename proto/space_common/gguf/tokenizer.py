@@ -101,8 +101,18 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": PreTokenizer((_FALCON_PUNCTUATION.replace("`", ""), _GPT2, r"\p{N}+", _THREE_DIGITS)),
     **dict.fromkeys(
         (
-            "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4", "mpt", "olmo", "jais",
-            "trillion", "granite-docling",
+            "gpt-2",
+            "phi-2",
+            "gigachat",
+            "a.x-4.0",
+            "mellum",
+            "modern-bert",
+            "exaone4",
+            "mpt",
+            "olmo",
+            "jais",
+            "trillion",
+            "granite-docling",
         ),
         _GPT2_WORDS,
     ),
@@ -117,7 +127,15 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "jais-2": PreTokenizer((_JAIS2,)),
     **dict.fromkeys(
         (
-            "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2",
+            "qwen2",
+            "deepseek-r1-qwen",
+            "kormo",
+            "f2llmv2",
+            "megrez",
+            "stablelm2",
+            "hunyuan",
+            "solar-open",
+            "grok-2",
         ),
         _QWEN2_WORDS,
     ),
@@ -139,7 +157,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM_WORDS),
     "viking": PreTokenizer((_BLOOM, _DIGIT)),
     "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-}  # fmt: skip
+}
 
 
 def pre_tokenizer_named(name: str) -> PreTokenizer:
@@ -173,22 +191,67 @@ class TokenType(IntEnum):
 
 
 # Texts that llama.cpp treats as special tokens if the file names no ids: control tokens, whatever their types.
-_END_TEXTS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-})  # fmt: skip
+_END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    }
+)
 _FILL_IN_TEXTS = {
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
-                "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
-                "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
-                "<|code_middle|>", "<|middle|>"),
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
-}  # fmt: skip
+}
 _KNOWN_TEXTS = _END_TEXTS.union(*_FILL_IN_TEXTS.values())
 # gpt-oss writes these between the parts of an answer. They stay text, so that the parts can be separated.
 _ALWAYS_TEXT = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
@@ -260,9 +323,15 @@ class GgufVocabulary:
             ends.remove(ids["<|end|>"])
             types[ids["<|end|>"]] = TokenType.USER_DEFINED
         return cls(
-            ids, merged, types, named("bos"), named("eos"), named("unknown"), named("padding"),
+            ids,
+            merged,
+            types,
+            named("bos"),
+            named("eos"),
+            named("unknown"),
+            named("padding"),
             sorted(ends, key=lambda id_: (id_ != named("eos"), id_)),
-        )  # fmt: skip
+        )
 
 
 def read_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -387,10 +456,17 @@ def _bpe(
 ) -> dict[str, Any]:
     """Return the model of tokenizer.json. `falls_back`: unknown text becomes the tokens of its bytes."""
     return {
-        "type": "BPE", "dropout": None, "unk_token": None if unknown is None else vocabulary.tokens[unknown],
-        "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": falls_back,
-        "byte_fallback": falls_back, "ignore_merges": ignore_merges, "vocab": vocabulary.entries(), "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": falls_back,
+        "byte_fallback": falls_back,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary.entries(),
+        "merges": merges,
+    }
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -460,13 +536,17 @@ def _added_tokens(metadata: Mapping[str, Any], vocabulary: GgufVocabulary) -> li
     swallows = "phi-3" in name or "phi3" in name
     return [
         {
-            "id": id_, "content": token, "single_word": False, "lstrip": False,
-            "rstrip": swallows and token not in {"<unk>", "<s>", "<|endoftext|>"}, "normalized": False,
+            "id": id_,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": swallows and token not in {"<unk>", "<s>", "<|endoftext|>"},
+            "normalized": False,
             "special": type_ is not TokenType.USER_DEFINED,
         }
         for id_, (token, type_) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
         if type_ in found
-    ]  # fmt: skip
+    ]
 
 
 def _post_processor(vocabulary: GgufVocabulary, first: int | None, last: int | None) -> dict[str, Any] | None:

@@ -19,15 +19,20 @@ TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
 
 _MEANING = {
     400: "A field is wrong: `param` names it. Or prompt and answer do not fit the window.",
-    401: "The API key is missing or not known.", 403: "The API key is not an operator's.",
-    404: "There is no such model, adapter or request.", 408: "The request's own deadline has passed, or would.",
-    409: "Another restart is under way.", 413: "The body exceeds `--max-body`.",
-    415: "The body is not announced as JSON.", 422: "A field is wrong.", 424: "This request alone failed.",
+    401: "The API key is missing or not known.",
+    403: "The API key is not an operator's.",
+    404: "There is no such model, adapter or request.",
+    408: "The request's own deadline has passed, or would.",
+    409: "Another restart is under way.",
+    413: "The body exceeds `--max-body`.",
+    415: "The body is not announced as JSON.",
+    422: "A field is wrong.",
+    424: "This request alone failed.",
     429: "The queue is full, or the key has asked too often. `Retry-After` says when to try again.",
     499: "The request was cancelled by its id.",
     500: "The request failed; of an unforeseen error the message gives the id under which the log has it.",
     503: "The server is starting or stopping.",
-}  # fmt: skip
+}
 Count = Annotated[int, Field(ge=0)]
 
 

@@ -350,13 +350,19 @@ class HttpConnection(asyncio.Protocol):
         """Answer a refused request and close the connection, after the responses to earlier requests."""
         self._refused = True
         body = b'{"error":{"message":"%b","type":"%b","param":null,"code":"%b"}}' % (
-            message.encode(), kind.encode(), code.encode(),
-        )  # fmt: skip
+            message.encode(),
+            kind.encode(),
+            code.encode(),
+        )
         self._last_word = (
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%bconnection: close\r\n\r\n%b"
         ) % (
-            status, http.HTTPStatus(status).phrase.encode(), len(body), b"retry-after: 1\r\n" * (status == 503), body,
-        )  # fmt: skip
+            status,
+            http.HTTPStatus(status).phrase.encode(),
+            len(body),
+            b"retry-after: 1\r\n" * (status == 503),
+            body,
+        )
         if self._reading is Reading.BODY:  # the error is in the body of a request that was accepted
             if self._later:
                 self._later.pop()

@@ -363,9 +363,16 @@ class ChatTemplate:
                 if length > _MAX_PROMPT:
                     raise InvalidRequest(f"The messages give more than {_MAX_PROMPT} characters.", param="messages")
         except (
-            jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError,
-            AssertionError, MemoryError,
-        ) as error:  # fmt: skip
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            AssertionError,
+            MemoryError,
+        ) as error:
             message = f"The chat template does not take these messages: {str(error)[:300]}"
             raise InvalidRequest(message, param="messages") from error
         text = "".join(pieces)

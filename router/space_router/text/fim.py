@@ -23,11 +23,16 @@ class _Names(NamedTuple):
 
 _FAMILIES = (
     # Qwen, CodeGemma, Granite 3.3 and later
-    _Names("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
-           ends=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>")),
+    _Names(
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        ends=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+    ),
     # StarCoder, StableCode, Granite, Yi-Coder
-    _Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>",
-           ends=("<|endoftext|>", "<fim_pad>", "<repo_name>", "<file_sep>")),
+    _Names(
+        "<fim_prefix>", "<fim_suffix>", "<fim_middle>", ends=("<|endoftext|>", "<fim_pad>", "<repo_name>", "<file_sep>")
+    ),
     _Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<|endoftext|>",)),  # SantaCoder
     _Names("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
     _Names("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),  # Code Llama
@@ -35,7 +40,7 @@ _FAMILIES = (
     _Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ends=("<|EOT|>",)),  # DeepSeek
     _Names("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ends=("<|endoftext|>",)),  # GLM-4
     _Names("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

@@ -94,16 +94,20 @@ class AcceptanceRow:
             laid_out = [step.num_accepted >= position for step in steps if step.num_drafted >= position]
             by_position.append(ratio(sum(laid_out), len(laid_out)))
         return cls(
-            temperature=temperature, max_drafts=max_drafts, num_outputs=len(generations), num_tokens=num_tokens,
+            temperature=temperature,
+            max_drafts=max_drafts,
+            num_outputs=len(generations),
+            num_tokens=num_tokens,
             tokens_per_step=ratio(num_tokens, len(steps)),
             tokens_per_step_not_looping=ratio(sum(g.num_decoded for g in steady), sum(len(g.steps) for g in steady)),
-            tokens_per_step_no_blanks=ratio(num_tokens - blanks, len(steps)), accepted_by_position=tuple(by_position),
+            tokens_per_step_no_blanks=ratio(num_tokens - blanks, len(steps)),
+            accepted_by_position=tuple(by_position),
             repeated_4grams=statistics.fmean(repeated_share(g.tokens) for g in generations),
             looping=1.0 - ratio(len(steady), len(generations)),
             characters_per_step=ratio(sum(len(decode(g.tokens[len(g.first) :])) for g in generations), len(steps)),
             accepted_filler=ratio(sum(is_filler(decode([token])) for token in accepted), len(accepted)),
             speedup=ratio(_seconds_per_token(plain), _seconds_per_token(generations)),
-        )  # fmt: skip
+        )
 
 
 def _seconds_per_token(generations: Sequence[CompletionOutput]) -> float:
@@ -142,11 +146,14 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
                     raise TextsDiffer(f"Prompt {number + 1} gives another text with k={k} than without drafts.")
         rows += [
             AcceptanceRow.of(
-                outputs[k], outputs[0], lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-                temperature=temperature, max_drafts=k,
+                outputs[k],
+                outputs[0],
+                lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+                temperature=temperature,
+                max_drafts=k,
             )
             for k in decoder.ks
-        ]  # fmt: skip
+        ]
     known = model.facts
     facts: dict[str, object] = {"model": known.name, "model hash": known.model_hash[:12], "dtype": known.number_format}
     facts |= {"prompts": describe_prompts(options.prompts.name, prompts), "new tokens": options.max_tokens}
@@ -155,15 +162,18 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
 
 
 COLUMNS: Sequence[tuple[str, Callable[[AcceptanceRow], str]]] = (
-    ("T", lambda row: f"{row.temperature:g}"), ("k", lambda row: str(row.max_drafts)),
+    ("T", lambda row: f"{row.temperature:g}"),
+    ("k", lambda row: str(row.max_drafts)),
     ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
     ("not looping", lambda row: f"{row.tokens_per_step_not_looping:.2f}"),
     ("no blanks", lambda row: f"{row.tokens_per_step_no_blanks:.2f}"),
     ("accepted at 1, 2, …", lambda row: " ".join(f"{share:.2f}" for share in row.accepted_by_position)),
-    ("repeated 4-grams", lambda row: f"{row.repeated_4grams:.2f}"), ("looping", lambda row: f"{row.looping:.0%}"),
+    ("repeated 4-grams", lambda row: f"{row.repeated_4grams:.2f}"),
+    ("looping", lambda row: f"{row.looping:.0%}"),
     ("chars/step", lambda row: f"{row.characters_per_step:.1f}"),
-    ("accepted filler", lambda row: f"{row.accepted_filler:.2f}"), ("speed-up", lambda row: f"{row.speedup:.2f}"),
-)  # fmt: skip
+    ("accepted filler", lambda row: f"{row.accepted_filler:.2f}"),
+    ("speed-up", lambda row: f"{row.speedup:.2f}"),
+)
 
 
 def to_markdown(rows: Sequence[AcceptanceRow], facts: Mapping[str, object]) -> str:

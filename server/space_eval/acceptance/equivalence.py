@@ -153,9 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k", type=int, nargs="+", default=[1, 3, 5], help="drafts per step; own ones up to the masks (default: 1 3 5)"
     )
     add(
-        "--temperature", type=number_in(0.0, 2.0), nargs="+", default=[0.0, 0.8],
+        "--temperature",
+        type=number_in(0.0, 2.0),
+        nargs="+",
+        default=[0.0, 0.8],
         help="0 is greedy (default: 0 and 0.8)",
-    )  # fmt: skip
+    )
     add("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
     add("--out", type=Path, help="folder for equivalence.md and equivalence.json")
 
@@ -246,16 +249,22 @@ class EquivalenceCheck:
         """Decode one batch, whose prompts join one step after the other. Return the generations by prompt number."""
         longest = max(len(self._prompts[number]) for number in group)
         worker = Worker(
-            self._model, num_blocks=len(group) * -(-(longest + self._max_tokens + k + 1) // BLOCK_SIZE),
-            block_size=BLOCK_SIZE, controller=FixedLayout(lambda room: DraftLayout.full(k, k)), draft_source=source,
-        )  # fmt: skip
+            self._model,
+            num_blocks=len(group) * -(-(longest + self._max_tokens + k + 1) // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            controller=FixedLayout(lambda room: DraftLayout.full(k, k)),
+            draft_source=source,
+        )
         sampling = pb.Sampling(seed=seed, temperature=temperature)
         made = complete(
             worker,
             [CompletionRequest("", number, self._prompts[number], sampling, num_logprobs=2) for number in group],
-            max_tokens=self._max_tokens, max_draft_length=k, eos_ids=self._model.facts.eos_ids,
-            max_sequences=len(group), one_by_one=True,
-        )  # fmt: skip
+            max_tokens=self._max_tokens,
+            max_draft_length=k,
+            eos_ids=self._model.facts.eos_ids,
+            max_sequences=len(group),
+            one_by_one=True,
+        )
         return {request.sample: generation for request, generation in made}
 
     def _count(self, result: CellResult, number: int, ours: CompletionOutput, plain: CompletionOutput) -> None:
@@ -330,10 +339,13 @@ def faults_of(results: list[CellResult]) -> list[str]:
 COLUMNS: Sequence[tuple[str, Callable[[CellResult], str]]] = (
     ("T", lambda result: f"{result.cell.temperature:g}"),
     ("seed", lambda result: "–" if result.cell.temperature == 0.0 else str(result.cell.seed)),
-    ("k", lambda result: str(result.cell.num_drafts)), ("drafts", lambda result: result.cell.drafts),
+    ("k", lambda result: str(result.cell.num_drafts)),
+    ("drafts", lambda result: result.cell.drafts),
     ("company", lambda result: result.cell.company),
     ("texts equal", lambda result: f"{result.num_equal}/{result.num_texts}"),
-    ("tokens", lambda result: str(result.num_tokens)), ("steps with drafts", lambda result: str(result.num_steps)),
-    ("a=0", lambda result: str(result.accepted_none)), ("0<a<k", lambda result: str(result.accepted_part)),
+    ("tokens", lambda result: str(result.num_tokens)),
+    ("steps with drafts", lambda result: str(result.num_steps)),
+    ("a=0", lambda result: str(result.accepted_none)),
+    ("0<a<k", lambda result: str(result.accepted_part)),
     ("a=k", lambda result: str(result.accepted_whole)),
-)  # fmt: skip
+)

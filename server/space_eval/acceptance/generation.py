@@ -119,12 +119,18 @@ def complete(
             worker.apply(
                 pb.Command(
                     admit=pb.Admit(
-                        seq_id=seq_id, ids=request.ids, num_prompt=len(request.ids), pages=pages[:num_pages],
-                        sampling=request.sampling, limits=limits, max_draft_length=max_draft_length,
-                        want_logprobs=request.num_logprobs is not None, num_logprobs=request.num_logprobs or 0,
+                        seq_id=seq_id,
+                        ids=request.ids,
+                        num_prompt=len(request.ids),
+                        pages=pages[:num_pages],
+                        sampling=request.sampling,
+                        limits=limits,
+                        max_draft_length=max_draft_length,
+                        want_logprobs=request.num_logprobs is not None,
+                        num_logprobs=request.num_logprobs or 0,
                     )
                 )
-            )  # fmt: skip
+            )
             if one_by_one:
                 break
         if not running and not released:
@@ -376,9 +382,12 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
                 model, _ = stream_model(checkpoint, config, facts.dtype, torch.device("cpu"), copies=True)
             else:
                 model = AutoModelForCausalLM.from_pretrained(
-                    str(checkpoint.folder), dtype=facts.dtype, use_safetensors=True, trust_remote_code=False,
+                    str(checkpoint.folder),
+                    dtype=facts.dtype,
+                    use_safetensors=True,
+                    trust_remote_code=False,
                     local_files_only=True,
-                )  # fmt: skip
+                )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise FlagError(f"transformers cannot load {checkpoint.name}: {reason}") from error

@@ -50,11 +50,16 @@ class TimedAnswer:
         """Build from several generations of the same ids."""
         first = made[0]
         return cls(
-            ids=tuple(first.tokens), finish=_FINISH[first.finish], num_steps=len(first.steps),
-            num_decoded=first.num_decoded, num_drafted=sum(step.num_drafted for step in first.steps),
-            num_accepted=sum(step.num_accepted for step in first.steps), num_rows=first.num_rows,
-            seconds=tuple(one.seconds for one in made), decode_seconds=tuple(one.decode_seconds for one in made),
-        )  # fmt: skip
+            ids=tuple(first.tokens),
+            finish=_FINISH[first.finish],
+            num_steps=len(first.steps),
+            num_decoded=first.num_decoded,
+            num_drafted=sum(step.num_drafted for step in first.steps),
+            num_accepted=sum(step.num_accepted for step in first.steps),
+            num_rows=first.num_rows,
+            seconds=tuple(one.seconds for one in made),
+            decode_seconds=tuple(one.decode_seconds for one in made),
+        )
 
     @property
     def is_looping(self) -> bool:

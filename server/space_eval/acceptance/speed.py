@@ -169,13 +169,20 @@ def _paired(
 def _ours(model: SpaceModel, k: int, answers: Sequence[Mapping[int, TimedAnswer]]) -> MethodRow:
     row = SpeedRow.of(0.0, k, answers)
     return MethodRow(
-        name=f"SPACE, k={k}, {row.rows_per_step:.0f} rows per step", runtime=OURS, num_prompts=len(answers),
-        tokens_per_pass=row.tokens_per_forward, num_passes=sum(by_k[k].num_steps + 1 for by_k in answers),
-        num_other_passes=0, accepted_share=row.accepted_share, speedup=row.speedup,
-        ms_per_token=row.space_ms_per_token, plain_ms_per_token=row.plain_ms_per_token,
-        extra_weight_bytes=extra_weight_bytes(model), extra_kv_bytes=(k + 1) * model.facts.kv_bytes_per_token,
+        name=f"SPACE, k={k}, {row.rows_per_step:.0f} rows per step",
+        runtime=OURS,
+        num_prompts=len(answers),
+        tokens_per_pass=row.tokens_per_forward,
+        num_passes=sum(by_k[k].num_steps + 1 for by_k in answers),
+        num_other_passes=0,
+        accepted_share=row.accepted_share,
+        speedup=row.speedup,
+        ms_per_token=row.space_ms_per_token,
+        plain_ms_per_token=row.plain_ms_per_token,
+        extra_weight_bytes=extra_weight_bytes(model),
+        extra_kv_bytes=(k + 1) * model.facts.kv_bytes_per_token,
         num_identical=row.num_identical,
-    )  # fmt: skip
+    )
 
 
 def extra_weight_bytes(model: SpaceModel) -> int:
@@ -200,14 +207,20 @@ def _row_of(
         plain_ms.append(1000 * sum(p.seconds for p, _ in rounds) / sum(len(p.ids) for p, _ in rounds))
         ms.append(1000 * sum(a.seconds for _, a in rounds) / sum(len(a.ids) for _, a in rounds))
     return MethodRow(
-        name=other.method.name, runtime="transformers", num_prompts=len(pairs),
-        tokens_per_pass=num_tokens / num_passes, num_passes=num_passes, num_other_passes=num_drafts,
+        name=other.method.name,
+        runtime="transformers",
+        num_prompts=len(pairs),
+        tokens_per_pass=num_tokens / num_passes,
+        num_passes=num_passes,
+        num_other_passes=num_drafts,
         accepted_share=ratio(num_tokens - num_passes, num_drafts),
         speedup=Spread.of([plain / fast for plain, fast in zip(plain_ms, ms, strict=True)]),
-        ms_per_token=Spread.of(ms), plain_ms_per_token=Spread.of(plain_ms),
-        extra_weight_bytes=other.draft_weight_bytes, extra_kv_bytes=longest * other.draft_kv_bytes_per_token,
+        ms_per_token=Spread.of(ms),
+        plain_ms_per_token=Spread.of(plain_ms),
+        extra_weight_bytes=other.draft_weight_bytes,
+        extra_kv_bytes=longest * other.draft_kv_bytes_per_token,
         num_identical=sum(plain.ids == assisted.ids for plain, assisted in firsts),
-    )  # fmt: skip
+    )
 
 
 OURS = "ours"  # name of our own runtime
@@ -229,10 +242,14 @@ class SpeedRow(PairedFigures):
         """Build from each prompt's answers by k, including plain decoding's."""
         space, plain = [pair[k] for pair in pairs], [pair[PLAIN] for pair in pairs]
         return cls(
-            temperature=temperature, k=k, num_prompts=len(pairs), num_tokens=sum(len(answer.ids) for answer in space),
+            temperature=temperature,
+            k=k,
+            num_prompts=len(pairs),
+            num_tokens=sum(len(answer.ids) for answer in space),
             plain_ms_per_token=Spread.of([1000 / rate for rate in rates(plain)]),
-            space_ms_per_token=Spread.of([1000 / rate for rate in rates(space)]), **cls.figures(space, plain),
-        )  # fmt: skip
+            space_ms_per_token=Spread.of([1000 / rate for rate in rates(space)]),
+            **cls.figures(space, plain),
+        )
 
 
 @dataclass(frozen=True)
@@ -255,24 +272,31 @@ class MethodRow:
 
 
 COLUMNS: Sequence[tuple[str, Callable[[SpeedRow], str]]] = (
-    ("T", lambda row: f"{row.temperature:g}"), ("k", lambda row: str(row.k)),
-    ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"), ("rows/step", lambda row: f"{row.rows_per_step:.1f}"),
-    ("speed-up", lambda row: row.speedup.shown(2)), ("decode only", lambda row: row.decode_speedup.shown(2)),
+    ("T", lambda row: f"{row.temperature:g}"),
+    ("k", lambda row: str(row.k)),
+    ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
+    ("rows/step", lambda row: f"{row.rows_per_step:.1f}"),
+    ("speed-up", lambda row: row.speedup.shown(2)),
+    ("decode only", lambda row: row.decode_speedup.shown(2)),
     ("not looping", lambda row: "–" if row.speedup_not_looping is None else f"{row.speedup_not_looping.median:.2f}"),
     ("ms/token plain", lambda row: row.plain_ms_per_token.shown(2)),
-    ("ms/token SPACE", lambda row: row.space_ms_per_token.shown(2)), ("looping", lambda row: f"{row.looping:.0%}"),
+    ("ms/token SPACE", lambda row: row.space_ms_per_token.shown(2)),
+    ("looping", lambda row: f"{row.looping:.0%}"),
     ("same text", lambda row: f"{row.num_identical}/{row.num_prompts}"),
-)  # fmt: skip
+)
 METHOD_COLUMNS: Sequence[tuple[str, Callable[[MethodRow], str]]] = (
-    ("how", lambda row: row.name), ("runtime", lambda row: row.runtime),
+    ("how", lambda row: row.name),
+    ("runtime", lambda row: row.runtime),
     ("tokens per pass of the base", lambda row: f"{row.tokens_per_pass:.2f}"),
-    ("passes of the base", lambda row: str(row.num_passes)), ("other passes", lambda row: str(row.num_other_passes)),
+    ("passes of the base", lambda row: str(row.num_passes)),
+    ("other passes", lambda row: str(row.num_other_passes)),
     ("over its own plain decoding", lambda row: row.speedup.shown(2)),
     ("ms/token", lambda row: row.ms_per_token.shown(2)),
     ("ms/token, its plain", lambda row: row.plain_ms_per_token.shown(2)),
-    ("extra weights", lambda row: size(row.extra_weight_bytes)), ("extra KV", lambda row: size(row.extra_kv_bytes)),
+    ("extra weights", lambda row: size(row.extra_weight_bytes)),
+    ("extra KV", lambda row: size(row.extra_kv_bytes)),
     ("same text", lambda row: f"{row.num_identical}/{row.num_prompts}"),
-)  # fmt: skip
+)
 
 
 def to_markdown(rows: Sequence[SpeedRow], others: Sequence[MethodRow], facts: Mapping[str, object]) -> str:

@@ -246,9 +246,12 @@ async def find(arm: Arm) -> tuple[Arm, dict[str, Any]]:
         if (window := info.get("max_total_tokens")) is None:
             raise LoadError(f"{arm.name} is not ready: it does not know its model yet.")
         found = replace(
-            arm, is_spaceserve=True, window=window, counts_energy=await joules(arm.endpoint) is not None,
+            arm,
+            is_spaceserve=True,
+            window=window,
+            counts_energy=await joules(arm.endpoint) is not None,
             has_synthetic_acceptance=bool(info.get("synthetic_acceptance")),
-        )  # fmt: skip
+        )
         return found, info
     model = arm.model
     if model is None and arm.api.name != "tgi":

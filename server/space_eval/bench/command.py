@@ -42,13 +42,18 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 
 IN_A_CHECKOUT = "in a checkout, `.venv/bin/python tests/perf %s` measures this"
 MOVED = {
-    "edge": IN_A_CHECKOUT % "edge", "engines": IN_A_CHECKOUT % "engines", "host-time": IN_A_CHECKOUT % "host-time",
-    "memory": IN_A_CHECKOUT % "memory", "overhead": IN_A_CHECKOUT % "overhead", "product": IN_A_CHECKOUT % "matmul",
+    "edge": IN_A_CHECKOUT % "edge",
+    "engines": IN_A_CHECKOUT % "engines",
+    "host-time": IN_A_CHECKOUT % "host-time",
+    "memory": IN_A_CHECKOUT % "memory",
+    "overhead": IN_A_CHECKOUT % "overhead",
+    "product": IN_A_CHECKOUT % "matmul",
     "scheduler": IN_A_CHECKOUT % "scheduler",
     "simulate": "in a checkout, tests/simulation holds the scheduler and the controller in virtual time",
     "sizing": "`spaceserve bench --rate … --slo …` measures what a server holds",
-    "soak": "in a checkout: `make soak FLAGS=…`", "streams": IN_A_CHECKOUT % "streams",
-}  # fmt: skip
+    "soak": "in a checkout: `make soak FLAGS=…`",
+    "streams": IN_A_CHECKOUT % "streams",
+}
 """Commands that were removed, and what to use instead."""
 
 
@@ -119,11 +124,17 @@ async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple
     infos: dict[str, dict[str, Any]] = {}
     for server in servers:
         arm = Arm(
-            name=server.name, endpoint=Endpoint.parse(server.url, _api_key(settings.api_key_file)),
-            api=APIS[settings.api], temperature=settings.temperature, seed=settings.seed, model=settings.served_model,
-            speculation=next(iter(settings.speculation), None), ignore_eos=not settings.stop_at_eos,
-            fields=settings.body, is_baseline=not arms,
-        )  # fmt: skip
+            name=server.name,
+            endpoint=Endpoint.parse(server.url, _api_key(settings.api_key_file)),
+            api=APIS[settings.api],
+            temperature=settings.temperature,
+            seed=settings.seed,
+            model=settings.served_model,
+            speculation=next(iter(settings.speculation), None),
+            ignore_eos=not settings.stop_at_eos,
+            fields=settings.body,
+            is_baseline=not arms,
+        )
         arm, infos[server.name] = await find(arm)
         arms.append(arm)
     first, *others = arms
@@ -209,9 +220,12 @@ def _workload(settings: BenchSettings) -> Workload:
         raise FlagError(f"--rate file: {settings.prompts} has no `arrival` (seconds) nor `timestamp` (milliseconds).")
     texts = [] if settings.prompts is None else [one.text for one in recorded if one.text]
     return Workload(
-        recorded=recorded, output_tokens=settings.output_tokens, prompt_tokens=settings.prompt_tokens,
-        text="\n".join(texts) or long_text(), seed=settings.seed,
-    )  # fmt: skip
+        recorded=recorded,
+        output_tokens=settings.output_tokens,
+        prompt_tokens=settings.prompt_tokens,
+        text="\n".join(texts) or long_text(),
+        seed=settings.seed,
+    )
 
 
 def _report(settings: BenchSettings, serve_flags: Sequence[str], starts: Sequence[Start]) -> None:
@@ -233,12 +247,16 @@ def _load(settings: BenchSettings, work: Workload) -> dict[str, Any]:
     """Return the load's settings for the record."""
     names = ("num_starts", "num_rounds", "num_requests", "num_warm_up", "carbon_intensity", "api", "temperature")
     return {
-        "shapes": [shape.name for shape in settings.shapes], **{name: getattr(settings, name) for name in names},
-        "seconds": settings.duration, "num_prompts": len(work.recorded),
+        "shapes": [shape.name for shape in settings.shapes],
+        **{name: getattr(settings, name) for name in names},
+        "seconds": settings.duration,
+        "num_prompts": len(work.recorded),
         "prompt_tokens": None if work.prompt_tokens is None else work.prompt_tokens.form,
-        "output_tokens": work.output_tokens.form, "prompts_are": "token ids" if work.ids else "text",
-        "seed": work.seed, "limits_seconds": None if settings.limits is None else dict(settings.limits.seconds),
-    }  # fmt: skip
+        "output_tokens": work.output_tokens.form,
+        "prompts_are": "token ids" if work.ids else "text",
+        "seed": work.seed,
+        "limits_seconds": None if settings.limits is None else dict(settings.limits.seconds),
+    }
 
 
 def _print(settings: BenchSettings, known: Mapping[str, Any], work: Workload, result: BenchResult) -> None:
@@ -254,8 +272,10 @@ def _print(settings: BenchSettings, known: Mapping[str, Any], work: Workload, re
         print(f"{known['synthetic_acceptance']}\n")
     print(table(result.rows))
     if settings.carbon_intensity is not None and not any(row.joules_per_token for row in result.rows):
-        _log("--carbon-intensity: no energy was counted: the server has no sensor it may read (docker/README.md), or "
-             "rounds are shorter than a second.")  # fmt: skip
+        _log(
+            "--carbon-intensity: no energy was counted: the server has no sensor it may read (docker/README.md), or "
+            "rounds are shorter than a second."
+        )
     for name, (base, *others) in result.timelines.items():
         for one in others:
             print(f"{name}: {one.arm} is below {base.arm} in {one.share_below:.0%} of its moments.")

@@ -199,7 +199,8 @@ def _columns(rows: Sequence[ArmSummary]) -> dict[str, Cell]:
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
     latencies = list(dict.fromkeys(name for row in rows for name in row.latency_ratios))
     return {
-        "load": lambda row: row.load, "arm": lambda row: row.arm,
+        "load": lambda row: row.load,
+        "arm": lambda row: row.arm,
         "tokens/s": lambda row: row.tokens_per_second.shown(0 if row.tokens_per_second.median >= 100 else 1),
         **{f"ratio to {name}": _ratio_cell("ratios", name) for name in baselines},
         **{f"time to {name}'s": _ratio_cell("latency_ratios", name) for name in latencies},
@@ -207,16 +208,19 @@ def _columns(rows: Sequence[ArmSummary]) -> dict[str, Cell]:
         "drafts/step": lambda row: "–" if row.drafts_per_step is None else f"{row.drafts_per_step.median:.2f}",
         "first ms": lambda row: _joined(row.first_token_ms, 0),
         "per token ms": lambda row: _joined(row.token_gap_ms, 2),
-        "silence ms": lambda row: _joined(row.event_gap_ms, 1), "whole ms": lambda row: _joined(row.request_ms, 0),
-        "requests/s": lambda row: row.requests_per_second.shown(2), "goodput/s": lambda row: _shown(row.goodput, 2),
+        "silence ms": lambda row: _joined(row.event_gap_ms, 1),
+        "whole ms": lambda row: _joined(row.request_ms, 0),
+        "requests/s": lambda row: row.requests_per_second.shown(2),
+        "goodput/s": lambda row: _shown(row.goodput, 2),
         "kept": lambda row: "–" if row.kept is None else f"{row.kept:.0%}",
         "errors": lambda row: " ".join(f"{status}×{count}" for status, count in row.errors.items()) or "–",
         "late ms": lambda row: "–" if row.rate is None else f"{row.late_ms:.1f}",
         "CPU": lambda row: " ".join(f"{name} {share:.2f}" for name, share in row.cpu_shares.items()) or "–",
-        "W": lambda row: _shown(row.watts, 1), "J/token": lambda row: _shown(row.joules_per_token, 4),
+        "W": lambda row: _shown(row.watts, 1),
+        "J/token": lambda row: _shown(row.joules_per_token, 4),
         "g CO2e/M tokens": lambda row: _shown(row.grams_per_million_tokens, 1),
         "same": lambda row: row.identical or "–",
-    }  # fmt: skip
+    }
 
 
 def _ratio_cell(field_name: str, baseline: str) -> Cell:
@@ -336,11 +340,14 @@ def timelines(swing: Swing, rounds: Sequence[Sequence[Round]]) -> list[SwingTime
             ratios.append(statistics.median([mine / other if other else 1.0 for mine, other in pairs]))
         made.append(
             SwingTimeline(
-                arm=first.arm, seconds=tuple((moment + 0.5) * wide for moment in moments),
+                arm=first.arm,
+                seconds=tuple((moment + 0.5) * wide for moment in moments),
                 tokens_per_second=tuple(statistics.median(arms[place][m] for arms in lines) for m in moments),
-                ratios=tuple(ratios), draft_lengths=_draft_lengths(wide, own), draft_change=_draft_change(swing, own),
+                ratios=tuple(ratios),
+                draft_lengths=_draft_lengths(wide, own),
+                draft_change=_draft_change(swing, own),
             )
-        )  # fmt: skip
+        )
     return made
 
 

@@ -254,11 +254,15 @@ class LoadRun:
             await run_round(plain, Closed(shape.warm_up_streams), iter(missing), salt=None)
         self._progress.set_description(label)
         made = await run_round(
-            arm, shape, requests(num_requests),
-            salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None, seconds=seconds,
+            arm,
+            shape,
+            requests(num_requests),
+            salt=f"bench {run} {shape.name} {arm.name} {number}" if salted else None,
+            seconds=seconds,
             poll_seconds=shape.moment_seconds if isinstance(shape, Swing) and arm.is_spaceserve else None,
-            cpu_seconds=self.cpu_counter(arm), on_done=self._progress.update,
-        )  # fmt: skip
+            cpu_seconds=self.cpu_counter(arm),
+            on_done=self._progress.update,
+        )
         if seconds is not None and not isinstance(shape, Open):  # cancelled requests must not slow the next arm
             await idle(arm.endpoint, is_ours=arm.is_spaceserve)
         return replace(made, start=self.start)

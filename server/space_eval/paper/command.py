@@ -187,10 +187,14 @@ def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, obje
     num_samples = options.pass_at if options.pass_at > 1 and not options.no_execution else 0
     protocol = PaperProtocol(prompted, options.k, options.rounds, options.temperature, options.seed, base, num_samples)
     facts: dict[str, object] = {
-        "model": options.model, "weights": weights_digest(options.model), "base": options.base or "the model itself",
-        "base weights": None if base is None else weights_digest(options.base), "family": family.name, "batch": 1,
+        "model": options.model,
+        "weights": weights_digest(options.model),
+        "base": options.base or "the model itself",
+        "base weights": None if base is None else weights_digest(options.base),
+        "family": family.name,
+        "batch": 1,
         **given(options, "k", "temperature", "rounds", "layout"),
-    }  # fmt: skip
+    }
     return protocol, facts | environment_facts(model)
 
 

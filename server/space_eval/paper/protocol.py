@@ -311,11 +311,15 @@ class PaperProtocol:
                 base_text = self.base.text(base_prompt, base.ids)
             turns.append(
                 Turn(
-                    num_prompt_ids=len(prompt.ids), truncated=prompt.truncated, plain=answers[PLAIN],
-                    space=answers[self.k], text=self.model.text(prompt, answers[self.k].ids), base=base,
+                    num_prompt_ids=len(prompt.ids),
+                    truncated=prompt.truncated,
+                    plain=answers[PLAIN],
+                    space=answers[self.k],
+                    text=self.model.text(prompt, answers[self.k].ids),
+                    base=base,
                     base_text=base_text,
                 )
-            )  # fmt: skip
+            )
         return MeasuredQuestion(question, tuple(turns))
 
     def with_samples(self, measured: MeasuredQuestion, number: int, max_tokens: int) -> MeasuredQuestion:

@@ -176,13 +176,21 @@ def summarise(
         for name in sorted({one.question.category for one in measured} - {""})
     }
     return PaperRow(
-        task=task.name, title=task.title, num_questions=len(measured), num_asked=num_asked, num_answers=len(turns),
+        task=task.name,
+        title=task.title,
+        num_questions=len(measured),
+        num_asked=num_asked,
+        num_answers=len(turns),
         tokens_per_step_not_looping=tokens_per_step([answer for answer in space if not answer.is_looping]),
-        plain_tokens_per_second=Spread.of(rates(plain)), space_tokens_per_second=Spread.of(rates(space)),
-        speedup_over_base=speedup(space, base) if base else None, num_truncated=sum(turn.truncated for turn in turns),
-        quality=quality, published=published.figures.get(task.name), categories=categories,
+        plain_tokens_per_second=Spread.of(rates(plain)),
+        space_tokens_per_second=Spread.of(rates(space)),
+        speedup_over_base=speedup(space, base) if base else None,
+        num_truncated=sum(turn.truncated for turn in turns),
+        quality=quality,
+        published=published.figures.get(task.name),
+        categories=categories,
         **PaperRow.figures(space, plain),
-    )  # fmt: skip
+    )
 
 
 COLUMNS: Sequence[tuple[str, Callable[[PaperRow], str]]] = (

@@ -115,10 +115,14 @@ def run_program(program: str, limits: ExecutionLimits | None = None) -> Executio
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="spaceserve-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _CHILD], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
-            env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
+            start_new_session=True,
+        )
         late = False
         try:
             reported, _ = process.communicate(json.dumps(order).encode(), timeout=bounds.seconds)

@@ -83,10 +83,13 @@ class QualityModel:
             for key, sample in missing
         )
         finished = complete(
-            worker, requests, max_tokens=writing.max_tokens,
-            max_draft_length=worker.max_draft_length if writing.speculate else 0, eos_ids=self.model.facts.eos_ids,
+            worker,
+            requests,
+            max_tokens=writing.max_tokens,
+            max_draft_length=worker.max_draft_length if writing.speculate else 0,
+            eos_ids=self.model.facts.eos_ids,
             is_whole=lambda ids: task.is_whole(self._text(ids[-_TAIL:])),
-        )  # fmt: skip
+        )
         with (
             _progress(f"{self.label}: {task.name}", len(missing), "text") as progress,
             ThreadPoolExecutor(max_workers=2) as scorers,
@@ -143,10 +146,13 @@ class QualityModel:
         full = writing.speculate and writing.layout == "full"
         each = -(-(longest + writing.max_tokens + most_drafts + 1) // _BLOCK)
         return Worker(
-            self.model, num_blocks=each * writing.batch, block_size=_BLOCK, max_sequences=writing.batch,
+            self.model,
+            num_blocks=each * writing.batch,
+            block_size=_BLOCK,
+            max_sequences=writing.batch,
             max_draft_length=None if writing.speculate else 0,
             controller=FixedLayout.full(most_drafts) if full else None,
-        )  # fmt: skip
+        )
 
     def _scored(self, task: WritingTask, request: CompletionRequest, generation: CompletionOutput) -> Answer:
         text = text_behind(self._text, generation.prompt_ids, generation.tokens)

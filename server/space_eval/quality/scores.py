@@ -229,11 +229,16 @@ def rows_of(task: str, model: Sequence[Score], base: Sequence[Score] | None) -> 
     if base is None:
         return [
             ScoreRow(
-                task, score.name, len(score.parts), interval(score), base=None, difference=None,
+                task,
+                score.name,
+                len(score.parts),
+                interval(score),
+                base=None,
+                difference=None,
                 finding="" if score.has_signal else ComparisonOutcome.NO_SIGNAL.value,
             )
             for score in model
-        ]  # fmt: skip
+        ]
     others = {score.name: score for score in base}
     rows = []
     for score in model:

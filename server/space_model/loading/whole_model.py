@@ -184,14 +184,25 @@ def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[T
         _log.warning(
             "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
             "every step%s",
-            checkpoint.name, files.num_quantized, files.form.name, form, held, files.num_bytes / 2**20, packed,
-        )  # fmt: skip
+            checkpoint.name,
+            files.num_quantized,
+            files.form.name,
+            form,
+            held,
+            files.num_bytes / 2**20,
+            packed,
+        )
     elif files.num_packed:
         _log.info(
             "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read "
             "at every step",
-            checkpoint.name, files.num_packed, checkpoint.kept_as or "few bits", form, held, files.size / 2**20,
-        )  # fmt: skip
+            checkpoint.name,
+            files.num_packed,
+            checkpoint.kept_as or "few bits",
+            form,
+            held,
+            files.size / 2**20,
+        )
 
 
 def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:

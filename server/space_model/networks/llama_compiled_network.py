@@ -51,10 +51,18 @@ class CompiledLayer(LlamaLayer[CompiledLinear, CompiledDelta]):
     def struct(self, keys: Tensor, values: Tensor) -> LayerStruct:
         """Return the C struct of this layer with its KV cache."""
         return LayerStruct(
-            self.attention_norm.weight.data_ptr(), self.query_key_value.struct, _address(self.query_norm),
-            _address(self.key_norm), self.output.struct, self.mlp_norm.weight.data_ptr(), self.gate_up.struct,
-            self.down.struct, keys.data_ptr(), values.data_ptr(), self.window or 0,
-        )  # fmt: skip
+            self.attention_norm.weight.data_ptr(),
+            self.query_key_value.struct,
+            _address(self.query_norm),
+            _address(self.key_norm),
+            self.output.struct,
+            self.mlp_norm.weight.data_ptr(),
+            self.gate_up.struct,
+            self.down.struct,
+            keys.data_ptr(),
+            values.data_ptr(),
+            self.window or 0,
+        )
 
     def deltas_struct(self, adapter: int) -> LayerDeltasStruct:
         """Return the C struct of an adapter's deltas in this layer."""
@@ -140,11 +148,15 @@ class CompiledLlama(LlamaParts):
     def _gated(self, batch: ForwardBatch) -> Sequence[GatedRunStruct]:
         return [
             GatedRunStruct(
-                run.slice.start, run.slice.stop, self._deltas[run.adapter], run.masks.data_ptr(),
-                self._mask_embeddings[run.adapter].data_ptr(), len(self._mask_embeddings[run.adapter]),
+                run.slice.start,
+                run.slice.stop,
+                self._deltas[run.adapter],
+                run.masks.data_ptr(),
+                self._mask_embeddings[run.adapter].data_ptr(),
+                len(self._mask_embeddings[run.adapter]),
             )
             for run in batch.gated
-        ]  # fmt: skip
+        ]
 
     def _run(
         self,
@@ -163,9 +175,13 @@ class CompiledLlama(LlamaParts):
         room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
         x, row = room.data_ptr(), num_rows * room.itemsize
         buffers = BuffersStruct(
-            ids.data_ptr(), x, normed.data_ptr(), x + row * hidden, x + row * (hidden + fused),
+            ids.data_ptr(),
+            x,
+            normed.data_ptr(),
+            x + row * hidden,
+            x + row * (hidden + fused),
             x + row * (hidden + fused + joined),
-        )  # fmt: skip
+        )
         if gated:
             low = normed.new_zeros(num_rows, self._low_width)
             buffers.low, buffers.low_stride = low.data_ptr(), self._low_width
@@ -187,10 +203,19 @@ class CompiledLlama(LlamaParts):
         """Return the C struct of these layers and this embedding [ids, hidden]."""
         inner = self._layers[0].gate_up.out_features // 2
         return NetworkStruct(
-            len(structs), *embedding.shape, inner, self._heads, self._norm.eps, self._scale, block_size,
-            (LayerStruct * len(structs))(*structs), embedding.data_ptr(), self._norm.weight.data_ptr(),
-            self._angles.cos.data_ptr(), self._angles.sin.data_ptr(),
-        )  # fmt: skip
+            len(structs),
+            *embedding.shape,
+            inner,
+            self._heads,
+            self._norm.eps,
+            self._scale,
+            block_size,
+            (LayerStruct * len(structs))(*structs),
+            embedding.data_ptr(),
+            self._norm.weight.data_ptr(),
+            self._angles.cos.data_ptr(),
+            self._angles.sin.data_ptr(),
+        )
 
     def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Compute `forward` of cpu/network.cpp, plus sums over ranks."""
@@ -225,15 +250,32 @@ class CompiledLlama(LlamaParts):
         out = fused.new_zeros(len(fused), num_heads, head_dim)
         here, size, width = fused.data_ptr(), head_dim * fused.itemsize, fused.shape[1]
         attention = AttentionStruct(
-            here, here + num_heads * size, here + (num_heads + kv_heads) * size, width, width, keys.data_ptr(),
-            values.data_ptr(), keys.shape[2], out.data_ptr(), self._scale, 0.0, layer.window or 0,
-        )  # fmt: skip
+            here,
+            here + num_heads * size,
+            here + (num_heads + kv_heads) * size,
+            width,
+            width,
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.shape[2],
+            out.data_ptr(),
+            self._scale,
+            0.0,
+            layer.window or 0,
+        )
         those, threads = byref(CpuRows.of(batch.rows).struct), torch.get_num_threads()
         eps = 0.0 if layer.query_norm is None else layer.query_norm.eps
         self._library.store(
-            those, byref(self._heads), byref(attention), _address(layer.query_norm), _address(layer.key_norm), eps,
-            self._angles.cos.data_ptr(), self._angles.sin.data_ptr(), threads,
-        )  # fmt: skip
+            those,
+            byref(self._heads),
+            byref(attention),
+            _address(layer.query_norm),
+            _address(layer.key_norm),
+            eps,
+            self._angles.cos.data_ptr(),
+            self._angles.sin.data_ptr(),
+            threads,
+        )
         self._library.attend(those, byref(self._heads), byref(attention), threads)
         return out
 

@@ -38,19 +38,30 @@ class DeviceBatch:
     A sequence in it advances without the host, which knows its state as of the last step that was read."""
 
     def __init__(
-        self, facts: ModelFacts, *, max_sequences: int, block_size: int, max_drafts: int | None = None,
+        self,
+        facts: ModelFacts,
+        *,
+        max_sequences: int,
+        block_size: int,
+        max_drafts: int | None = None,
         synthetic: SyntheticAcceptance | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`max_drafts`: most per sequence and step; None: as many as there are masks."""
         self._facts = facts
         self._max_pages = -(-facts.window // block_size)
         self.capacity = SamplingCapacity()
         self.state = StepState.empty(
-            max_sequences, max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
-            max_pages=self._max_pages, block_size=block_size, window=facts.window, vocab_size=facts.vocab_size,
-            room=self.capacity, bounds=True, history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
+            max_sequences,
+            max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
+            max_pages=self._max_pages,
+            block_size=block_size,
+            window=facts.window,
+            vocab_size=facts.vocab_size,
+            room=self.capacity,
+            bounds=True,
+            history=max_sequences * (facts.window + 1) * 8 <= MOST_HISTORY_BYTES,
             device=facts.device,
-        )  # fmt: skip
+        )
         self.logprob_indices = torch.zeros(max_sequences, dtype=torch.int64, device=facts.device)  # padded with 0
         self._sent_logprob_indices: list[int] = []  # those that were sent
         self._synthetic, self.synthetic_tensors = synthetic, None
@@ -135,12 +146,18 @@ class DeviceBatch:
         self.state.put(  # last, so that a failure before leaves this batch index not live
             batch_index,
             StateAdmission(
-                ids=sequence.ids, num_prompt=sequence.num_prompt, pages=pages, sampling_params=sequence.sampling_params,
-                num_left=sequence.num_left, eos_ids=sorted(sequence.limits.eos_ids),
-                stop_ids=sorted(sequence.limits.stop_ids), max_drafts=sequence.max_drafts,
-                max_masks=min(sequence.max_drafts, sequence.num_masks), drafts=sequence.drafts,
+                ids=sequence.ids,
+                num_prompt=sequence.num_prompt,
+                pages=pages,
+                sampling_params=sequence.sampling_params,
+                num_left=sequence.num_left,
+                eos_ids=sorted(sequence.limits.eos_ids),
+                stop_ids=sorted(sequence.limits.stop_ids),
+                max_drafts=sequence.max_drafts,
+                max_masks=min(sequence.max_drafts, sequence.num_masks),
+                drafts=sequence.drafts,
             ),
-        )  # fmt: skip
+        )
         sequence.counts = None  # the state keeps the counts now
         self.by_index[batch_index] = sequence
         self._index_of[sequence.seq_id] = batch_index
@@ -216,9 +233,13 @@ def round_up_stages(stages: Stages) -> Stages:
     edits = stages.edits or stages.penalises or stages.bounds
     cuts = stages.cuts or stages.floors
     return Stages(
-        edits=edits, bounds=stages.bounds, penalises=edits, samples=stages.samples or edits, cuts=cuts or edits,
+        edits=edits,
+        bounds=stages.bounds,
+        penalises=edits,
+        samples=stages.samples or edits,
+        cuts=cuts or edits,
         floors=cuts or edits,
-    )  # fmt: skip
+    )
 
 
 def _send_rows(rows: Sequence[tuple[int, int, Sequence[int]]], table: Tensor, counts: Tensor) -> None:

@@ -123,9 +123,12 @@ class TensorForward:
     def __call__(self, state: StepState, index: StepIndex, laid_out: DeviceRows, kind: StepKind) -> Tensor:
         pattern = self._pattern(kind.batch_size, kind.layout, kind.adapter)
         tables = StepTables(
-            PatternTables.of(pattern.rows, laid_out.starts.device), laid_out.starts,
-            state.page_table[:, : kind.num_pages], state.block_size, laid_out.num_written,
-        )  # fmt: skip
+            PatternTables.of(pattern.rows, laid_out.starts.device),
+            laid_out.starts,
+            state.page_table[:, : kind.num_pages],
+            state.block_size,
+            laid_out.num_written,
+        )
         batch = ForwardBatch.of_tensors(laid_out.ids, laid_out.positions, pattern, tables)
         return self._model.forward(batch, self._kv)
 
@@ -185,9 +188,14 @@ class DeviceForward:
     """Runs steps on one state, in place."""
 
     def __init__(
-        self, model: StepModel, state: StepState, ops: StepOps, forward: Forward, logprob_indices: Tensor,
+        self,
+        model: StepModel,
+        state: StepState,
+        ops: StepOps,
+        forward: Forward,
+        logprob_indices: Tensor,
         synthetic_tensors: SyntheticAcceptanceTensors | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """logprob_indices [S] int64: batch indices whose log-probabilities are reported; a step's kind says how many of
         them. `synthetic_tensors`: known continuations that replace drafts; None: drafts are the masks' own."""
         self._logprob_indices = logprob_indices
@@ -240,9 +248,14 @@ class DeviceForward:
         return drafts, group.count
 
     def _of_masks(
-        self, state: StepState, index: StepIndex, kind: StepKind, verification: StepVerification, hidden: Tensor,
+        self,
+        state: StepState,
+        index: StepIndex,
+        kind: StepKind,
+        verification: StepVerification,
+        hidden: Tensor,
         group: DeviceMaskRows,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the drafts [S, K'] that the masks of `group` make."""
         ops, model, batch_params, stages = self._ops, self._model, state.batch_params, kind.stages
         S, most = index.num_sequences, index.most_drafts
@@ -259,10 +272,21 @@ class DeviceForward:
         ids, offsets = candidates(logits, stages, edit)
         last = (verification.lengths - 1).clamp(min=0)[:, None]
         return propose(
-            masks, ids, offsets, verification.emitted.gather(1, last)[:, 0], before.positions, batch_params.key,
-            sampling_columns(batch_params, stages), w1=head.w1, w2=head.w2, embedding_scale=head.embedding_scale,
-            form=head.form, embed=model.embed, logits_of=model.logits_of, sample=ops.sample_candidates,
-        )  # fmt: skip
+            masks,
+            ids,
+            offsets,
+            verification.emitted.gather(1, last)[:, 0],
+            before.positions,
+            batch_params.key,
+            sampling_columns(batch_params, stages),
+            w1=head.w1,
+            w2=head.w2,
+            embedding_scale=head.embedding_scale,
+            form=head.form,
+            embed=model.embed,
+            logits_of=model.logits_of,
+            sample=ops.sample_candidates,
+        )
 
 
 _WAITED = "called a synchronizing CUDA operation"
@@ -361,9 +385,13 @@ class StepGraphs:
             self._graphs.popitem(last=False)
         _log.info(
             "captured a step of batch size %d, %d drafts and masks %s, with %d pages in %.3f s; %d graphs",
-            kind.batch_size, kind.layout.num_drafts, kind.layout.masks, kind.num_pages, time.perf_counter() - begun,
+            kind.batch_size,
+            kind.layout.num_drafts,
+            kind.layout.masks,
+            kind.num_pages,
+            time.perf_counter() - begun,
             len(self._graphs),
-        )  # fmt: skip
+        )
         return graph
 
     def _end_failed_capture(self, stream: torch.cuda.Stream) -> None:

@@ -128,11 +128,20 @@ class DeviceRunner(ModelRunner):
     """A ModelRunner whose sequences keep their state on the device."""
 
     def __init__(
-        self, model: StepModel, kv: PagedKV, *, max_sequences: int, controller: Controller | None = None,
-        cost: StepCost | None = None, eager: bool = False, ops: StepOps | None = None,
-        forward: Callable[[StepModel, PagedKV], Forward] | None = None, max_drafts: int | None = None,
-        synthetic: SyntheticAcceptance | None = None, clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+        self,
+        model: StepModel,
+        kv: PagedKV,
+        *,
+        max_sequences: int,
+        controller: Controller | None = None,
+        cost: StepCost | None = None,
+        eager: bool = False,
+        ops: StepOps | None = None,
+        forward: Callable[[StepModel, PagedKV], Forward] | None = None,
+        max_drafts: int | None = None,
+        synthetic: SyntheticAcceptance | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`controller`, `cost`: None: a SpeculationController, and typical costs. `eager`: run without CUDA graphs.
         `ops` and `forward`: None selects those of the device.
 
@@ -200,9 +209,13 @@ class DeviceRunner(ModelRunner):
         return self._num_failures < MOST_FAILURES
 
     def schedule(
-        self, batch: Iterable[RunningSequence], budget: PrefillBudget, *, reported: Set[int] = frozenset(),
+        self,
+        batch: Iterable[RunningSequence],
+        budget: PrefillBudget,
+        *,
+        reported: Set[int] = frozenset(),
         elsewhere: Sequence[RunningSequence] = (),
-    ) -> DraftLayout | None:  # fmt: skip
+    ) -> DraftLayout | None:
         if reported and self.num_in_flight:  # one report holds one step of a sequence
             return None
         self.scheduler.admit(batch, works=self.works)
@@ -278,10 +291,14 @@ class DeviceRunner(ModelRunner):
         self._drafted_for.clear()
         logprob_indices, num_top = batch.send_logprob_indices()
         kind = StepKind(
-            batch_size, layout, batch.stages, self._num_pages(),
-            num_with_logprobs=round_up_count(len(logprob_indices), batch_size), num_top=round_up_top(num_top),
+            batch_size,
+            layout,
+            batch.stages,
+            self._num_pages(),
+            num_with_logprobs=round_up_count(len(logprob_indices), batch_size),
+            num_top=round_up_top(num_top),
             adapter=batch.adapter if layout.num_masks else None,
-        )  # fmt: skip
+        )
         begun = self._timeline.mark()
         result = self._take(kind)
         on_host = self._on_host[self.num_forwards % 2][: len(result)]

@@ -23,9 +23,13 @@ class FreeMemory:
 
     @classmethod
     def on(
-        cls, device: torch.device, *, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup"),
+        cls,
+        device: torch.device,
+        *,
+        meminfo: Path = Path("/proc/meminfo"),
+        cgroup: Path = Path("/sys/fs/cgroup"),
         process: Path = Path("/proc/self"),
-    ) -> FreeMemory:  # fmt: skip
+    ) -> FreeMemory:
         """On a CPU the least left by the machine, every control group of this process, and its own limits."""
         if device.type == "cuda":
             return cls(int(torch.cuda.mem_get_info(device)[0]), f"the memory of {device}")

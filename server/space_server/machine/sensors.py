@@ -365,9 +365,13 @@ class LoadWatch:
     """
 
     def __init__(
-        self, gpu: GpuLoad | None = None, *, processors: int | None = None, stat: Path = Path("/proc/stat"),
+        self,
+        gpu: GpuLoad | None = None,
+        *,
+        processors: int | None = None,
+        stat: Path = Path("/proc/stat"),
         tasks: Path = Path("/proc/self/task"),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gpu, self._stat, self._tasks = gpu, stat, tasks
         self._processors = processors or os.cpu_count() or 1
         self.begin()

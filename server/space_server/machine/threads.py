@@ -28,9 +28,12 @@ the router delays all others."""
 
 
 def num_cores(
-    *, processors: Path = Path("/sys/devices/system/cpu"), cgroup: Path = Path("/sys/fs/cgroup"),
-    process: Path = Path("/proc/self"), allowed: set[int] | None = None,
-) -> int:  # fmt: skip
+    *,
+    processors: Path = Path("/sys/devices/system/cpu"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    process: Path = Path("/proc/self"),
+    allowed: set[int] | None = None,
+) -> int:
     """Return the physical cores among the processors that this process may run on, bounded by the container's CPU
     quota.
 

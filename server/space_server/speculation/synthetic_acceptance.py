@@ -52,9 +52,14 @@ class SyntheticAcceptance:
     """
 
     def __init__(
-        self, chances: Sequence[float], *, vocab_size: int, mask_ids: Iterable[int] = (), seed: int = 0,
+        self,
+        chances: Sequence[float],
+        *,
+        vocab_size: int,
+        mask_ids: Iterable[int] = (),
+        seed: int = 0,
         max_tokens: int = MAX_TOKENS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`chances[j-1]` is p_j; deeper masks use the last.
         `max_tokens`: tokens remembered in all; the oldest request is dropped first."""
         self.chances = tuple(chances)

@@ -111,17 +111,29 @@ class AttentionChoice:
 
 
 def choose_attention(
-    asked: str, facts: ModelFacts, *, block_size: int, exact: bool = False, backends: Mapping[str, Backend] = BACKENDS,
-    installed: Callable[[str], str | None] = installed_version, clock: Callable[[], float] = time.perf_counter,
+    asked: str,
+    facts: ModelFacts,
+    *,
+    block_size: int,
+    exact: bool = False,
+    backends: Mapping[str, Backend] = BACKENDS,
+    installed: Callable[[str], str | None] = installed_version,
+    clock: Callable[[], float] = time.perf_counter,
     need: AttentionNeed | None = None,
-) -> AttentionChoice:  # fmt: skip
+) -> AttentionChoice:
     """Return the backend that `--attention` asks for; `auto` measures where there is a choice. Raises
     UnusableAttention. `need`: None derives it from the device."""
     if need is None:
         need = AttentionNeed.on(
-            facts.device, num_heads=facts.num_heads, kv_heads=facts.kv_heads, head_dim=facts.head_dim,
-            dtype=facts.dtype, block_size=block_size, exact=exact, fp8_kv=facts.fp8_kv,
-        )  # fmt: skip
+            facts.device,
+            num_heads=facts.num_heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            dtype=facts.dtype,
+            block_size=block_size,
+            exact=exact,
+            fp8_kv=facts.fp8_kv,
+        )
     if asked != "auto":
         backend = backend_named(asked, need, installed=installed, backends=backends)
         try:
@@ -156,9 +168,13 @@ def choose_ops(facts: ModelFacts, *, asked: str, block_size: int, exact: bool = 
 
 
 def _fastest(
-    candidates: Sequence[Backend], absent: dict[str, str], need: AttentionNeed, wanted: Sequence[AttentionCase],
-    fallback: Backend, clock: Callable[[], float],
-) -> AttentionChoice:  # fmt: skip
+    candidates: Sequence[Backend],
+    absent: dict[str, str],
+    need: AttentionNeed,
+    wanted: Sequence[AttentionCase],
+    fallback: Backend,
+    clock: Callable[[], float],
+) -> AttentionChoice:
     """Return the candidate with the best score, or the fallback if none works. Raises UnusableAttention."""
     loaded: dict[str, Attention] = {}
     try:
@@ -218,9 +234,13 @@ def _check(case: AttentionCase, result: Tensor, expected: Tensor) -> None:
 
 
 def _measure(
-    loaded: dict[str, Attention], absent: dict[str, str], wanted: Sequence[AttentionCase],
-    steps: Sequence[MadeUpAttentionStep], device: torch.device, clock: Callable[[], float],
-) -> dict[str, dict[AttentionCase, float]]:  # fmt: skip
+    loaded: dict[str, Attention],
+    absent: dict[str, str],
+    wanted: Sequence[AttentionCase],
+    steps: Sequence[MadeUpAttentionStep],
+    device: torch.device,
+    clock: Callable[[], float],
+) -> dict[str, dict[AttentionCase, float]]:
     """Return the least seconds of a call, by name and case. Backends take turns; each gets its share of the time, and
     at least three calls. One that raises moves from `loaded` to `absent`."""
     found: dict[str, dict[AttentionCase, float]] = {name: {} for name in loaded}

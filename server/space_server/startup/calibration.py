@@ -144,9 +144,15 @@ class Calibration:
 
 
 def calibrate(
-    model: StepModel, kv: PagedKV, *, max_sequences: int, seconds: float = SECONDS, steps: StepsHere = "host",
-    clock: Callable[[], float] = time.perf_counter, between: Callable[[], None] = lambda: None,
-) -> Calibration:  # fmt: skip
+    model: StepModel,
+    kv: PagedKV,
+    *,
+    max_sequences: int,
+    seconds: float = SECONDS,
+    steps: StepsHere = "host",
+    clock: Callable[[], float] = time.perf_counter,
+    between: Callable[[], None] = lambda: None,
+) -> Calibration:
     """Measure points for `StepCost.from_points`, small steps first, as many as fit in `seconds`.
     `steps`: where decoding sequences keep their state, as when serving. `between` is called between cases."""
     points: list[Point] = []
@@ -299,9 +305,12 @@ def _expected(points: list[Point], num_rows: int) -> float:
 
 
 def time_steps(
-    model: StepModel, kv: PagedKV, case: CalibrationCase, steps: StepsHere = "host",
+    model: StepModel,
+    kv: PagedKV,
+    case: CalibrationCase,
+    steps: StepsHere = "host",
     clock: Callable[[], float] = time.perf_counter,
-) -> Timing | None:  # fmt: skip
+) -> Timing | None:
     """Run the case's steps and return the timed ones; None if the pages do not suffice.
     First steps are not timed: they compile and capture on a device, and compile the prompt operations."""
     num_slots = case.context + (case.prompt_rows + 2 if case.prompt_rows else NEW_TOKENS)
@@ -344,13 +353,26 @@ def time_steps(
 
 
 def _worker(
-    model: StepModel, kv: PagedKV, cost: StepCost, controller: FixedLayout, max_sequences: int, steps: StepsHere,
+    model: StepModel,
+    kv: PagedKV,
+    cost: StepCost,
+    controller: FixedLayout,
+    max_sequences: int,
+    steps: StepsHere,
     clock: Callable[[], float],
-) -> Worker:  # fmt: skip
+) -> Worker:
     worker = Worker(
-        model, num_blocks=kv.num_blocks, block_size=kv.block_size, max_sequences=max_sequences, kv=kv, cost=cost,
-        controller=controller, device_steps=steps != "host", eager=steps == "eager", clock=clock,
-    )  # fmt: skip
+        model,
+        num_blocks=kv.num_blocks,
+        block_size=kv.block_size,
+        max_sequences=max_sequences,
+        kv=kv,
+        cost=cost,
+        controller=controller,
+        device_steps=steps != "host",
+        eager=steps == "eager",
+        clock=clock,
+    )
     start = pb.Start(protocol_major=PROTOCOL_MAJOR, max_draft_length=worker.max_draft_length, max_prefill_rows=1 << 20)
     worker.apply(pb.Command(start=start))
     return worker
@@ -361,10 +383,15 @@ def _admit(worker: Worker, number: int, case: CalibrationCase, pages: range, rng
     allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
     ids = rng.choices(allowed, k=case.context + (case.prompt_rows or 1))
     admit = pb.Admit(
-        seq_id=number + 1, ids=ids, num_prompt=len(ids), num_cached=case.context, pages=pages,
-        sampling=pb.Sampling(seed=number, temperature=case.temperature), limits=pb.Limits(max_tokens=NEW_TOKENS),
+        seq_id=number + 1,
+        ids=ids,
+        num_prompt=len(ids),
+        num_cached=case.context,
+        pages=pages,
+        sampling=pb.Sampling(seed=number, temperature=case.temperature),
+        limits=pb.Limits(max_tokens=NEW_TOKENS),
         max_draft_length=worker.max_draft_length,
-    )  # fmt: skip
+    )
     worker.apply(pb.Command(admit=admit))
 
 
@@ -406,9 +433,15 @@ class CostFile:
 
     @classmethod
     def of(
-        cls, folder: Path, facts: ModelFacts, *, block_size: int, max_sequences: int, exact: bool = False,
+        cls,
+        folder: Path,
+        facts: ModelFacts,
+        *,
+        block_size: int,
+        max_sequences: int,
+        exact: bool = False,
         steps: str = "host",
-    ) -> CostFile:  # fmt: skip
+    ) -> CostFile:
         """The file in `folder` for this model on this machine."""
         on_gpu = facts.device.type == "cuda"
         setup: dict[str, str | int] = {
@@ -560,10 +593,13 @@ def tolerance(kept: KeptCosts, timing: Timing) -> float:
 
 
 def starting_costs(
-    file: CostFile, *, measure: Callable[[Callable[[], None]], Calibration],
-    time_plain_step: Callable[[], Timing | None], watch: LoadWatch,
+    file: CostFile,
+    *,
+    measure: Callable[[Callable[[], None]], Calibration],
+    time_plain_step: Callable[[], Timing | None],
+    watch: LoadWatch,
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
-) -> StartingCosts | None:  # fmt: skip
+) -> StartingCosts | None:
     """Return the costs kept in `file` if a plain step confirms them; else measure, and keep them if they are reliable.
     `measure` receives a function to call between steps. None if nothing could be measured."""
     points = _kept(file, time_plain_step)
@@ -598,8 +634,12 @@ def _kept(file: CostFile, time_plain_step: Callable[[], Timing | None]) -> list[
             return [(shape, ratio * seconds) for shape, seconds in kept.points]
         _log.info(
             "step costs kept in %s (%s) do not hold: a plain step takes %.3g ms now and %.3g there, and %.0f %% may be",
-            file.path.name, kept.written, 1000 * timing.seconds, 1000 * kept.plain_seconds, 100 * bound,
-        )  # fmt: skip
+            file.path.name,
+            kept.written,
+            1000 * timing.seconds,
+            1000 * kept.plain_seconds,
+            100 * bound,
+        )
     return None
 
 

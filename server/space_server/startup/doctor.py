@@ -317,9 +317,15 @@ def _attention(
     config: WorkerSettings, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
 ) -> Finding:
     need = AttentionNeed.on(
-        device, num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, block_size=config.block_size,
-        exact=config.exact, fp8_kv=config.kv_dtype == "fp8",
-    )  # fmt: skip
+        device,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+        exact=config.exact,
+        fp8_kv=config.kv_dtype == "fp8",
+    )
     try:
         check_cpu_kernels(config, device, dtype)
     except InvalidSetting as error:

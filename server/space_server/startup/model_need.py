@@ -64,9 +64,13 @@ class AskedModel:
         """Read the config. Raises ModelError."""
         model, device = family.read_config(checkpoint), choose_device(config.device)
         dtype, reason = choose_dtype(
-            config.dtype, device, getattr(model, "dtype", None), config.weights, config.cpu_kernels,
+            config.dtype,
+            device,
+            getattr(model, "dtype", None),
+            config.weights,
+            config.cpu_kernels,
             kept=checkpoint.kept_as,
-        )  # fmt: skip
+        )
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
@@ -124,18 +128,36 @@ class ModelNeed:
                 "slower; leave out --kv-dtype fp8: --kv-memory makes room."
             )
         need = cls.of(
-            checkpoint, asked.config, asked.dtype, device, window=_window(asked.config, config.max_model_len),
-            num_masks=asked.section.num_masks or 0, drafting=list(_drafting(checkpoint.home, asked.section)),
-            form=asked.form, fp8_kv=config.kv_dtype == "fp8", num_ranks=config.tensor_parallel, unread=unread,
-        )  # fmt: skip
+            checkpoint,
+            asked.config,
+            asked.dtype,
+            device,
+            window=_window(asked.config, config.max_model_len),
+            num_masks=asked.section.num_masks or 0,
+            drafting=list(_drafting(checkpoint.home, asked.section)),
+            form=asked.form,
+            fp8_kv=config.kv_dtype == "fp8",
+            num_ranks=config.tensor_parallel,
+            unread=unread,
+        )
         return need if config.weights == "plain" else need.with_int8_weights() or need
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, window: int,
-        num_masks: int = 0, drafting: Sequence[Path] = (), form: QuantizedFormat | None = None, fp8_kv: bool = False,
-        num_ranks: int = 1, unread: int = 0,
-    ) -> ModelNeed:  # fmt: skip
+        cls,
+        checkpoint: Checkpoint,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        window: int,
+        num_masks: int = 0,
+        drafting: Sequence[Path] = (),
+        form: QuantizedFormat | None = None,
+        fp8_kv: bool = False,
+        num_ranks: int = 1,
+        unread: int = 0,
+    ) -> ModelNeed:
         """`drafting`: files beside the weights; `form`: of a quantized checkpoint; `num_ranks` share the model, and the
         result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet."""
         num_heads, kv_heads, head_dim = family.sizes(config)
@@ -160,12 +182,17 @@ class ModelNeed:
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
-            weights=weights // num_ranks, head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
+            weights=weights // num_ranks,
+            head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
             kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if fp8_kv else dtype.itemsize) // num_ranks,
-            window=window, dtype=dtype, device=device, small=small, fp8_kv=fp8_kv,
-        )  # fmt: skip
+            window=window,
+            dtype=dtype,
+            device=device,
+            small=small,
+            fp8_kv=fp8_kv,
+        )
 
     def with_int8_weights(self) -> ModelNeed | None:
         """The same with 8-bit linears; None if unknown here, or already so."""
@@ -335,16 +362,22 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
     allowed = [id_ for id_ in range(min(facts.vocab_size, 4096)) if id_ not in set(facts.mask_ids)]
     try:
         worker = Worker(
-            model, num_blocks=num_blocks, block_size=block_size, max_sequences=max_sequences,
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_sequences=max_sequences,
             controller=FixedLayout(lambda room: layout),
-        )  # fmt: skip
+        )
         client = WorkerClient(worker, max_prefill_rows=1 << 20, max_draft_length=k)
 
         def admit(num_ids: int, num_pages: int) -> None:
             client.admit(
-                rng.choices(allowed, k=num_ids), max_tokens=2 * k + 3, num_pages=num_pages,
-                sampling=pb.Sampling(seed=len(client.sequences) + 1, temperature=1.0, top_p=0.95), max_draft_length=k,
-            )  # fmt: skip
+                rng.choices(allowed, k=num_ids),
+                max_tokens=2 * k + 3,
+                num_pages=num_pages,
+                sampling=pb.Sampling(seed=len(client.sequences) + 1, temperature=1.0, top_p=0.95),
+                max_draft_length=k,
+            )
 
         for _ in range(max_sequences - 1):
             admit(1, own)

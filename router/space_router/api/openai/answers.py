@@ -367,11 +367,21 @@ class ResponseEvent(ResponseModel):
     """One event of a stream, `event: TYPE` and `data: {...}`; which fields it has follows from its type."""
 
     type: Literal[
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        "response.output_text.delta", "response.output_text.done", "response.content_part.done",
-        "response.function_call_arguments.delta", "response.function_call_arguments.done", "response.output_item.done",
-        "response.completed", "response.incomplete", "response.failed", "error",
-    ]  # fmt: skip
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+        "error",
+    ]
     sequence_number: Count
     response: ResponseObject | None = None
     item: OutputItem | None = None

@@ -123,12 +123,13 @@ class GenerationFields(SamplingFields, GrammarFields):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)
-    ] | None = None  # fmt: skip
-    bad_words: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(fail_fast=True, max_length=1024)
-    ] | None = None  # fmt: skip
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few_entries)] | None = (
+        None
+    )
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(fail_fast=True, max_length=1024)]
+        | None
+    ) = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream_options: StreamOptions | None = None
@@ -137,9 +138,10 @@ class GenerationFields(SamplingFields, GrammarFields):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[
-        int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_is_not_zero)
-    ] | None = None  # fmt: skip
+    truncate_prompt_tokens: (
+        Annotated[int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_is_not_zero)]
+        | None
+    ) = None
 
 
 class CompletionBody(GenerationFields):
@@ -315,7 +317,7 @@ class ChatBody(GenerationFields):
         Literal["none", "auto", "required"]
         | Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type"), BeforeValidator(_typed)]
         | None
-    ) = None  # fmt: skip
+    ) = None
     parallel_tool_calls: bool | None = None
     functions: Any = Field(default=None, description="OpenAI's old name: send `tools`")
     function_call: Any = Field(default=None, description="OpenAI's old name: send `tool_choice`")
@@ -327,9 +329,15 @@ class ChatBody(GenerationFields):
 
 # Known fields that this server does not support, with the values that mean "off".
 RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "truncation": ("disabled",),
-    "max_tool_calls": (), "prompt_cache_retention": (), "moderation": (),
-}  # fmt: skip
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "prompt_cache_retention": (),
+    "moderation": (),
+}
 
 
 class InputTextPart(Body):
@@ -469,10 +477,13 @@ class ResponseBody(SamplingFields):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     top_logprobs: Count20 | None = None
-    include: Annotated[
-        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-        Field(fail_fast=True, max_length=16, description="reasoning is never given, so that it has no content"),
-    ] | None = None  # fmt: skip
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(fail_fast=True, max_length=16, description="reasoning is never given, so that it has no content"),
+        ]
+        | None
+    ) = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -481,7 +492,7 @@ class ResponseBody(SamplingFields):
         Literal["none", "auto", "required"]
         | Annotated[NamedFunction | AllowedFunctions, Field(discriminator="type")]
         | None
-    ) = None  # fmt: skip
+    ) = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

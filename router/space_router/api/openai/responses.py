@@ -88,9 +88,12 @@ class OutputItems:
 
 
 _PARAMS = {
-    "messages": "input", "prompt": "input", "response_format": "text", "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
-}  # fmt: skip
+}
 """Names of chat completion fields in this API."""
 
 

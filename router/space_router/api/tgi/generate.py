@@ -172,9 +172,14 @@ class TgiGeneration:
 
     @classmethod
     def read(
-        cls, builder: RequestBuilder, body: GenerateBody, options: GenerateParameters, grammar: Grammar | None,
-        *, stream: bool,
-    ) -> "TgiGeneration":  # fmt: skip
+        cls,
+        builder: RequestBuilder,
+        body: GenerateBody,
+        options: GenerateParameters,
+        grammar: Grammar | None,
+        *,
+        stream: bool,
+    ) -> "TgiGeneration":
         """Build from a body. `options`: its parameters; `grammar`: their grammar, already checked."""
         chosen = (options.temperature, options.top_k, options.top_p, options.typical_p)
         sampled = bool(options.do_sample) or any(value is not None for value in chosen)
