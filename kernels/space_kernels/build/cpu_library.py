@@ -244,7 +244,7 @@ _SOURCES = Path(__file__).parent.with_name("cpu")
 
 KINDS = {
     "x86_64": {
-        "amx_bf16": "-mamx-tile -mamx-bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx2 -mfma",
+        "amx_bf16": "-mamx-tile -mamx-bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
         "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
         "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
         "avx2": "-mavx2 -mfma",
@@ -260,7 +260,7 @@ and not a benchmark, whose outcome could vary from start to start.
 """
 
 _NEEDS = {
-    "amx_bf16": {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx2", "fma"},
+    "amx_bf16": {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
     "avx2": {"avx2", "fma"},

@@ -33,7 +33,7 @@ using Code = uint8_t;  // an int8 weight, -127 .. 127, as packed
 
 constexpr int LANES = 16;
 #if defined(__AMX_BF16__)
-#define TILES 1  // matmuls are by AMX, all else as with AVX-512
+#define TILES 1  // bfloat16 weights are multiplied by AMX, all else is as with AVX-512
 #else
 #define TILES 0
 #endif
@@ -111,7 +111,7 @@ static inline Pairs beside(const bf16* first, const bf16* second) {
     return {_mm512_or_si512(a, _mm512_slli_epi32(b, 16))};
 }
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__)
 
 // The two bytes of the bfloat16 of 0 .. 127.
 struct alignas(64) Sizes {
@@ -139,11 +139,6 @@ static inline Code code_of(int8_t number) { return Code(number < 0 ? 0x80 - numb
 static inline int place_of(int step, int output, int which) {
     return output / 4 * 16 + step * 8 + output % 4 * 2 + which;
 }
-
-#endif
-
-#if defined(__AVX512BF16__)
-
 // sum[i] + a[2i]·b[2i] + a[2i+1]·b[2i+1], in one fixed order
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -432,7 +427,7 @@ static inline void lay_column(const bf16* first, const bf16* second, bf16* to) {
     store_pairs(to, beside(first, second));
 }
 
-#if !defined(__AVX512VBMI__)
+#if !defined(__AVX512BF16__)
 // Converts the codes of two steps to pairs. Each step has sixteen first numbers, then sixteen second ones.
 static inline Two two_steps(const Code* p) { return {one_step(p), one_step(p + 2 * LANES)}; }
 static inline Code code_of(int8_t number) { return Code(number); }

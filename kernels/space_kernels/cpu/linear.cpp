@@ -2,6 +2,18 @@
 
 namespace KIND {
 
+// Whether a matmul is by AMX: not of codes, whose conversion to tiles makes one row slower.
+static bool by_tiles(const Linear& w) { return TILES && !w.scale; }
+
+void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+    (by_tiles(w) ? multiply_by_tiles : multiply_by_lanes)(w, p, first, last, fresh);
+}
+
+#if !TILES
+void multiply_by_tiles(const Linear&, const Matmul&, int64_t, int64_t, bool) {}
+void add_deltas_by_tiles(const Matmul&, Lanes*, int64_t, int64_t, int64_t, int) {}
+#endif
+
 void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < count; ++j) {
@@ -9,7 +21,7 @@ void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t r
             if (w.scale) one = mul(one, load(w.scale + (panel + j) * LANES));
             if (w.bias) one = add(one, load(w.bias + (panel + j) * LANES));
         }
-    if (p.num_gated) add_deltas(p, sum, row, rows, panel, count);
+    if (p.num_gated) (by_tiles(w) ? add_deltas_by_tiles : add_deltas_by_lanes)(p, sum, row, rows, panel, count);
     if (p.then == Then::SWIGLU) {
         for (int i = 0; i < rows; ++i)
             for (int j = 0; j + 1 < count; j += 2) {

@@ -26,7 +26,7 @@ constexpr int64_t STEP = 2 * LANES;  // weights of a panel per step, which is a 
 
 // Inputs of a panel: bfloat16 weights are padded to a whole tile (AMX), and codes to two steps, which they come in.
 constexpr int64_t padded(int64_t inputs, bool codes) {
-    const int64_t multiple = TILES ? 32 : codes ? 4 : 2;
+    const int64_t multiple = codes ? 4 : TILES ? 32 : 2;
     return (inputs + multiple - 1) / multiple * multiple;
 }
 
@@ -86,9 +86,12 @@ void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
     }
 }
 
-// Add B·low to the sums of the gated rows among [row, row + rows), rows of `count` panels from `panel` on. Called by
-// `finish`, and only there.
-void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
+// By vector instructions, and by tiles (AMX): `multiply`, and its part that adds B·low to the sums of the gated rows
+// among [row, row + rows), rows of `count` panels from `panel` on.
+void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
+void multiply_by_tiles(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
+void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
+void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
 
 // Finish and store such sums.
 void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);

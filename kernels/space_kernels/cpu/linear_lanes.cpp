@@ -2,8 +2,6 @@
 
 #include "linear.h"
 
-#if !TILES
-
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -129,7 +127,7 @@ void widen(const Code* panels, int64_t steps, bf16* to) {
 
 }  // namespace
 
-void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
+void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     Lanes delta[MOST];
     each_gated(p, row, rows, [&](const Delta& d, int64_t first, int64_t num_gated) {
         for (int j = 0; j < count; ++j) {
@@ -208,7 +206,7 @@ void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, 
     }
 }
 
-void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     if (w.scale)
         multiply_by<Code>(w, p, first, last, fresh);
     else
@@ -216,5 +214,3 @@ void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, boo
 }
 
 }  // namespace KIND
-
-#endif

@@ -8,7 +8,6 @@
 
 #if TILES
 
-#include <type_traits>
 #include <vector>
 
 #include "tiles.h"
@@ -21,7 +20,6 @@ constexpr int64_t DEPTH = 32;            // inputs of a tile
 constexpr int64_t TILE = DEPTH * LANES;  // weights of a tile
 constexpr int64_t AHEAD = 4 * TILE;      // prefetch distance, to the first cache
 constexpr int64_t FAR = 16 * TILE;       // and to the second, where several tiles of rows take longer
-constexpr int64_t CHUNK = 4;             // tiles of a panel whose codes are converted at once
 constexpr int GROUP = 4;                 // tiles of sums
 
 // Numbers from an address that tiles are quickly loaded from.
@@ -38,7 +36,7 @@ class Aligned {
 
 // A thread's rows of the present job, in tiles.
 struct Rows {
-    Aligned all, low, weights;
+    Aligned all, low;
     int64_t num_tiles, height, steps;  // tiles of rows, rows of each, and tiles of inputs
 };
 Rows& own() {
@@ -73,23 +71,13 @@ inline void fetch(const bf16* weight) {
     for (int64_t i = 0; i < TILE; i += 32) __builtin_prefetch(weight + i, 0, LOCALITY);
 }
 
-// Converts the codes of some tiles to bfloat16.
-void widen(const Code* codes, int64_t steps, bf16* to) {
-    for (int64_t i = 0; i < steps * TILE; i += 2 * STEP) {
-        __builtin_prefetch(codes + i + AHEAD);
-        const Two columns = two_steps(codes + i);
-        store_pairs(to + i, columns.first), store_pairs(to + i + STEP, columns.second);
-    }
-}
-
-// Adds the products of one tile of rows and four panels, `size` apart, to the sums 0 .. 3. FETCH: the panels are
+// Adds the products of one tile of rows and four panels, `size` apart, to the sums 0 .. 3. The panels are
 // prefetched a little ahead, and near their end the next four.
-template <bool FETCH>
 void add_four(const bf16* weight, int64_t size, const bf16* x, int64_t height, int64_t steps) {
     for (int64_t k = 0; k < steps; ++k, weight += TILE, x += height * DEPTH) {
         _tile_loadd(4, x, 2 * DEPTH);
         const bf16* next = weight + AHEAD + ((k + 1) * TILE + AHEAD > size ? 3 * size : 0);
-        for (int j = 0; FETCH && j < 4; ++j) fetch(next + j * size);
+        for (int j = 0; j < 4; ++j) fetch(next + j * size);
         _tile_loadd(6, weight, 2 * DEPTH);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, weight + size, 2 * DEPTH);
@@ -131,30 +119,18 @@ void zero_sums() {
     _tile_zero(3);
 }
 
-// Panels [panel, panel + count), by up to sixteen rows. Codes are converted some tiles at a time.
-template <typename Weight>
+// Panels [panel, panel + count), by up to sixteen rows.
 void multiply_few(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
-    const int64_t size = rows.steps * TILE, chunk = sizeof(Weight) == 1 ? CHUNK : rows.steps;
-    const Weight* weight = (const Weight*)w.weight + panel * size;
+    const int64_t size = rows.steps * TILE;
+    const bf16* weight = (const bf16*)w.weight + panel * size;
+    const bf16* x = rows.all.of(0);
     zero_sums();
-    for (int64_t k = 0; k < rows.steps; k += chunk) {
-        const int64_t steps = std::min(chunk, rows.steps - k);
-        const bf16 *here = (const bf16*)weight, *next = here + AHEAD;
-        int64_t apart = size;
-        if constexpr (sizeof(Weight) == 1) {
-            bf16* to = rows.weights.of(GROUP * CHUNK * TILE);
-            for (int j = 0; j < count; ++j) widen(weight + j * size + k * TILE, steps, to + j * CHUNK * TILE);
-            TileRows::written();
-            here = to, next = nullptr, apart = CHUNK * TILE;
-        }
-        const bf16* x = rows.all.of(0) + k * rows.height * DEPTH;
-        if (count == 4)
-            add_four<sizeof(Weight) == 2>(here, apart, x, rows.height, steps);
-        else if (count == 2)
-            add_two<false, true>(here, apart, next, x, rows.height, steps);
-        else
-            add_two<false, false>(here, apart, next, x, rows.height, steps);
-    }
+    if (count == 4)
+        add_four(weight, size, x, rows.height, rows.steps);
+    else if (count == 2)
+        add_two<false, true>(weight, size, weight + AHEAD, x, rows.height, rows.steps);
+    else
+        add_two<false, false>(weight, size, weight + AHEAD, x, rows.height, rows.steps);
     const int64_t width = count * LANES;
     _tile_stored(0, sums, 4 * width);
     if (count > 1) _tile_stored(1, sums + LANES, 4 * width);
@@ -167,10 +143,10 @@ void multiply_few(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, i
 
 // Adds the products of NUM tiles of rows, `apart` from each other, and one panel to the sums 0 .. 3.
 template <int NUM>
-void add_column(const bf16* weight, const bf16* next, const bf16* x, int64_t apart, int64_t height, int64_t steps) {
+void add_column(const bf16* weight, const bf16* x, int64_t apart, int64_t height, int64_t steps) {
     for (int64_t k = 0; k < steps; ++k, weight += TILE, x += height * DEPTH) {
         _tile_loadd(6, weight, 2 * DEPTH);
-        if (next) fetch<2>(next + k * TILE);
+        fetch<2>(weight + FAR);
         _tile_loadd(4, x, 2 * DEPTH);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(5, x + apart, 2 * DEPTH);
@@ -188,30 +164,18 @@ void add_column(const bf16* weight, const bf16* next, const bf16* x, int64_t apa
 
 // Panels [panel, panel + count), one or two, by two to four tiles of rows: the weights are read once, one after the
 // other.
-template <typename Weight>
 void multiply_some(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
     const int64_t size = rows.steps * TILE, apart = rows.steps * rows.height * DEPTH, width = count * LANES;
-    const int64_t chunk = sizeof(Weight) == 1 ? CHUNK : rows.steps;
+    const bf16* x = rows.all.of(0);
     for (int j = 0; j < count; ++j) {
-        const Weight* weight = (const Weight*)w.weight + (panel + j) * size;
+        const bf16* weight = (const bf16*)w.weight + (panel + j) * size;
         zero_sums();
-        for (int64_t k = 0; k < rows.steps; k += chunk) {
-            const int64_t steps = std::min(chunk, rows.steps - k);
-            const bf16 *here = (const bf16*)weight, *next = here + FAR;
-            if constexpr (sizeof(Weight) == 1) {
-                bf16* to = rows.weights.of(CHUNK * TILE);
-                widen(weight + k * TILE, steps, to);
-                TileRows::written();
-                here = to, next = nullptr;
-            }
-            const bf16* x = rows.all.of(0) + k * rows.height * DEPTH;
-            if (rows.num_tiles == 2)
-                add_column<2>(here, next, x, apart, rows.height, steps);
-            else if (rows.num_tiles == 3)
-                add_column<3>(here, next, x, apart, rows.height, steps);
-            else
-                add_column<4>(here, next, x, apart, rows.height, steps);
-        }
+        if (rows.num_tiles == 2)
+            add_column<2>(weight, x, apart, rows.height, rows.steps);
+        else if (rows.num_tiles == 3)
+            add_column<3>(weight, x, apart, rows.height, rows.steps);
+        else
+            add_column<4>(weight, x, apart, rows.height, rows.steps);
         float* to = sums + j * LANES;
         const int64_t below = rows.height * width;
         _tile_stored(0, to, 4 * width);
@@ -222,21 +186,13 @@ void multiply_some(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, 
     finish(w, p, (Lanes*)sums, 0, p.rows, panel, count);
 }
 
-// Panels [panel, panel + count), one or two, by more rows: two tiles at a time. Codes are converted once for all rows.
-template <typename Weight>
+// Panels [panel, panel + count), one or two, by more rows: two tiles at a time.
 void multiply_many(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
     const int64_t size = rows.steps * TILE, height = rows.height, width = count * LANES;
-    const Weight* weight = (const Weight*)w.weight + panel * size;
-    const bf16* here = (const bf16*)weight;
-    if constexpr (sizeof(Weight) == 1) {
-        bf16* to = rows.weights.of(2 * size);
-        for (int j = 0; j < count; ++j) widen(weight + j * size, rows.steps, to + j * size);
-        TileRows::written();
-        here = to;
-    }
+    const bf16* here = (const bf16*)w.weight + panel * size;
     for (int64_t tile = 0; tile < rows.num_tiles; tile += 2) {
         const bf16* x = rows.all.of(0) + tile * rows.steps * height * DEPTH;
-        const bf16* next = sizeof(Weight) == 1 ? nullptr : tile == 0 ? here + AHEAD : tile == 2 ? here + 2 * size : nullptr;
+        const bf16* next = tile == 0 ? here + AHEAD : tile == 2 ? here + 2 * size : nullptr;
         zero_sums();
         if (count == 2)
             add_two<true, true>(here, size, next, x, height, rows.steps);
@@ -253,26 +209,9 @@ void multiply_many(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, 
     }
 }
 
-template <typename Weight>
-void multiply_by(const Linear& w, const Matmul& p, Rows& rows, int64_t first, int64_t last) {
-    alignas(64) float sums[GROUP * LANES * 2 * LANES];
-    const bool few = rows.num_tiles == 1;
-    for (int64_t panel = first; panel < last;) {
-        const int64_t left = last - panel;
-        const int count = few && left >= GROUP ? GROUP : left >= 2 ? 2 : 1;
-        if (few)
-            multiply_few<Weight>(w, p, rows, panel, count, sums);
-        else if (rows.num_tiles <= GROUP)
-            multiply_some<Weight>(w, p, rows, panel, count, sums);
-        else
-            multiply_many<Weight>(w, p, rows, panel, count, sums);
-        panel += count;
-    }
-}
-
 }  // namespace
 
-void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t num_rows, int64_t panel, int count) {
+void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t num_rows, int64_t panel, int count) {
     alignas(64) float part[GROUP][LANES * LANES];
     Rows& rows = own();
     for (int64_t begin = row; begin < row + num_rows; begin += rows.height) {
@@ -302,15 +241,19 @@ void add_deltas(const Matmul& p, Lanes* sum, int64_t row, int64_t num_rows, int6
     }
 }
 
-void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+void multiply_by_tiles(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     if (!p.rows || first == last) return;
     Rows& rows = own();
     if (fresh) lay_out(p, w.inputs, rows);
     const TileRows tiles(rows.height);
-    if (w.scale)
-        multiply_by<Code>(w, p, rows, first, last);
-    else
-        multiply_by<bf16>(w, p, rows, first, last);
+    alignas(64) float sums[GROUP * LANES * 2 * LANES];
+    const bool few = rows.num_tiles == 1;
+    for (int64_t panel = first; panel < last;) {
+        const int64_t left = last - panel;
+        const int count = few && left >= GROUP ? GROUP : left >= 2 ? 2 : 1;
+        (few ? multiply_few : rows.num_tiles <= GROUP ? multiply_some : multiply_many)(w, p, rows, panel, count, sums);
+        panel += count;
+    }
 }
 
 }  // namespace KIND
