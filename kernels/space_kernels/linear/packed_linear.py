@@ -15,6 +15,10 @@ PLAIN_TILE = 32
 """Rows per unpacked matmul. The size is fixed, because which row counts are summed in another order depends on the
 processor (on an x86-64 of model 207 those below 16, and with several threads some up to 64; torch 2.13)."""
 
+PACKED_TILE = 32
+"""Most rows per packed matmul of bfloat16: on a processor with AMX oneDNN sums more than these in another order (of
+widths 576 to 5632 most, from 33 rows on, with one thread and with two; torch 2.13). float32 shows no such border."""
+
 _TYPICAL_ROWS = 16
 """Row count that the packed layout is optimised for: that of a SPACE step of one sequence."""
 
@@ -43,17 +47,27 @@ class PackedLinear(nn.Module):
 
     def _matmul(self, x: Tensor) -> Tensor:
         if self.packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return out
+            return self._packed_matmul(x, "none")
         flat = x.reshape(-1, self.in_features)
         tiles = torch.split(pad_rows(flat, PLAIN_TILE), PLAIN_TILE)
         whole = torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(flat)]
         return whole.view(*x.shape[:-1], self.out_features)
 
+    def _packed_matmul(self, x: Tensor, activation: str) -> Tensor:
+        """x [..., in], rows a multiple of ROW_TILE -> [..., out]"""
+
+        def multiply(rows: Tensor) -> Tensor:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, activation, [], "")
+            return out
+
+        if x.dtype is not torch.bfloat16 or x.numel() <= PACKED_TILE * self.in_features:
+            return multiply(x)
+        tiles = x.reshape(-1, self.in_features).split(PACKED_TILE)
+        return torch.cat([multiply(tile) for tile in tiles]).view(*x.shape[:-1], self.out_features)
+
     def silu(self, x: Tensor) -> Tensor:
         """Return silu(x·Wᵀ + b), rounded once; packed only, rows a multiple of ROW_TILE."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
-        return out
+        return self._packed_matmul(x, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Return (x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.

@@ -8,7 +8,7 @@ from space_kernels.linear import packed_linear as linear
 from space_kernels.linear.packed_linear import PackedLinear, can_pack
 from torch.nn import functional as F
 
-SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (2048, 128)]
+SHAPES = [(256, 256), (704, 256), (256, 704), (172, 64), (101, 96), (2048, 128), (1536, 576), (640, 2560)]
 DTYPES = [torch.float32, torch.bfloat16]
 HAS_WIDE_REGISTERS = "AVX512" in torch.backends.cpu.get_cpu_capability()
 PACKED = [
