@@ -56,7 +56,7 @@ def gpu_tests() -> list[str]:
 
 
 def _kernel_suite(dry: bool) -> list[str]:
-    return [file for file in kernel_tests() if "swiglu" in file] if dry else kernel_tests()
+    return [file for file in kernel_tests() if "layers_triton" in file] if dry else kernel_tests()
 
 
 def _gpu_suite(dry: bool) -> list[str]:

@@ -44,13 +44,13 @@ RUN_BY = {
         "tests/server/tensor_parallel/test_torchrun.py",
         "def test_two_agents_serve",
     ),
-    'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_crowd.py", '["crowd", "--turns", "2"'),
+    'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_chaos.py", '["crowd", "--turns", "2"'),
     'make hosts FLAGS="--hosts 3 --streams 24 --faults 6 --restarts 2 --out hosts"': (
-        "tests/chaos/test_hosts.py",
+        "tests/chaos/test_chaos.py",
         '["hosts", *flags',
     ),
     'make faults FLAGS="--faults 200 --streams 32 --out faults"': (
-        "tests/e2e/process/test_faults.py",
+        "tests/e2e/process/test_worker_loss.py",
         '"--faults", "20"',
     ),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),

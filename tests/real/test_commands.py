@@ -11,7 +11,7 @@ import pytest
 from space_eval.bench.server_process import ServerProcess
 from space_model.loading.load import load_model
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 def spaceserve(*arguments: str, code: int = 0) -> str:
@@ -39,7 +39,7 @@ def test_a_question_is_answered_through_the_openai_client(server: ServerProcess)
         )
         texts.append("".join(event.choices[0].delta.content or "" for event in stream if event.choices))
     assert len(names) == 2
-    assert "Paris" in texts[0]
+    assert "Tokyo" in texts[0]  # by a wide margin: in bfloat16 kinds of processors differ where two answers are near
     assert texts[1] == texts[0]  # an adapter drafts; it writes nothing
 
 
