@@ -62,7 +62,7 @@ class PackedLinear(nn.Module):
 
         if x.dtype is not torch.bfloat16 or x.numel() <= PACKED_TILE * self.in_features:
             return multiply(x)
-        tiles = x.reshape(-1, self.in_features).split(PACKED_TILE)
+        tiles = torch.split(x.reshape(-1, self.in_features), PACKED_TILE)
         return torch.cat([multiply(tile) for tile in tiles]).view(*x.shape[:-1], self.out_features)
 
     def silu(self, x: Tensor) -> Tensor:
