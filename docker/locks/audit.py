@@ -58,20 +58,20 @@ def names(lock: Path) -> list[str]:
 def licence(package: str) -> str | None:
     """In its own words; None where it is not installed, being for another system."""
     try:
-        told = metadata.metadata(package)
+        declared = metadata.metadata(package)
     except metadata.PackageNotFoundError:
         return None
-    classes = [one.split(" :: ", 1)[1] for one in told.get_all("Classifier") or () if one.startswith("License :: ")]
-    return told.get("License-Expression") or "; ".join(classes) or (told.get("License") or "").split("\n")[0]
+    classes = [one.split(" :: ", 1)[1] for one in declared.get_all("Classifier") or () if one.startswith("License :: ")]
+    return declared.get("License-Expression") or "; ".join(classes) or (declared.get("License") or "").split("\n")[0]
 
 
 def model_licences(pins: Path = MODEL, notice: Path = NOTICE) -> Audit:
     """Of every work that the default model is made of, as the notice says that is shipped with it."""
     lines = notice.read_text(encoding="utf-8").splitlines()
-    told = dict(re.findall(r"^(\S.*): (.+)$", "\n".join(lines), re.MULTILINE))
-    found = [f"{work}: {said}" for work, said in told.items() if not _is_free(said)]
+    declared = dict(re.findall(r"^(\S.*): (.+)$", "\n".join(lines), re.MULTILINE))
+    found = [f"{work}: {said}" for work, said in declared.items() if not _is_free(said)]
     pinned = [line.split(" ")[0] for line in pins.read_text(encoding="utf-8").splitlines() if line[:1].isalnum()]
-    found += [f"{pin}: NOTICE does not name it" for pin in pinned if pin.replace("==", " ") not in told]
+    found += [f"{pin}: NOTICE does not name it" for pin in pinned if pin.replace("==", " ") not in declared]
     if not (notice.parent / "LICENSE").is_file():
         found.append(f"{notice.parent.name}: it has no LICENSE")
     return Audit("works in the default model under a licence that obliges, or unnamed", found)
@@ -79,9 +79,11 @@ def model_licences(pins: Path = MODEL, notice: Path = NOTICE) -> Audit:
 
 def licences(locks: Iterable[Path] = SHIPPED) -> Audit:
     """Of what is shipped in images."""
-    told = {name: licence(name) for lock in locks for name in names(lock)}
+    licences = {name: licence(name) for lock in locks for name in names(lock)}
     found = [
-        f"{name}: {said or 'none is named'}" for name, said in told.items() if said is not None and not _is_free(said)
+        f"{name}: {said or 'none is named'}"
+        for name, said in licences.items()
+        if said is not None and not _is_free(said)
     ]
     return Audit("packages shipped under a licence that obliges, or none", found)
 
@@ -112,14 +114,14 @@ def vulnerabilities(locks: Iterable[Path] = LOCKS) -> Audit:
         command = [uv, "tool", "run", PIP_AUDIT, "--disable-pip", "--no-deps", "--require-hashes", "--format", "json"]
         made = _run([*command, "--progress-spinner", "off", "--requirement", str(lock)])
         try:
-            told: list[dict[str, Any]] = json.loads(made.stdout)["dependencies"] if made is not None else []
+            dependencies: list[dict[str, Any]] = json.loads(made.stdout)["dependencies"] if made is not None else []
         except (ValueError, KeyError):
-            told = []
-        if not told:
+            dependencies = []
+        if not dependencies:
             return Audit(question, [], f"no database answers: {_last_line(made)}")
-        num_unknown += sum("skip_reason" in one for one in told)
-        num_known += sum("skip_reason" not in one for one in told)
-        for one in told:
+        num_unknown += sum("skip_reason" in one for one in dependencies)
+        num_known += sum("skip_reason" not in one for one in dependencies)
+        for one in dependencies:
             found += [f"{one['name']} {one['version']}: {known['id']}" for known in one.get("vulns", ())]
     if num_known <= num_unknown:
         return Audit(question, [], f"the database knows {num_known} of {num_known + num_unknown} packages: it is none")
@@ -140,10 +142,10 @@ def _last_line(made: subprocess.CompletedProcess[str] | None) -> str:
 
 def status(audits: Iterable[Audit], *, where_reachable: bool) -> int:
     """The exit status."""
-    told = list(audits)
-    if any(audit.found for audit in told):
+    results = list(audits)
+    if any(audit.found for audit in results):
         return 1
-    return 2 if any(audit.not_asked for audit in told) and not where_reachable else 0
+    return 2 if any(audit.not_asked for audit in results) and not where_reachable else 0
 
 
 def main() -> int:

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str) -> str:
-    """Return the module of this name, or the first with a kernel whose name contains it (norm: `_rms_norm`)."""
+    """Return the named module, or the first one with such a kernel (norm: `_rms_norm`)."""
     if "." in name:
         return name
     ending, modules = f".{name.removesuffix('_triton')}_triton", triton_modules()

@@ -191,7 +191,7 @@ class GenerateRequest(_message.Message):
     repetition_penalty: _builtins.float
     """above 0; 1 is off"""
     seed: _builtins.int
-    """the same seed gives the same text; not set: a fresh one, told in Statistics"""
+    """the same seed gives the same text; not set: a fresh one, returned in Statistics"""
     n: _builtins.int
     """choices of each prompt; not set: 1"""
     best_of: _builtins.int

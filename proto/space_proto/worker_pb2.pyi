@@ -815,7 +815,7 @@ class StepReport(_message.Message):
     stepped: _builtins.bool
     """a forward pass was run"""
     leaving: _builtins.bool
-    """last: told to end, the worker has finished everything and said it; the router is to hang up"""
+    """last: after Drain or SIGTERM the worker has finished and reported everything; the router is to hang up"""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceReport]:
         """those that emitted, advanced, paused, ended or failed"""

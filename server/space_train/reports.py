@@ -204,7 +204,7 @@ Next-token loss {final["loss"]:.3f} nats, {final["bits_per_byte"]:.3f} bits per 
 {acceptance}
 
 Teacher-forced: the share of places at which draft j equals the model's own most likely token, given that everything
-before it is right; the head is told the token before its target. Real decoding differs: it accepts more where text
+before it is right; the head's input has the token before its target. Real decoding differs: it accepts more where text
 repeats and less where the model's own text leaves what it was trained on.
 
 ## Data

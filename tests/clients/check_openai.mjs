@@ -155,10 +155,10 @@ await check("cancellation: an aborted stream ends; one cancelled by its id raise
   const left = await client.completions.create(endless);
   for await (const _ of left) break;
   await until(idle, "a stream that was left ends");
-  const told = await client.completions.create({ ...endless, n: 8, request_id: "mine" });
+  const reported = await client.completions.create({ ...endless, n: 8, request_id: "mine" });
   const error = await raises(OpenAI.APIError, async () => {
     let begun = false;
-    for await (const _ of told) {
+    for await (const _ of reported) {
       if (!begun) await client.delete("/requests/mine");
       begun = true;
     }

@@ -91,8 +91,8 @@ with check("speculation changes the speed and not the text; a prediction is coun
     drafted = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=48, extra_body={"speculation": "auto"})
     assert plain.choices[0].text == drafted.choices[0].text
     assert plain.spaceserve["drafted"] == 0
-    told = client.chat.completions.create(**GREEDY, messages=QUESTION, max_tokens=32)
-    text = told.choices[0].message.content
+    reported = client.chat.completions.create(**GREEDY, messages=QUESTION, max_tokens=32)
+    text = reported.choices[0].message.content
     predicted = client.chat.completions.create(
         **GREEDY, messages=QUESTION, max_tokens=32, prediction={"type": "content", "content": text}
     )
@@ -125,8 +125,8 @@ with check("tools: a required call, streamed and whole, and its answer taken"):
     deltas = [delta for piece in pieces for delta in piece or ()]
     assert (deltas[0].id, deltas[0].function.name) == (call.id, "forecast")
     assert "".join(delta.function.arguments or "" for delta in deltas) == call.function.arguments
-    told = [*QUESTION, called.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert client.chat.completions.create(**{**asked, "messages": told, "tool_choice": "none"}).choices[0].message
+    reported = [*QUESTION, called.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert client.chat.completions.create(**{**asked, "messages": reported, "tool_choice": "none"}).choices[0].message
 
 with check("responses: a stream ends with the whole answer"):
     asked = {**GREEDY, "input": QUESTION[0]["content"], "max_output_tokens": 24}
@@ -188,8 +188,8 @@ with check("cancellation: a closed stream ends, a request cancelled by its id ra
     next(iter(left))
     left.close()
     until(lambda: num_running() == 0, "a stream that was closed ends")
-    told = client.completions.create(**endless, extra_body={"ignore_eos": True, "n": 8, "request_id": "mine"})
-    events = iter(told)
+    reported = client.completions.create(**endless, extra_body={"ignore_eos": True, "n": 8, "request_id": "mine"})
+    events = iter(reported)
     next(events)
     assert client.delete("/requests/mine", cast_to=dict[str, Any])["cancelled"]
     assert raises(openai.APIError, lambda: list(events)).code == "cancelled"

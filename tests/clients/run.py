@@ -121,7 +121,7 @@ def run(client: Client, environment: Mapping[str, str]) -> Outcome:
     program = str(folder / "venv" / "bin" / "python") if client.requirements else "node"
     # Nothing of this Python's own settings may reach the client.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OPENAI", "HF_"))}
-    told = {
+    reported = {
         **kept,
         **environment,
         "SPACESERVE_NODE_MODULES": str(folder),
@@ -130,7 +130,12 @@ def run(client: Client, environment: Mapping[str, str]) -> Outcome:
     }
     try:
         done = subprocess.run(
-            [program, str(HERE / client.script)], env=told, capture_output=True, text=True, timeout=SECONDS, check=False
+            [program, str(HERE / client.script)],
+            env=reported,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         outcome.trouble = f"took more than {SECONDS:g} s"
@@ -175,7 +180,7 @@ def main(names: list[str]) -> int:
     chosen = [client for client in CLIENTS if not names or client.name in names]
     keys = {"SPACESERVE_API_KEYS": KEY}
     with ServerProcess(WIDE, environment=keys) as wide, ServerProcess(NARROW, environment=keys) as narrow:
-        told = {
+        reported = {
             "SPACESERVE_URL": wide.url,
             "SPACESERVE_NARROW_URL": narrow.url,
             "SPACESERVE_KEY": KEY,
@@ -184,7 +189,7 @@ def main(names: list[str]) -> int:
         outcomes = []
         for client in chosen:
             say(f"running {client.name}")
-            outcomes.append(run(client, told))
+            outcomes.append(run(client, reported))
     say("\n" + table(outcomes))
     for outcome in outcomes:
         if outcome.trouble:

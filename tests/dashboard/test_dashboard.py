@@ -247,15 +247,15 @@ def test_prometheus_reads_the_rules_and_no_alert_wakes_anybody_while_all_is_well
 def test_every_series_of_the_server_has_a_place_on_the_dashboard_or_is_known_to_have_none(
     watched: Any, dashboard: dict[str, Any]
 ) -> None:
-    told = {
+    reported = {
         re.sub(r"_(bucket|sum|count)$", "", name)
         for name in watched.ask("label/__name__/values")
         if name.startswith("spaceserve_")
     }
     drawn = " ".join(query for queries in expressions(dashboard, 0, 60).values() for query in queries)
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"spaceserve_\w+", drawn)}
-    assert shown <= told
-    unseen = {name for name in told - shown if not name.startswith(("spaceserve_key_", "spaceserve_slow_"))}
+    assert shown <= reported
+    unseen = {name for name in reported - shown if not name.startswith(("spaceserve_key_", "spaceserve_slow_"))}
     assert unseen == set()
 
 

@@ -72,14 +72,14 @@ class Live:
         options = {"include_usage": True, **body.get("stream_options", {})}
         with self.http.stream("POST", path, json=body | {"stream_options": options}) as answer:
             assert answer.status_code == 200, answer.read()
-            told = list(events(answer))
-        assert not any("error" in event for event in told), told[-1]
+            reported = list(events(answer))
+        assert not any("error" in event for event in reported), reported[-1]
         pieces: dict[int, list[dict[str, Any]]] = {}
-        for event in told:
+        for event in reported:
             for choice in event["choices"]:
                 pieces.setdefault(choice["index"], []).append(choice)
-        steps = [token["step"] for event in told for token in event.get("spaceserve", {}).get("tokens", ())]
-        return {**told[-1], "choices": [joined(pieces[index]) for index in sorted(pieces)], "steps": steps}
+        steps = [token["step"] for event in reported for token in event.get("spaceserve", {}).get("tokens", ())]
+        return {**reported[-1], "choices": [joined(pieces[index]) for index in sorted(pieces)], "steps": steps}
 
     def connect(self, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
         """A connection on which a request has been sent and nothing has been read."""

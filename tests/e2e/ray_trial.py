@@ -79,8 +79,8 @@ class Server:
             connection.close()
 
     def workers(self) -> list[str]:
-        _, told = self.get("/workers")
-        return [one["address"] for one in told["workers"] if one["state"] == "up"]
+        _, reported = self.get("/workers")
+        return [one["address"] for one in reported["workers"] if one["state"] == "up"]
 
 
 class Load:

@@ -125,10 +125,10 @@ def check_same(client: Client, live: Any, number: int) -> None:
     """One random request both ways."""
     fields = random_request(number)
     events = list(client(return_prompt_token_ids=True, **fields))
-    told = live.answer(*twin(fields))
+    reported = live.answer(*twin(fields))
     called = joined(events)
-    assert len(called) == len(told["choices"]) == fields["n"]
-    for place, (mine, theirs) in enumerate(zip(called, told["choices"], strict=True)):
+    assert len(called) == len(reported["choices"]) == fields["n"]
+    for place, (mine, theirs) in enumerate(zip(called, reported["choices"], strict=True)):
         assert mine["text"] == theirs["text"]
         assert mine["token_ids"] == theirs["token_ids"]
         assert (mine["finish_reason"], mine.get("stop_reason")) == (theirs["finish_reason"], theirs["stop_reason"])
@@ -140,16 +140,16 @@ def check_same(client: Client, live: Any, number: int) -> None:
             pairs = zip(mine["ids"][1:], rest, strict=True)
             assert mine["prompt"] == [entry[str(id_)]["logprob"] for id_, entry in pairs]
     usage, figures = events[-1].usage, events[-1].spaceserve
-    assert usage.prompt_tokens == told["usage"]["prompt_tokens"]
-    assert usage.completion_tokens == told["usage"]["completion_tokens"]
-    assert usage.total_tokens == told["usage"]["total_tokens"]
-    details = told["usage"].get("completion_tokens_details", {})
+    assert usage.prompt_tokens == reported["usage"]["prompt_tokens"]
+    assert usage.completion_tokens == reported["usage"]["completion_tokens"]
+    assert usage.total_tokens == reported["usage"]["total_tokens"]
+    details = reported["usage"].get("completion_tokens_details", {})
     assert usage.accepted_prediction_tokens == details.get("accepted_prediction_tokens", 0)
     assert usage.rejected_prediction_tokens == details.get("rejected_prediction_tokens", 0)
-    assert figures.seed == told["spaceserve"]["seed"] == fields["seed"]
+    assert figures.seed == reported["spaceserve"]["seed"] == fields["seed"]
     if fields.get("speculation") == 0 and "prediction" not in fields:
-        assert figures.drafted == told["spaceserve"]["drafted"] == 0
-        assert figures.steps == told["spaceserve"]["steps"]
+        assert figures.drafted == reported["spaceserve"]["drafted"] == 0
+        assert figures.steps == reported["spaceserve"]["steps"]
 
 
 def known_of(logprobs: Any, count: int | None) -> list[tuple[str, float, int]]:

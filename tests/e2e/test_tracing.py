@@ -47,10 +47,10 @@ class Collector:
         self._lock = threading.Lock()
 
     def take(self, content: bytes) -> None:
-        told = ExportTraceServiceRequest.FromString(content)
+        reported = ExportTraceServiceRequest.FromString(content)
         with self._lock:
             self.raw += content
-            for resource in told.resource_spans:
+            for resource in reported.resource_spans:
                 names = {one.key: one.value.string_value for one in resource.resource.attributes}
                 for scope in resource.scope_spans:
                     self.spans += [_read(names["service.name"], span) for span in scope.spans]

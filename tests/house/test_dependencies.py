@@ -93,7 +93,7 @@ def test_the_default_model_s_works_are_named_with_a_free_licence(audit: dict[str
     assert found[1].endswith("it has no LICENSE")
 
 
-def told(audit: dict[str, Any], stdout: str, stderr: str = "", code: int = 0) -> None:
+def reported(audit: dict[str, Any], stdout: str, stderr: str = "", code: int = 0) -> None:
     made = subprocess.CompletedProcess([], code, stdout, stderr)
     audit["vulnerabilities"].__globals__["_run"] = lambda command: made
 
@@ -114,7 +114,7 @@ KNOWN = {"name": "a", "version": "1", "vulns": []}
 def test_a_database_that_knows_nothing_is_no_database(
     audit: dict[str, Any], dependencies: list[Any], found: list[str], is_asked: bool
 ) -> None:
-    told(audit, json.dumps({"dependencies": dependencies}))
+    reported(audit, json.dumps({"dependencies": dependencies}))
     asked = audit["vulnerabilities"]()
     assert asked.found == found
     assert (asked.not_asked == "") is is_asked
@@ -122,9 +122,9 @@ def test_a_database_that_knows_nothing_is_no_database(
 
 
 def test_yanked_versions_are_named_and_a_silent_index_is_not_taken_for_a_good_word(audit: dict[str, Any]) -> None:
-    told(audit, "", "Would install 1 package\nwarning: `attrs==21.1.0` is yanked (reason: x)\n")
+    reported(audit, "", "Would install 1 package\nwarning: `attrs==21.1.0` is yanked (reason: x)\n")
     assert audit["yanked"]().found == ["attrs==21.1.0"]
-    told(audit, "", "error: no route\n", code=2)
+    reported(audit, "", "error: no route\n", code=2)
     assert audit["yanked"]().not_asked == "no index answers: error: no route"
 
 

@@ -175,7 +175,7 @@ def smaller(words: list[str]) -> list[str]:
 
 
 def serves(words: list[str], folder: Path) -> None:
-    """It gets ready, and ends with 0 when it is told to; a router finds the worker that it is given."""
+    """It becomes ready, and ends with status 0 on SIGTERM; a router finds the worker of its flags."""
     found = dict(zip(words, [*words[1:], ""], strict=True))
     address = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def serves(words: list[str], folder: Path) -> None:
 
 @contextmanager
 def until_ready(words: list[str], folder: Path) -> Iterator[None]:
-    """A program that has said that it is ready; it is told to end, and must end well."""
+    """Run a program until it is ready; at the end send SIGTERM and check its status."""
     said = folder / f"said-{time.monotonic_ns()}"
     with said.open("w") as out:
         process = subprocess.Popen(words, cwd=folder, stdout=out, stderr=subprocess.STDOUT)

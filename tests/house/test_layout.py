@@ -124,7 +124,7 @@ DATES = {
     "router/space_router/text/chat_template.py",  # `strftime_now`
     "server/space_server/startup/calibration.py",  # the day on which a file was written
 }
-"""Where a date is told to clients, or to readers of a file; nothing is computed with it."""
+"""Places that show a date to clients or write one into a file; nothing is computed with it."""
 
 
 def wall_clocks(source: str) -> list[str]:

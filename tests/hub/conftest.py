@@ -181,12 +181,12 @@ for line in sys.stdin:
     weights, model = asked.pop("weights", True), asked.pop("model")
     paths = {name: Path(asked.pop(name)) for name in ("token_file", "folder") if name in asked}
     said = []
-    told = {"said": said, "folder": None, "error": ""}
+    outcome = {"said": said, "folder": None, "error": ""}
     try:
-        told["folder"] = str(Hub(**asked, **paths, say=said.append).fetch(model, weights=weights))
+        outcome["folder"] = str(Hub(**asked, **paths, say=said.append).fetch(model, weights=weights))
     except HubError as error:
-        told["error"] = str(error)
-    print(json.dumps(told), flush=True)
+        outcome["error"] = str(error)
+    print(json.dumps(outcome), flush=True)
 """
 
 
@@ -227,9 +227,9 @@ def fetch(hub: FakeHub, processes: dict[str, Any], tmp_path: Path) -> Any:
         before = os.fstat(log.fileno()).st_size
         process.stdin.write(json.dumps({"model": model, "folder": str(tmp_path / "hub"), **asked}) + "\n")
         process.stdin.flush()
-        told = json.loads(process.stdout.readline())
+        reported = json.loads(process.stdout.readline())
         log.seek(before)
-        folder = told["folder"] and Path(told["folder"])
-        return Fetched(folder, told["error"], told["said"], log.read())
+        folder = reported["folder"] and Path(reported["folder"])
+        return Fetched(folder, reported["error"], reported["said"], log.read())
 
     return run

@@ -210,9 +210,9 @@ def test_the_doctor_says_what_would_be_fetched_and_fetches_none_of_it(hub: Any, 
     folder = tiny_checkpoint(tmp_path / "tiny", "llama", words=True)
     hub.models["house/tiny"] = type(hub.models["house/model"])({f.name: f.read_bytes() for f in folder.iterdir()})
     done = subprocess.run(run, env=hub.environment(tmp_path / "home"), capture_output=True, text=True, timeout=100)
-    told = json.loads(done.stdout)
-    assert told["would_start"] is True, done.stdout
-    (note,) = [one["fact"] for one in told["findings"] if one["state"] == "note"]
+    reported = json.loads(done.stdout)
+    assert reported["would_start"] is True, done.stdout
+    (note,) = [one["fact"] for one in reported["findings"] if one["state"] == "note"]
     assert note.startswith("house/tiny is not here yet: ")
     assert "model.safetensors" not in [name for name, _ in hub.bodies()]
 

@@ -88,8 +88,8 @@ test("log-probabilities are read in both of OpenAI's shapes", () => {
 });
 
 test("a chat's events are read like a completion's", () => {
-  const told = { tokens: [{ text: "Hi", step: 0, draft: false }], verified: 0 };
-  const answer = answerOf([1, { choices: [{ delta: { role: "assistant", content: "Hi" }, token_ids: [5] }], spaceserve: told }]);
+  const reported = { tokens: [{ text: "Hi", step: 0, draft: false }], verified: 0 };
+  const answer = answerOf([1, { choices: [{ delta: { role: "assistant", content: "Hi" }, token_ids: [5] }], spaceserve: reported }]);
   assert.deepEqual([answer.text, answer.tokens[0].id], ["Hi", 5]);
 });
 

@@ -17,9 +17,9 @@ test("a chat has messages, with a system message where one is written", () => {
   const { path, body } = requestOf(settings({ mode: "chat", system: " ", prompt: "Hi" }));
   assert.equal(path, "v1/chat/completions");
   assert.deepEqual(body.messages, [{ role: "user", content: "Hi" }]);
-  const told = requestOf(settings({ mode: "chat", system: "Be brief.", prompt: "Hi", logprobs: true })).body;
-  assert.deepEqual(told.messages[0], { role: "system", content: "Be brief." });
-  assert.deepEqual([told.logprobs, told.top_logprobs], [true, 3]);
+  const reported = requestOf(settings({ mode: "chat", system: "Be brief.", prompt: "Hi", logprobs: true })).body;
+  assert.deepEqual(reported.messages[0], { role: "system", content: "Be brief." });
+  assert.deepEqual([reported.logprobs, reported.top_logprobs], [true, 3]);
 });
 
 test("a chat goes on from what was said before, and a completion does not", () => {
@@ -53,7 +53,7 @@ test("behind a proxy the path goes on from the page's own", () => {
   assert.match(curlOf("https://host/model/", requestOf(settings()), false), /'https:\/\/host\/model\/v1\/completions'/);
 });
 
-test("a refusal is told in the server's words, in OpenAI's shape, in TGI's, and in none", () => {
+test("a refusal is reported in the server's words, in OpenAI's shape, in TGI's, and in none", () => {
   const openai = ServerError.of(400, '{"error":{"message":"`n` must be …","param":"n"}}');
   assert.deepEqual([openai.message, openai.field, openai.status], ["`n` must be …", "n", 400]);
   assert.equal(ServerError.of(422, '{"error":"Input validation error","error_type":"validation"}').message, "Input validation error");

@@ -1,4 +1,4 @@
-"""Router and workers on a Ray cluster, without Ray: what the application is told, and its replicas."""
+"""Router and workers on a Ray cluster, without Ray: the application's settings, and its replicas."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_the_policy_needs_nothing_of_ours_for_serve_pickles_it_alone() -> None:
 
 def test_the_command_prints_a_config_file_that_serve_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=demo", "max_workers=3", "gpus_per_worker=0", "--host", "0.0.0.0"]) == 0
-    told = yaml.safe_load(capsys.readouterr().out)
-    (application,) = told["applications"]
-    assert told["http_options"] == {"host": "0.0.0.0", "port": 8000}
+    reported = yaml.safe_load(capsys.readouterr().out)
+    (application,) = reported["applications"]
+    assert reported["http_options"] == {"host": "0.0.0.0", "port": 8000}
     assert application["import_path"] == "space_router.ray_cluster.app:app"
     assert Cluster.of(application["args"]).max_workers == 3
 
@@ -194,10 +194,10 @@ async def test_the_router_serves_once_a_worker_answers_and_keeps_those_that_miss
     async with AsyncExitStack() as stack:
         one, two = [await stack.enter_async_context(ScriptedWorker(Script(eos_ids=()))) for _ in range(2)]
         answers = [Present(frozenset(), True)]
-        told: list[int] = []
+        reported: list[int] = []
 
         async def meet(num_requests: int) -> Present:
-            told.append(num_requests)
+            reported.append(num_requests)
             if not answers:
                 raise ConnectionError("the controller is away")
             return answers[-1]
@@ -214,11 +214,11 @@ async def test_the_router_serves_once_a_worker_answers_and_keeps_those_that_miss
         assert (await client.get("/health")).status_code == 200
         for unsure in (Present(frozenset({two.address}), False), None):  # one did not answer; nobody could be asked
             answers[:] = [] if unsure is None else [unsure]
-            asked = len(told)
-            await until(lambda asked=asked: len(told) > asked + 3)  # type: ignore[misc]
+            asked = len(reported)
+            await until(lambda asked=asked: len(reported) > asked + 3)  # type: ignore[misc]
             assert engine.load().num_workers_up == 2
         answers.append(Present(frozenset({two.address}), True))
         await one.drained.wait()
         body = {"prompt": "a", "max_tokens": 5}
         assert (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens"] == 5
-        assert told[0] == 0
+        assert reported[0] == 0

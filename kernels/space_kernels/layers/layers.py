@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between its linear layers, and activations whose rows are bitwise independent."""
+"""The operations of a decoder layer between its linear layers, and row-invariant activations."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def has_no_tail(width: int, num_threads: int, row_tile: int = 4) -> bool:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return x / (1 + exp(-x)), composed of operations whose tail rounds like the rest."""
+    """Return x / (1 + exp(-x)), from operations that round all elements of a tensor alike."""
     wide = x.float()
     return wide.div(wide.neg().exp_().add_(1.0)).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Return x·Φ(x), composed of operations whose tail rounds like the rest."""
+    """Return x·Φ(x), from operations that round all elements of a tensor alike."""
     wide = x.float()
     return (wide * math.sqrt(0.5)).erf_().add_(1.0).mul_(0.5).mul_(wide).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the tanh approximation of x·Φ(x), composed of operations whose tail rounds like the rest."""
+    """Return the tanh approximation of x·Φ(x), from operations that round all elements of a tensor alike."""
     wide = x.float()
     inner = wide.mul(wide).mul_(wide).mul_(0.044715).add_(wide).mul_(math.sqrt(2.0 / math.pi))
     return inner.tanh_().add_(1.0).mul_(0.5).mul_(wide).to(x.dtype)

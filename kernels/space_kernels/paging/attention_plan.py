@@ -151,7 +151,7 @@ class CachedBlock:
     begin: Ints  # [n] absolute position of the block's first slot
     keys: Tensor | Ints  # if the whole block is written: [n·G·units] units seen as [slots·G/unit], on the device;
     # else [n, G, KEY_BLOCK] slots seen as [num_blocks·G·block_size]
-    num_free: int  # leading sequences whose rows all attend the whole block
+    num_free: int  # leading sequences in which every row attends the whole block
 
 
 @dataclass(frozen=True, slots=True)

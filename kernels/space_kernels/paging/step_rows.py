@@ -161,7 +161,7 @@ class PatternTables:
 
     @cached_property
     def has_masks(self) -> bool:
-        """Whether there are mask rows, whose keys are not in the pages."""
+        """Whether there are mask rows; their keys are not in the pages."""
         return self.num_rows > self.num_chain_rows
 
     def tiles(self, queries_per_kv: int, height: int) -> Tensor:

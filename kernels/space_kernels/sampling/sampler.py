@@ -232,7 +232,7 @@ def _keep_probable(z: Tensor, min_p: list[float]) -> Tensor:
 
 
 def keep_typical(z: Tensor, typical_p: Tensor) -> Tensor:
-    """Keep the candidates whose information is closest to the entropy until they reach typical_p (at least one); all
+    """Keep the candidates closest in information to the entropy until they reach typical_p (at least one); all
     where it is 1. z [..., V], typical_p [..., 1] float64"""
     log_p = torch.log_softmax(z.to(torch.float64), dim=-1)
     probability = log_p.exp()

@@ -28,15 +28,15 @@ export class Answer {
     if (choice === undefined) return [];
     if (choice.finish_reason) this.finish = choice.finish_reason;
     const text = choice.text ?? choice.delta?.content ?? "";
-    const told = event.spaceserve?.tokens ?? [];
+    const arrived = event.spaceserve?.tokens ?? [];
     this.verified += event.spaceserve?.verified ?? 0;
     this.text += text;
     const from = this.tokens.length;
-    const pieces = told.map((one, place) => {
+    const pieces = arrived.map((one, place) => {
       this.#add(one, choice, place);
       return { token: from + place, text: one.text };
     });
-    const rest = text.slice(told.reduce((sum, one) => sum + one.text.length, 0));
+    const rest = text.slice(arrived.reduce((sum, one) => sum + one.text.length, 0));
     if (rest && this.tokens.length) {
       this.tokens.at(-1).text += rest; // what was held back of a token that is here already
       pieces.push({ token: this.tokens.length - 1, text: rest });

@@ -61,11 +61,11 @@ export class Chart {
     for (const { points, plain } of this.#series) {
       area.append(drawn("path", { class: plain ? "curve plain" : "curve", d: scale.line(points) }));
     }
-    this.svg.replaceChildren(drawn("title", {}, this.#told()), area);
+    this.svg.replaceChildren(drawn("title", {}, this.#description()), area);
   }
 
   /** The drawing in words. */
-  #told() {
+  #description() {
     return this.#series
       .filter(({ points }) => points.length)
       .map(({ name, points }) => `${name}: ${label(points.at(-1)[1])} ${this.unit} at token ${points.at(-1)[0]}`)

@@ -64,13 +64,13 @@ export class ServerError extends Error {
 
   /** From the body of an answer, in OpenAI's shape or TGI's, or none of them. */
   static of(status, text) {
-    let told = null;
+    let content = null;
     try {
-      told = JSON.parse(text);
+      content = JSON.parse(text);
     } catch {
       // a proxy's page, or nothing
     }
-    const error = told?.error;
+    const error = content?.error;
     if (typeof error?.message === "string") return new ServerError(status, error.message, error.param ?? null);
     if (typeof error === "string") return new ServerError(status, error, null);
     return new ServerError(status, `The server answered ${status}, without saying why.`, null);

@@ -105,7 +105,7 @@ class ComparisonOutcome(StrEnum):
     EQUAL = "equal on every record"
     BETTER = "better"
     WORSE = "worse"
-    OPEN = "not told apart"  # the interval contains 0
+    OPEN = "no difference shown"  # the interval contains 0
     TOO_FEW = "too few records"  # a single record has no interval
 
 

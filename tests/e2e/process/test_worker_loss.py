@@ -182,8 +182,8 @@ def test_a_worker_keeps_its_weights_and_takes_the_next_router_within_two_seconds
                         events.append(json.loads(line.removeprefix("data: ")))
                     if len(events) == 3:
                         first.send_signal(fate)
-        told = "".join(event["choices"][0]["text"] for event in events if event["choices"])
-        assert whole.startswith(told)
+        reported = "".join(event["choices"][0]["text"] for event in events if event["choices"])
+        assert whole.startswith(reported)
         assert not any(event["choices"][0]["finish_reason"] for event in events), "no stream that was cut looks whole"
 
         seconds: list[float] = []

@@ -39,7 +39,7 @@ QUICK = {"completions": "greedy", "chat": "sampled", "tgi": "sampled"}
 LONG = 25  # Tokens of a text that nothing ends
 
 
-class Told(NamedTuple):
+class Output(NamedTuple):
     """What a client reads in an answer of any route."""
 
     text: str
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 class Run(NamedTuple):
     """An answer, and what is known of its steps."""
 
-    told: Told
+    output: Output
     steps: list[int]  # of each token, where OpenAI's routes stream
     num_steps: int  # decode steps to the end; 0 where the route does not say
     num_accepted: int
@@ -71,12 +71,12 @@ class Exact:
         wanted = {"max_tokens": LONG, "speculation": drafts, **fields}
         return self._generate(wanted, stream) if route == "tgi" else self._openai(route, wanted, stream)
 
-    def every_way(self, route: str, **fields: Any) -> Told:
+    def every_way(self, route: str, **fields: Any) -> Output:
         """The answer that every way of asking gives: drafted or not, streamed or not."""
         runs = {way: self.run(route, *way, **fields) for way in self.ways}
-        told = runs["off", False].told
-        assert {way: run.told for way, run in runs.items()} == dict.fromkeys(self.ways, told)
-        return told
+        output = runs["off", False].output
+        assert {way: run.output for way, run in runs.items()} == dict.fromkeys(self.ways, output)
+        return output
 
     def steady(self, route: str, **fields: Any) -> Run:
         """The answer when nothing else runs: what was asked for before is gone, and the steps are always the same."""
@@ -107,7 +107,7 @@ class Exact:
             top = [[(one["token"], one["logprob"]) for one in token["top_logprobs"]] for token in found["content"]]
         else:
             logprobs, top = found["token_logprobs"], found["top_logprobs"]
-        told = Told(
+        output = Output(
             choice["text"],
             choice["token_ids"],
             logprobs,
@@ -117,7 +117,7 @@ class Exact:
             answer["usage"]["completion_tokens"],
         )
         figures = answer["spaceserve"]
-        return Run(told, answer["steps"], figures["steps"], figures["accepted"])
+        return Run(output, answer["steps"], figures["steps"], figures["accepted"])
 
     def _generate(self, wanted: dict[str, Any], stream: bool) -> Run:
         names = {"max_tokens": "max_new_tokens"}
@@ -141,7 +141,7 @@ class Exact:
             assert answer.status_code == 200, answer.text
             text, details = answer.json()["generated_text"], answer.json()["details"]
             tokens, tops = details["tokens"], details["top_tokens"]
-        told = Told(
+        output = Output(
             text,
             [token["id"] for token in tokens],
             [token["logprob"] for token in tokens],
@@ -150,7 +150,7 @@ class Exact:
             None,
             details["generated_tokens"],
         )
-        return Run(told, [], 0, 0)
+        return Run(output, [], 0, 0)
 
 
 @pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
@@ -171,9 +171,9 @@ def each(*routes: str) -> pytest.MarkDecorator:
 def base_of(exact: Exact, route: str, sampling_params: str) -> Run:
     """The whole text with the steps that it takes; a route that does not tell them takes those of completions."""
     run = exact.steady("completions" if route == "tgi" else route, **LAWS[sampling_params])
-    assert len(run.steps) == len(run.told.ids) == LONG
+    assert len(run.steps) == len(run.output.ids) == LONG
     assert run.num_accepted > 0
-    assert route != "tgi" or 0 not in run.told.ids  # TGI cannot ignore an EOS
+    assert route != "tgi" or 0 not in run.output.ids  # TGI cannot ignore an EOS
     return run
 
 
@@ -211,21 +211,21 @@ def test_a_stop_string_that_straddles_steps_cuts_at_its_character(
     exact: Exact, route: str, sampling_params: str
 ) -> None:
     run = base_of(exact, route, sampling_params)
-    base = run.told
+    base = run.output
     ends = exact.ends(base.ids)
     stop = straddling(base.text, ends, run.steps)
-    told = exact.every_way(route, stop=[stop.stop], **LAWS[sampling_params])
+    output = exact.every_way(route, stop=[stop.stop], **LAWS[sampling_params])
     begins_inside = stop.start > (ends[stop.first - 1])
     kept = stop.first + begins_inside  # a token stays if one of its characters stays
-    assert told.text == base.text[: stop.start]
-    assert told.ids == base.ids[:kept]
-    assert told.num_generated == kept
-    assert told.finish == "stop"
+    assert output.text == base.text[: stop.start]
+    assert output.ids == base.ids[:kept]
+    assert output.num_generated == kept
+    assert output.finish == "stop"
     if route == "tgi":
         return
-    assert told.logprobs == base.logprobs[:kept]
-    assert told.top == base.top[:kept]
-    assert told.stop_reason == stop.stop
+    assert output.logprobs == base.logprobs[:kept]
+    assert output.top == base.top[:kept]
+    assert output.stop_reason == stop.stop
     again = exact.steady(route, stop=[stop.stop], **LAWS[sampling_params])
     assert again.steps == run.steps[:kept]
     assert again.num_steps == run.steps[stop.last] > run.steps[stop.first]  # it was completed by a later step
@@ -246,19 +246,19 @@ def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(
     exact: Exact, route: str, sampling_params: str
 ) -> None:
     run = base_of(exact, route, sampling_params)
-    base = run.told
+    base = run.output
     at = first_inside(base.ids, run.steps, behind=4)
     stop = base.ids[at]
-    told = exact.every_way(route, stop_token_ids=[stop], **LAWS[sampling_params])
-    assert told.text == base.text[: exact.ends(base.ids)[at - 1]]
-    assert told.ids == base.ids[: at + 1]
-    assert told.logprobs == base.logprobs[: at + 1]
-    assert (told.finish, told.stop_reason, told.num_generated) == ("stop", stop, at + 1)
+    output = exact.every_way(route, stop_token_ids=[stop], **LAWS[sampling_params])
+    assert output.text == base.text[: exact.ends(base.ids)[at - 1]]
+    assert output.ids == base.ids[: at + 1]
+    assert output.logprobs == base.logprobs[: at + 1]
+    assert (output.finish, output.stop_reason, output.num_generated) == ("stop", stop, at + 1)
     again = exact.steady(route, stop_token_ids=[stop], **LAWS[sampling_params])
     assert again.steps == run.steps[: at + 1]
     assert again.num_steps == run.steps[at] == run.steps[at + 1]  # the step went on
     shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[sampling_params])
-    assert shown == told._replace(text=base.text[: exact.ends(base.ids)[at]])
+    assert shown == output._replace(text=base.text[: exact.ends(base.ids)[at]])
 
 
 @pytest.mark.parametrize("route", ["completions", pytest.param("chat", marks=pytest.mark.slow)])
@@ -266,19 +266,19 @@ def test_before_min_tokens_an_end_inside_a_run_is_impossible_and_stop_strings_ar
     exact: Exact, route: str
 ) -> None:
     run = base_of(exact, route, "greedy")
-    base = run.told
+    base = run.output
     at = first_inside(base.ids, run.steps, behind=2)
     for more in (1, 5):
-        told = exact.every_way(route, stop_token_ids=[base.ids[at]], min_tokens=at + more, **LAWS["greedy"])
-        assert told.ids[:at] == base.ids[:at]
-        assert told.ids[at] != base.ids[at]
-        assert told.num_generated >= at + more
+        output = exact.every_way(route, stop_token_ids=[base.ids[at]], min_tokens=at + more, **LAWS["greedy"])
+        assert output.ids[:at] == base.ids[:at]
+        assert output.ids[at] != base.ids[at]
+        assert output.num_generated >= at + more
     ends = exact.ends(base.ids)
     stop = base.text[ends[at - 1] : ends[at]]
-    told = exact.every_way(route, stop=stop, min_tokens=at + 1, **LAWS["greedy"])
-    assert told.text[: ends[at]] == base.text[: ends[at]]
+    output = exact.every_way(route, stop=stop, min_tokens=at + 1, **LAWS["greedy"])
+    assert output.text[: ends[at]] == base.text[: ends[at]]
     again = base.text.find(stop, ends[at])
-    assert told.text == (base.text if again < 0 else base.text[:again])
+    assert output.text == (base.text if again < 0 else base.text[:again])
 
 
 def with_an_eos_inside_a_run(exact: Exact, route: str) -> tuple[dict[str, Any], Run, int]:
@@ -286,7 +286,7 @@ def with_an_eos_inside_a_run(exact: Exact, route: str) -> tuple[dict[str, Any], 
     for seed in range(40):
         sampling_params = {"temperature": 1.0, "seed": seed, "logit_bias": {"0": 5.0}}
         run = exact.steady(route, **sampling_params)
-        ids = run.told.ids
+        ids = run.output.ids
         at = ids.index(0) if 0 in ids else 0
         if at >= 2 and is_inside_a_run(run.steps, at):
             return sampling_params, run, at
@@ -296,45 +296,45 @@ def with_an_eos_inside_a_run(exact: Exact, route: str) -> tuple[dict[str, Any], 
 @pytest.mark.parametrize("route", [pytest.param("completions", marks=pytest.mark.slow), "chat"])
 def test_an_eos_inside_a_run_ends_the_text_unless_it_is_ignored(exact: Exact, route: str) -> None:
     sampling_params, run, at = with_an_eos_inside_a_run(exact, route)
-    told = exact.every_way(route, ignore_eos=False, **sampling_params)
-    assert told.ids == run.told.ids[: at + 1]
-    assert told.logprobs == run.told.logprobs[: at + 1]
-    assert told.text == run.told.text[: exact.ends(run.told.ids)[at]]
-    assert (told.finish, told.stop_reason, told.num_generated) == ("stop", None, at + 1)
+    output = exact.every_way(route, ignore_eos=False, **sampling_params)
+    assert output.ids == run.output.ids[: at + 1]
+    assert output.logprobs == run.output.logprobs[: at + 1]
+    assert output.text == run.output.text[: exact.ends(run.output.ids)[at]]
+    assert (output.finish, output.stop_reason, output.num_generated) == ("stop", None, at + 1)
     again = exact.steady(route, ignore_eos=False, **sampling_params)
     assert again.num_steps == run.steps[at] == run.steps[at + 1]
     ignoring = exact.every_way(route, **sampling_params)
-    assert ignoring == run.told
+    assert ignoring == run.output
     assert (ignoring.finish, ignoring.num_generated) == ("length", LONG)
 
 
 def test_an_eos_inside_a_run_ends_tgi_s_text(exact: Exact) -> None:
     for prompt in ENDING_PROMPTS:
         run = exact.steady("completions", prompt=prompt, temperature=0)
-        at = run.told.ids.index(0) if 0 in run.told.ids else LONG
+        at = run.output.ids.index(0) if 0 in run.output.ids else LONG
         if is_inside_a_run(run.steps, at):
             break
     else:
         raise AssertionError("no EOS came inside a run")
-    told = exact.every_way("tgi", prompt=prompt, temperature=0)
-    assert told.text == run.told.text[: exact.ends(run.told.ids)[at]]
-    assert told.ids == run.told.ids[: at + 1]
-    assert (told.finish, told.num_generated) == ("stop", at + 1)
+    output = exact.every_way("tgi", prompt=prompt, temperature=0)
+    assert output.text == run.output.text[: exact.ends(run.output.ids)[at]]
+    assert output.ids == run.output.ids[: at + 1]
+    assert (output.finish, output.num_generated) == ("stop", at + 1)
 
 
 @each(*ROUTES)
 def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, sampling_params: str) -> None:
     run = base_of(exact, route, sampling_params)
-    base = run.told
+    base = run.output
     ends = exact.ends(base.ids)
     inside = []
     for limit in range(1, 25):
         for drafts, stream in exact.ways if len(exact.ways) > len(FEW_WAYS) else [(K, limit % 2 == 0)]:
-            told = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[sampling_params]).told
-            assert told.text == base.text[: ends[limit - 1]]
-            assert told.ids == base.ids[:limit]
-            assert (told.finish, told.stop_reason, told.num_generated) == ("length", None, limit)
-            assert route == "tgi" or told.logprobs == base.logprobs[:limit]
+            output = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[sampling_params]).output
+            assert output.text == base.text[: ends[limit - 1]]
+            assert output.ids == base.ids[:limit]
+            assert (output.finish, output.stop_reason, output.num_generated) == ("length", None, limit)
+            assert route == "tgi" or output.logprobs == base.logprobs[:limit]
         inside.append(is_inside_a_run(run.steps, limit - 1))
     assert sum(inside) > 6
 
@@ -342,16 +342,16 @@ def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, samplin
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_end_on_the_last_place_is_an_end_and_not_the_limit(exact: Exact, route: str) -> None:
     run = base_of(exact, route, "greedy")
-    base = run.told
+    base = run.output
     ends = exact.ends(base.ids)
     at = first_inside(base.ids, run.steps, behind=6)
     stop = base.text[ends[at] - 6 : ends[at]]
     assert base.text.find(stop) == ends[at] - 6
-    told = exact.every_way(route, stop=[stop], max_tokens=at + 1, **LAWS["greedy"])
-    assert (told.text, told.finish) == (base.text[: ends[at] - 6], "stop")
+    output = exact.every_way(route, stop=[stop], max_tokens=at + 1, **LAWS["greedy"])
+    assert (output.text, output.finish) == (base.text[: ends[at] - 6], "stop")
     if route != "tgi":
-        told = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **LAWS["greedy"])
-        assert (told.finish, told.stop_reason, told.num_generated) == ("stop", base.ids[at], at + 1)
+        output = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **LAWS["greedy"])
+        assert (output.finish, output.stop_reason, output.num_generated) == ("stop", base.ids[at], at + 1)
 
 
 NUM_STREAMS = 64

@@ -1,4 +1,4 @@
-"""Random requests with random sets of all OpenAI fields, at once: what is told does not depend on speculation."""
+"""Random requests with random sets of all OpenAI fields, at once: the answers do not depend on speculation."""
 
 from __future__ import annotations
 
@@ -219,9 +219,9 @@ class Bytes:
 
     def every_way(self, **fields: Any) -> dict[str, Any]:
         """The choice that every way of asking gives."""
-        told = {way: self.ask(*way, **fields)[0] for way in WAYS}
-        assert told == dict.fromkeys(WAYS, told["off", False])
-        return told["off", False]
+        outputs = {way: self.ask(*way, **fields)[0] for way in WAYS}
+        assert outputs == dict.fromkeys(WAYS, outputs["off", False])
+        return outputs["off", False]
 
     def content(self, ids: list[int]) -> bytes:
         return b"".join(self.tokenizer.bytes_of[id_] for id_ in ids)
@@ -259,15 +259,15 @@ def character_across_steps(asked: Bytes) -> Across:
     """The first one among the seeds that stands nowhere before in its text."""
     for seed in range(60):
         asked.live.wait_idle()  # what runs alone takes the same steps each time
-        told, steps = asked.ask(4, True, seed=seed)
-        content = asked.content(told["token_ids"])
+        outputs, steps = asked.ask(4, True, seed=seed)
+        content = asked.content(outputs["token_ids"])
         for begin, end in characters(content):
             character = content[begin:end].decode()
             if content.decode(errors="replace").index(character) < len(content[:begin].decode(errors="replace")):
                 continue
             first, last = steps[begin], steps[end - 1]
             if first < last and max(steps.count(first), steps.count(last)) > 1:
-                return Across(seed, told["token_ids"], begin, end, character)
+                return Across(seed, outputs["token_ids"], begin, end, character)
     raise AssertionError("no character lay across two steps")
 
 
@@ -279,9 +279,9 @@ def asked(steady: Any, request: pytest.FixtureRequest) -> Bytes:
 
 def test_a_character_across_steps_is_told_once_and_whole(asked: Bytes) -> None:
     seed, ids, begin, end, character = character_across_steps(asked)
-    told = asked.every_way(seed=seed)
-    assert told["token_ids"] == ids
-    assert told["text"] == asked.content(ids).decode(errors="replace")
+    outputs = asked.every_way(seed=seed)
+    assert outputs["token_ids"] == ids
+    assert outputs["text"] == asked.content(ids).decode(errors="replace")
     for limit in range(max(begin, 1), end + 1):  # the bytes of a cut character stand for nothing, and stay tokens
         cut, _ = asked.ask(4, True, seed=seed, max_tokens=limit)
         assert cut == asked.ask("off", False, seed=seed, max_tokens=limit)[0]
@@ -289,7 +289,7 @@ def test_a_character_across_steps_is_told_once_and_whole(asked: Bytes) -> None:
         assert cut["text"] == asked.content(ids[:limit]).decode(errors="replace")
         assert cut["text"].endswith(character) == (limit == end)
     stopped = asked.every_way(seed=seed, stop=character)
-    assert stopped["text"] == told["text"][: told["text"].index(character)]
+    assert stopped["text"] == outputs["text"][: outputs["text"].index(character)]
     assert stopped["token_ids"] == ids[:begin]
     assert (stopped["finish_reason"], stopped["stop_reason"], stopped["num_tokens"]) == ("stop", character, begin)
     kept = asked.every_way(seed=seed, stop=character, include_stop_str_in_output=True)
@@ -420,10 +420,10 @@ def test_prompt_logprobs_are_transformers_with_ranks(served: tuple[Any, Oracle],
         asked = {"prompt": AREA} if "chat" not in route else {"messages": [{"role": "user", "content": AREA}]}
         for _ in range(2):  # the prefix cache has nothing to say about it
             (choice,) = live.answer(route, body | asked)["choices"]
-            ids, told = choice["prompt_token_ids"], choice["prompt_logprobs"]
-            assert len(told) == len(ids)
-            assert told[0] is None
-            for row, id_, entries in zip(oracle.logprobs(ids), ids[1:], told[1:], strict=True):
+            ids, outputs = choice["prompt_token_ids"], choice["prompt_logprobs"]
+            assert len(outputs) == len(ids)
+            assert outputs[0] is None
+            for row, id_, entries in zip(oracle.logprobs(ids), ids[1:], outputs[1:], strict=True):
                 assert entries[str(id_)]["logprob"] == pytest.approx(float(row[id_]), abs=NEAR)
                 ranked = sorted((one["rank"], one["logprob"]) for one in entries.values() if one["rank"] is not None)
                 best = torch.topk(row, NUM_TOP).values.tolist()

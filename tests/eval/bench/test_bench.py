@@ -486,10 +486,10 @@ def test_a_counter_that_hardly_moved_tells_nothing(joules: Sequence[float]) -> N
 
 def test_devices_are_added_and_a_server_without_a_sensor_has_no_figure() -> None:
     head = "# HELP spaceserve_energy_joules_total Energy drawn, by device\n"
-    told = (
+    reported = (
         'spaceserve_energy_joules_total{device="gpu-0"} 2.5\nspaceserve_energy_joules_total{device="package-0"} 1.5\n'
     )
-    assert energy_figure(head + told) == 4.0
+    assert energy_figure(head + reported) == 4.0
     assert energy_figure(head) is None
 
 

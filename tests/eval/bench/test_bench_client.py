@@ -55,7 +55,7 @@ async def answered(*pieces: bytes) -> tuple[Exchange | LoadError, bytes]:
         return exchange, asked
 
 
-async def told(script: Reply, api: str) -> tuple[Exchange, list[tuple[str, object]]]:
+async def reported(script: Reply, api: str) -> tuple[Exchange, list[tuple[str, object]]]:
     """The exchange with a server that answers `script` to everything."""
     server, exchange = ScriptedServer(lambda path, body: script), Exchange()
     async with server.serving():
@@ -117,7 +117,7 @@ def test_an_address_that_is_none_is_refused(url: str) -> None:
 
 def test_tokens_without_ids_are_counted_by_usage_and_shared_by_their_characters() -> None:
     script = openai_answer([(0.5, 2), (0.25, 4), (0.25, 2)], usage={"prompt_tokens": 9, "completion_tokens": 8})
-    made, asked = jumping(told(script, "openai"))
+    made, asked = jumping(reported(script, "openai"))
     assert [(piece.seconds, piece.num_tokens) for piece in made.events] == [(0.5, 2), (0.75, 4), (1.0, 2)]
     assert (made.num_prompt_tokens, made.num_tokens, made.seconds) == (9, 8, 1.0)
     body = asked[0][1]
@@ -128,7 +128,7 @@ def test_tokens_without_ids_are_counted_by_usage_and_shared_by_their_characters(
 
 
 def test_without_ids_and_usage_an_event_is_a_token() -> None:
-    made, _ = jumping(told(openai_answer([(0.5, 2), (0.25, 4)]), "openai"))
+    made, _ = jumping(reported(openai_answer([(0.5, 2), (0.25, 4)]), "openai"))
     assert made.num_tokens == 2
     assert made.token_gaps == [0.25]
 
@@ -136,7 +136,7 @@ def test_without_ids_and_usage_an_event_is_a_token() -> None:
 def test_a_chat_is_read_by_its_deltas() -> None:
     deltas = [{"role": "assistant", "content": ""}, {"content": "he"}, {"content": "llo"}, {}]
     pieces = [(0.5, event({"choices": [{"delta": delta}]})) for delta in deltas]
-    made, asked = jumping(told(Reply([*pieces, (0.0, event(b"[DONE]"))]), "chat"))
+    made, asked = jumping(reported(Reply([*pieces, (0.0, event(b"[DONE]"))]), "chat"))
     assert (made.text, made.first_token_seconds, made.token_gaps) == ("hello", 1.0, [0.5])
     assert asked[0][0] == "/v1/chat/completions"
     assert isinstance(asked[0][1], dict)
@@ -144,7 +144,7 @@ def test_a_chat_is_read_by_its_deltas() -> None:
 
 
 def test_tgis_events_that_come_together_are_one_burst() -> None:
-    made, asked = jumping(told(tgi_answer([(1.0, 1), (0.5, 2), (0.5, 1)]), "tgi"))
+    made, asked = jumping(reported(tgi_answer([(1.0, 1), (0.5, 2), (0.5, 1)]), "tgi"))
     assert [(piece.seconds, piece.token_ids) for piece in made.events] == [(1.0, (1,)), (1.5, (2, 3)), (2.0, (4,))]
     assert made.token_gaps == [0.25, 0.25, 0.5]
     assert made.event_gaps == [0.5, 0.5]

@@ -282,7 +282,9 @@ def test_every_alert_is_tried_with_figures_of_more_than_one_server(root: Path) -
     tried = {}
     for one in yaml.safe_load((root / "docker/alerts_test.yml").read_text(encoding="utf-8"))["tests"]:
         servers = {re.search(r'instance="(\w+)"', series["series"])[1] for series in one["input_series"]}
-        fired = {told["exp_labels"]["instance"] for rule in one["alert_rule_test"] for told in rule["exp_alerts"]}
+        fired = {
+            reported["exp_labels"]["instance"] for rule in one["alert_rule_test"] for reported in rule["exp_alerts"]
+        }
         assert fired < servers, one["name"]  # at least one fires, at least one does not
         assert fired, one["name"]
         tried.update(dict.fromkeys(rule["alertname"] for rule in one["alert_rule_test"]))

@@ -109,7 +109,7 @@ def test_candidates_are_the_best_ids_ascending_with_what_the_law_adds() -> None:
 CHANCES = (0.9, 0.7, 0.5)
 
 
-def told(num_lines: int, num_places: int) -> SyntheticAcceptanceTensors:
+def reported(num_lines: int, num_places: int) -> SyntheticAcceptanceTensors:
     """Sequence n has 3·n known output positions; ids of drafts to be rejected begin at 100."""
     generator = torch.Generator().manual_seed(num_lines)
     synthetic_tensors = SyntheticAcceptanceTensors.empty(num_lines, num_places, CHANCES, device=DEVICE)
@@ -127,7 +127,7 @@ def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
     from space_kernels.step import state_triton
 
     S, N = 12, 20
-    synthetic_tensors = told(S, N)
+    synthetic_tensors = reported(S, N)
     generator = torch.Generator().manual_seed(k)
 
     def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
     lengths = drawn(0, k + 2, S)
     at = (num_known - num_prompt)[:, None] + torch.arange(k + 1, device=DEVICE)
     right = synthetic_tensors.ids.gather(1, at.clamp(max=N - 1)).long()
-    emitted = torch.where(drawn(0, 8, S, k + 1) > 0, right, 1)  # now and then another id than was told
+    emitted = torch.where(drawn(0, 8, S, k + 1) > 0, right, 1)  # sometimes another id than the known output's
     emitted = torch.where(torch.arange(k + 1, device=DEVICE) < lengths[:, None], emitted, 0)
     verification = StepVerification(lengths, emitted, lengths, lengths)
     first, drafts = drawn(0, 5, S), drawn(200, 250, S, width + 2)[:, :width]
@@ -151,7 +151,7 @@ def test_the_kernel_decrees_as_the_reference(k: int, width: int) -> None:
 
 def test_a_text_that_is_longer_than_a_line_is_refused() -> None:
     with pytest.raises(ValueError, match="5 positions do not fit; the limit is 4"):
-        told(1, 4).put(0, range(5), [0.0] * 5, range(5))
+        reported(1, 4).put(0, range(5), [0.0] * 5, range(5))
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])

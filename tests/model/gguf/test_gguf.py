@@ -321,9 +321,9 @@ def test_the_router_refuses_what_the_worker_would(model: str, message: str, tmp_
 
 
 def test_doctor_says_what_the_file_holds_and_that_it_fits(file: Path) -> None:
-    told = list(examine(parse([*WORDS, str(file)])))
-    assert [finding.fact for finding in told if finding.state == "fail"] == []
-    (model,) = [finding.fact for finding in told if finding.part == "model"]
+    reported = list(examine(parse([*WORDS, str(file)])))
+    assert [finding.fact for finding in reported if finding.state == "fail"] == []
+    (model,) = [finding.fact for finding in reported if finding.part == "model"]
     assert "kept as Q8_0, F32 (GGUF)" in model
 
 

@@ -1,4 +1,4 @@
-"""How many rows the head takes at once is told by its work, not by what else the machine does meanwhile."""
+"""The head's row limit follows from the time of its matmuls, not from other work on the machine."""
 
 import random
 

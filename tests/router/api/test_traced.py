@@ -1,4 +1,4 @@
-"""Spans of a request, from the client's own to what the worker is told, and no word of prompt or output in them."""
+"""Spans of a request, from the client's to the worker's, without text of prompt or output."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def followed() -> Followed:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def traceparents(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The traceparent of each Admit."""
     said: list[str] = []
     admit = worker_messages.admit
@@ -63,7 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_a_client_s_trace_goes_through_http_queue_and_generation_to_the_worker(
-    start: Start, followed: Followed, told: list[str]
+    start: Start, followed: Followed, traceparents: list[str]
 ) -> None:
     async with start("hello there", tracer=followed.tracer) as router:
         body = {"prompt": "a secret word", "max_tokens": 6, "temperature": 0}
@@ -74,7 +74,7 @@ async def test_a_client_s_trace_goes_through_http_queue_and_generation_to_the_wo
     assert f"{http.parent.span_id:016x}" == CLIENT[36:52]
     assert [queue.parent.span_id, generate.parent.span_id] == [http.context.span_id] * 2
     assert queue.end_time <= generate.start_time <= generate.end_time <= http.end_time
-    assert told == [f"00-{generate.context.trace_id:032x}-{generate.context.span_id:016x}-01"]
+    assert traceparents == [f"00-{generate.context.trace_id:032x}-{generate.context.span_id:016x}-01"]
     assert http.kind is SpanKind.SERVER
     assert http.attributes["http.response.status_code"] == 200
     assert generate.attributes["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"]
@@ -90,11 +90,11 @@ async def test_no_span_holds_a_word_of_prompt_or_output(start: Start, followed: 
     assert not [word for word in ("overheard", "confidential", "somebody") if word in written]
 
 
-async def test_each_choice_has_spans_of_its_own(start: Start, followed: Followed, told: list[str]) -> None:
+async def test_each_choice_has_spans_of_its_own(start: Start, followed: Followed, traceparents: list[str]) -> None:
     async with start(tracer=followed.tracer) as router:
         await router.complete(prompt="ab", max_tokens=3, n=3)
     assert len(followed.spans("queue")) == len(followed.spans("generate")) == 3
-    assert len(set(told)) == 3
+    assert len(set(traceparents)) == 3
 
 
 async def test_a_stream_s_span_ends_with_the_stream(start: Start, followed: Followed) -> None:
@@ -133,11 +133,11 @@ async def test_probes_and_scrapes_leave_no_spans(start: Start, followed: Followe
     assert followed.names == []
 
 
-async def test_without_a_tracer_nothing_is_told_to_the_worker(start: Start, told: list[str]) -> None:
+async def test_without_a_tracer_nothing_is_told_to_the_worker(start: Start, traceparents: list[str]) -> None:
     async with start() as router:
         body = {"prompt": "x", "max_tokens": 2}
         await router.client.post("/v1/completions", json=body, headers={"traceparent": CLIENT})
-    assert told == [""]
+    assert traceparents == [""]
 
 
 def test_without_the_flag_no_sdk_and_no_exporter_is_loaded() -> None:

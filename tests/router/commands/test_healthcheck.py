@@ -1,4 +1,4 @@
-"""The health check asks the server that the container was started with, wherever that was told to listen."""
+"""The health check finds the container's server at whatever address its flags give."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def told(*tokens: tuple[str, int, bool], verified: int = 0, **more: Any) -> dict[str, Any]:
+def token_report(*tokens: tuple[str, int, bool], verified: int = 0, **more: Any) -> dict[str, Any]:
     """The `spaceserve` object of an event."""
     return {"tokens": [{"text": t, "step": s, "draft": d} for t, s, d in tokens], "verified": verified, **more}
 
 
 def event(*tokens: tuple[str, int, bool], **more: Any) -> dict[str, Any]:
-    return {"choices": [{"text": "".join(one[0] for one in tokens)}], "spaceserve": told(*tokens, **more)}
+    return {"choices": [{"text": "".join(one[0] for one in tokens)}], "spaceserve": token_report(*tokens, **more)}
 
 
 EVENTS = [
@@ -129,7 +129,7 @@ def test_time_per_token_counts_from_the_first_tokens_on() -> None:
 
 def token(text: str, step: int, *, draft: bool) -> str:
     """One token as it is shown."""
-    return painted_event(text, told((text, step, draft)))
+    return painted_event(text, token_report((text, step, draft)))
 
 
 def test_drafts_are_underlined_own_tokens_bold_and_neighbouring_steps_differ() -> None:

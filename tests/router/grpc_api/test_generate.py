@@ -81,8 +81,8 @@ async def test_ids_and_several_prompts_are_taken_as_http_takes_them(router: Any,
         called = seen.take()
         await router.http.post("/v1/completions", json={"prompt": prompt, "n": 2, "max_tokens": 3})
         assert called == seen.take()
-        told = {event.index: tuple(event.prompt_token_ids) for event in events if event.prompt_token_ids}
-        assert told == dict(enumerate(request.prompt_ids for request in called))
+        reported = {event.index: tuple(event.prompt_token_ids) for event in events if event.prompt_token_ids}
+        assert reported == dict(enumerate(request.prompt_ids for request in called))
 
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -362,8 +362,8 @@ async def test_calls_are_streamed_apart_from_the_text_as_over_http(start: Start,
     async with start(reply, accepts=always, **ROOM) as router:
         wanted = {"max_tokens": 120, "seed": 3, "ignore_eos": False}
         events = await router.events(messages=[USER], tools=TOOLS[:1], logprobs=0, **wanted)
-        told = await router.sse("/v1/chat/completions", messages=[USER], tools=HTTP_TOOLS[:1], **wanted)
-    choices = [choice for event in told for choice in event["choices"]]
+        reported = await router.sse("/v1/chat/completions", messages=[USER], tools=HTTP_TOOLS[:1], **wanted)
+    choices = [choice for event in reported for choice in event["choices"]]
     deltas = [choice["delta"] for choice in choices]
     assert "".join(event.text for event in events) == "".join(delta.get("content") or "" for delta in deltas)
     theirs = [
@@ -376,7 +376,7 @@ async def test_calls_are_streamed_apart_from_the_text_as_over_http(start: Start,
     assert bool(ours) == ("tool_call" in reply)
     name = generate_pb2.FinishReason.Name(events[-1].finish_reason).removeprefix("FINISH_REASON_").lower()
     assert choices[-1]["finish_reason"] == {"eos": "stop"}.get(name, name)
-    assert sum(len(event.token_ids) for event in events) == told[-1]["usage"]["completion_tokens"]
+    assert sum(len(event.token_ids) for event in events) == reported[-1]["usage"]["completion_tokens"]
     assert all(len(event.logprobs) == len(event.token_ids) for event in events)
 
 

@@ -32,8 +32,8 @@ class Front:
     key_file: Path
 
     def get(self) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.get(f"{self.url}/workers", headers={"authorization": "Bearer sk-ops"}).json()
-        return told
+        reported: dict[str, Any] = httpx.get(f"{self.url}/workers", headers={"authorization": "Bearer sk-ops"}).json()
+        return reported
 
     def workers(self, *words: str) -> subprocess.CompletedProcess[str]:
         flags = ["--url", self.url, "--api-key-file", str(self.key_file), *words]
@@ -76,8 +76,8 @@ def front(tmp_path: Path, spawn: Spawn) -> Iterator[Front]:
 def test_streams_outlive_two_restarts_of_every_worker(front: Front) -> None:
     alone = front.stream()
     assert len(alone) == 200
-    told: list[list[int]] = []
-    readers = [threading.Thread(target=lambda: told.append(front.stream())) for _ in range(6)]
+    reported: list[list[int]] = []
+    readers = [threading.Thread(target=lambda: reported.append(front.stream())) for _ in range(6)]
     for reader in readers:
         reader.start()
     done = front.workers("restart", "--finish-seconds", "0")
@@ -86,7 +86,7 @@ def test_streams_outlive_two_restarts_of_every_worker(front: Front) -> None:
     front.router.wait_for("restarting 2 workers, one after the other")
     for reader in readers:
         reader.join(SECONDS)
-    assert told == [alone] * 6
+    assert reported == [alone] * 6
     while (seen := front.get())["restart"]["state"] == "running":
         pass
     assert seen["restart"]["state"] == "done"

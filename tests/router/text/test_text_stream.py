@@ -218,7 +218,7 @@ def rules_for(draw: st.DrawFn, text: str) -> TextRules:
     )
 
 
-def told(
+def streamed_text(
     tokenizer: Tokenizer, deltas: list[Delta], rules: TextRules
 ) -> tuple[str, list[tuple[object, ...]], FinishReason | None, str | int | None, int, int]:
     """What a reader of the whole has, whatever the pieces; the counts that no step size may change are the last two."""
@@ -247,10 +247,10 @@ def test_text_ids_logprobs_cut_and_counts_are_the_same_whatever_the_steps(
 ) -> None:
     tokenizer, ids, _ = made
     rules = data.draw(rules_for(tokenizer.decode(ids)))
-    one_by_one = told(tokenizer, in_steps(ids, [], end), rules)
-    assert told(tokenizer, in_steps(ids, sizes, end), rules) == one_by_one
-    assert told(tokenizer, in_steps(ids, others, end), rules) == one_by_one
-    assert told(tokenizer, in_steps(ids, [len(ids)], end), rules) == one_by_one
+    one_by_one = streamed_text(tokenizer, in_steps(ids, [], end), rules)
+    assert streamed_text(tokenizer, in_steps(ids, sizes, end), rules) == one_by_one
+    assert streamed_text(tokenizer, in_steps(ids, others, end), rules) == one_by_one
+    assert streamed_text(tokenizer, in_steps(ids, [len(ids)], end), rules) == one_by_one
 
 
 @STEADY
@@ -261,7 +261,7 @@ def test_the_text_is_that_of_all_bytes_up_to_the_first_stop_string(
     tokenizer, ids, pieces = made
     whole = b"".join(pieces).decode("utf-8", "replace")
     rules = replace(data.draw(rules_for(whole)), min_tokens=0)
-    text, tokens, finish, reason, num_tokens, num_predicted = told(
+    text, tokens, finish, reason, num_tokens, num_predicted = streamed_text(
         tokenizer, in_steps(ids, sizes, Finish.LENGTH), rules
     )
     assert (num_tokens, num_predicted) == (len(tokens), -(-len(tokens) // 3))
@@ -292,6 +292,6 @@ def test_the_search_finds_the_same_match_in_any_pieces(text: str, stops: list[st
 def test_a_prediction_counts_the_tokens_that_stay_whatever_the_steps() -> None:
     tokenizer, ids = tokenizer_of([b"a", b"b", b"c", b"d"])
     for sizes in ([], [4], [1, 3], [2, 2]):
-        assert told(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules(stops=("bc",)))[-1] == 1
-        assert told(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules(stops=("d",)))[-1] == 1
-        assert told(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules())[-1] == 2
+        assert streamed_text(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules(stops=("bc",)))[-1] == 1
+        assert streamed_text(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules(stops=("d",)))[-1] == 1
+        assert streamed_text(tokenizer, in_steps(ids, sizes, Finish.LENGTH), TextRules())[-1] == 2

@@ -145,8 +145,8 @@ def test_a_report_is_read_as_the_host_would_have_made_it() -> None:
     assert len(cells) == num_cells(3, 30, 5)
     read = LogprobReport(cells, 3, 30)
     for number in range(3):
-        told = ids[number, :7].tolist()
-        assert read.of(number, told, 4) == log_probabilities(raw[number, :7], told, 4)
+        reported = ids[number, :7].tolist()
+        assert read.of(number, reported, 4) == log_probabilities(raw[number, :7], reported, 4)
 
 
 def test_kinds_are_few() -> None:

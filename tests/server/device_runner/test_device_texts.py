@@ -144,7 +144,7 @@ def test_random_requests_get_the_texts_that_the_host_steps_give(seed: int, layou
 
 
 class Whispering:
-    """A checkpoint whose masks are told the texts, where not `wrong`: random weights accept no drafts of their own."""
+    """Masks that draft the known texts, except where `wrong`: with random weights no draft is accepted."""
 
     def __init__(self, model: SpaceModel, wrong: Callable[[int], bool]) -> None:
         self._model, self._wrong = model, wrong
@@ -156,21 +156,23 @@ class Whispering:
         return None
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden+1]: behind each row what it is told, 0 for nothing."""
+        """[R, hidden+1]: behind each row the id to predict, 0 for none."""
         hidden = self._model.forward(batch, kv)
-        told = hidden.new_zeros(len(hidden), 1)
+        expected_ids = hidden.new_zeros(len(hidden), 1)
         for segment, groups in zip(batch.segments, batch.mask_rows, strict=True):
             text = self.texts.get(int(segment.pages[0]), [])
             for row in (row for rows in groups for row in rows):
                 position = int(batch.positions[row]) + 1
                 if position < len(text):
-                    told[row] = text[position] - self._wrong(position)
-        return torch.cat([hidden, told], dim=1)
+                    expected_ids[row] = text[position] - self._wrong(position)
+        return torch.cat([hidden, expected_ids], dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        told = hidden[:, -1].long()
+        expected_ids = hidden[:, -1].long()
         logits = self._model.logits(hidden[:, :-1].contiguous())
-        return logits + 1000.0 * (torch.nn.functional.one_hot(told, logits.shape[1]) * (told > 0)[:, None])
+        return logits + 1000.0 * (
+            torch.nn.functional.one_hot(expected_ids, logits.shape[1]) * (expected_ids > 0)[:, None]
+        )
 
 
 SAMPLINGS = [
@@ -197,14 +199,14 @@ def decode(
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_real_attention_over_accepted_drafts_gives_the_plain_text(tiny: SpaceModel, k: int) -> None:
     plain = [ran.tokens for ran in decode(tiny, device=False, k=0)]
-    told = Whispering(tiny, lambda position: position % 16 in (0, 1, 2, 5))
+    expected_ids = Whispering(tiny, lambda position: position % 16 in (0, 1, 2, 5))
     texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, plain, strict=True)]
 
     def tell(router: WorkerClient) -> None:
         number = len(router.sequences)
-        told.texts[router.sequences[number].pages[0]] = texts[number - 1]
+        expected_ids.texts[router.sequences[number].pages[0]] = texts[number - 1]
 
-    runs = decode(told, device=True, after=tell, k=k)
+    runs = decode(expected_ids, device=True, after=tell, k=k)
     assert [ran.tokens for ran in runs] == plain
     accepted = {count for ran in runs for count in ran.accepted}
     assert {0, k} <= accepted

@@ -263,15 +263,15 @@ def test_which_tokens_had_been_predicted_does_not_depend_on_the_steps() -> None:
     model = ScriptedModel(num_masks=0)
     text = said(model, 96)
     strayed = [9 if place % 11 in (4, 5) else id_ for place, id_ in enumerate(text)]
-    told = []
+    reported = []
     for drafts in (0, 1, 3, SOURCE_DRAFTS):
         run = router_of(model, lookup=False).generate(
             PROMPT, max_tokens=96, prediction=strayed, max_draft_length=drafts
         )
         assert any(run.accepted) == (drafts > 0)
-        told.append([count for report in run.reports for count in report.num_predicted or [0] * len(report.tokens)])
-    assert told == told[:1] * 4
-    assert len(told[0]) == 96 > sum(told[0]) > 60
+        reported.append([count for report in run.reports for count in report.num_predicted or [0] * len(report.tokens)])
+    assert reported == reported[:1] * 4
+    assert len(reported[0]) == 96 > sum(reported[0]) > 60
 
 
 def test_a_sequence_admitted_again_counts_what_comes_then() -> None:

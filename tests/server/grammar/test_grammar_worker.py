@@ -210,7 +210,7 @@ def test_an_overdue_grammar_leaves_no_thread_and_no_process_behind_and_the_next_
 def test_a_process_that_could_not_be_told_the_vocabulary_tries_nothing(
     byte_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(process: GrammarProcess, *told: object) -> bool:
+    def fails(process: GrammarProcess, *reported: object) -> bool:
         raise MemoryError
 
     trial = GrammarTrial(TokenVocabulary.read(byte_path, 320), 30.0)

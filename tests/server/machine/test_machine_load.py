@@ -246,14 +246,14 @@ def _run(model: Any, batch: int, num_steps: int = 120) -> tuple[float, str]:
             limits=pb.Limits(max_tokens=num_steps + 20),
         )  # fmt: skip
         worker.apply(pb.Command(admit=admit))
-    told: list[list[int]] = []
+    reported: list[list[int]] = []
     for step in range(num_steps + 10):
         if step == 10:
             begun = time.perf_counter()
         report = worker.step()
         assert report is not None
-        told.append([token for sequence in report.sequences for token in sequence.tokens])
-    return batch * num_steps / (time.perf_counter() - begun), json.dumps(told)
+        reported.append([token for sequence in report.sequences for token in sequence.tokens])
+    return batch * num_steps / (time.perf_counter() - begun), json.dumps(reported)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: drafts come true as often as they are told to, and the text stays plain decoding's."""
+"""Synthetic acceptance: drafts are accepted at the given rates, and the text stays plain decoding's."""
 
 from __future__ import annotations
 

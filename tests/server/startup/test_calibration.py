@@ -259,8 +259,8 @@ def test_the_noise_of_a_middle_time_is_that_of_a_normal_law() -> None:
     draws = torch.randn(4000, 20, generator=torch.Generator().manual_seed(0)).mul(0.05).add(1.0)
     timings = [Timing(StepShape.plain(1), tuple(times)) for times in draws.tolist()]
     spread = torch.tensor([timing.seconds for timing in timings]).std().item()
-    told = sum(timing.noise for timing in timings) / len(timings)
-    assert told == pytest.approx(spread, rel=0.15)
+    reported = sum(timing.noise for timing in timings) / len(timings)
+    assert reported == pytest.approx(spread, rel=0.15)
     assert Timing(StepShape.plain(1), (1.0, 1.0)).noise == AGREE / 3
 
 

@@ -161,19 +161,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_part_of_a_machine_that_can_serve_has_its_fact(tiny: Path) -> None:
-    told = found("--model", str(tiny))
-    assert {finding.part for finding in told} == {"environment", "gpu", "kernels", "model", "memory", "energy"}
-    assert [finding.fact for finding in told if finding.state != "ok"] == []
-    (model,) = [finding.fact for finding in told if finding.part == "model"]
+    findings = found("--model", str(tiny))
+    assert {finding.part for finding in findings} == {"environment", "gpu", "kernels", "model", "memory", "energy"}
+    assert [finding.fact for finding in findings if finding.state != "ok"] == []
+    (model,) = [finding.fact for finding in findings if finding.part == "model"]
     assert "qwen2, 2 layers, held in float32" in model
-    (memory,) = [finding.fact for finding in told if finding.part == "memory"]
+    (memory,) = [finding.fact for finding in findings if finding.part == "memory"]
     assert "64.0 whole windows of 512" in memory
 
 
 def test_it_is_told_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--model", str(tiny)]) == 0
-    told = [Finding(**one) for one in json.loads(capsys.readouterr().out)]
-    assert {finding.state for finding in told} == {"ok"}
+    findings = [Finding(**one) for one in json.loads(capsys.readouterr().out)]
+    assert {finding.state for finding in findings} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -192,21 +192,21 @@ def test_it_is_told_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_what_keeps_a_worker_from_starting_is_found_and_a_worker_says_so_too(
     words: list[str], part: str, fact: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = failures(*words)
-    assert [finding.part for finding in told] == [part]
-    assert fact in told[0].fact
+    findings = failures(*words)
+    assert [finding.part for finding in findings] == [part]
+    assert fact in findings[0].fact
     assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
     assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_the_default_model_is_judged_before_it_is_here(tmp_path: Path) -> None:
-    told = list(examine(parse([*LISTEN, "--download-folder", str(tmp_path)])))
-    assert [finding for finding in told if finding.state == "fail"] == []
-    model = [finding.fact for finding in told if finding.part == "model"]
+    findings = list(examine(parse([*LISTEN, "--download-folder", str(tmp_path)])))
+    assert [finding for finding in findings if finding.state == "fail"] == []
+    model = [finding.fact for finding in findings if finding.part == "model"]
     assert "smollm2 is not here yet: 92.9 MB, are fetched at the first start" in model[0]
     assert "smollm2: llama, 30 layers" in model[1]
     assert "an adapter that drafts" in model[1]
-    (memory,) = [finding.fact for finding in told if finding.part == "memory"]
+    (memory,) = [finding.fact for finding in findings if finding.part == "memory"]
     assert "windows of 8192" in memory
 
 

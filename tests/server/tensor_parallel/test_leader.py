@@ -161,10 +161,10 @@ def test_a_follower_leaves_the_same_keys_and_values_in_the_same_pages(tiny: Spac
         router.admit(prompt, max_tokens=12, num_pages=1, sampling=pb.Sampling(seed=number, temperature=1.0))
     router.run()
     lead.end()
-    told = Kept(tiny)
-    run_follower(told, one)
+    reported = Kept(tiny)
+    run_follower(reported, one)
     assert not one.messages
-    (kv,) = told.kvs
+    (kv,) = reported.kvs
     assert float(kv.keys[0].abs().max()) > 0
     for found, wanted in zip((*kv.keys, *kv.values), (*worker.kv.keys, *worker.kv.values), strict=True):
         assert torch.equal(found, wanted)

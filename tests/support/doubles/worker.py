@@ -34,7 +34,7 @@ def script(model: ScriptedModel, start: int, count: int) -> list[int]:
 
 
 class ScriptedModel:
-    """A text written by position: whoever asks at position p-1 is told text(p), by chain rows and masks alike.
+    """A text given by position: chain rows and masks at position p-1 predict text(p).
 
     At positions in `wrong`, masks say the next id instead, so that the draft there is rejected. Sequences that start
     far apart have scripts of their own. `poison`: a forward pass with this id in it raises; `nan_at`: the chain row

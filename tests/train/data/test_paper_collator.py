@@ -255,7 +255,7 @@ def test_the_trainer_tells_the_collator_of_each_epoch(tmp_path: Path, model: Any
     run.train()
     firsts = sorted(feature["input_ids"][0] for feature in features(64))
     for epoch in range(3):
-        assert sorted(first for told, first in seen if told == epoch) == firsts
+        assert sorted(first for reported, first in seen if reported == epoch) == firsts
 
 
 def test_a_resumed_trainer_draws_the_cuts_of_the_epoch_it_is_in(tmp_path: Path, model: Any) -> None:

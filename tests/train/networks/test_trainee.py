@@ -376,8 +376,8 @@ def test_the_draft_head_and_the_logits_are_the_servers(family: str, checkpoint_o
         trainee.head.w2.copy_(tensors["draft_head.w2.weight"])
         mine = trainee.head(hidden, trainee.decoder.embed(previous))
     weights = server.draft_head
-    told = weights.embedding_scale * server.embed(previous)
-    inner = torch.nn.functional.silu(torch.cat((hidden, told), dim=1) @ weights.w1.T)
+    embedded = weights.embedding_scale * server.embed(previous)
+    inner = torch.nn.functional.silu(torch.cat((hidden, embedded), dim=1) @ weights.w1.T)
     torch.testing.assert_close(mine, hidden + inner @ weights.w2.T)
     torch.testing.assert_close(trainee.decoder.logits(mine), server.logits(mine), rtol=1e-4, atol=1e-4)
 

@@ -246,12 +246,12 @@ def test_a_stopped_run_saves_and_goes_on_later(base: Path, tmp_path: Path, monke
     with monkeypatch.context() as patch:
         update = TrainingRun.update
 
-        def told(self: TrainingRun, multiplier: float) -> Measures:
+        def signals(self: TrainingRun, multiplier: float) -> Measures:
             if self.counters.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return update(self, multiplier)
 
-        patch.setattr(TrainingRun, "update", told)
+        patch.setattr(TrainingRun, "update", signals)
         with pytest.raises(Interrupted, match=r"Stopped behind update 3 \(60 %\)"):
             run(base, plan, tmp_path / "cut", progress=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -318,13 +318,13 @@ def test_a_disk_full_at_the_end_is_named_and_the_checkpoint_is_written_later(bas
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_is_noted_a_second_raises(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before, seconds = signal.getsignal(signal.SIGINT), [10.0, 10.5, 12.0]
-    with interruptions(says=True, clock=lambda: seconds.pop(0)) as told:
-        assert told == []
+    with interruptions(says=True, clock=lambda: seconds.pop(0)) as signals:
+        assert signals == []
         signal.raise_signal(number)
-        assert told == [number]
+        assert signals == [number]
         assert "ends behind this update; once more to stop at once" in capfd.readouterr().err
         signal.raise_signal(number)  # the same one, which a launcher passed on
-        assert told == [number]
+        assert signals == [number]
         assert capfd.readouterr().err == ""
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
@@ -332,9 +332,9 @@ def test_a_first_signal_is_noted_a_second_raises(number: signal.Signals, capfd: 
 
 
 def test_of_several_processes_one_acknowledges(capfd: pytest.CaptureFixture[str]) -> None:
-    with interruptions(says=False) as told:
+    with interruptions(says=False) as signals:
         signal.raise_signal(signal.SIGINT)
-        assert told == [signal.SIGINT]
+        assert signals == [signal.SIGINT]
     assert capfd.readouterr().err == ""
 
 

@@ -123,7 +123,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
     """Build the plan. Raises InvalidRequest."""
     if body.wants_logprobs and tools.format is not None:
         raise InvalidRequest(
-            "Log-probabilities of the text cannot be told from those of calls; leave `include` or `tools` out.",
+            "Log-probabilities of the text cannot be separated from those of calls; leave `include` or `tools` out.",
             param="include",
         )
     if body.top_logprobs and not body.wants_logprobs:

@@ -67,9 +67,9 @@ def test_gbnf_is_taken_as_the_same_in_lark() -> None:
 def test_a_grammar_goes_to_the_worker_with_the_law() -> None:
     kinds: list[GrammarKind] = ["json_schema", "json_object", "regex", "choice", "lark"]
     for kind in kinds:
-        told = worker_messages.sampling(SamplingOptions(seed=1, grammar=Grammar(kind, "source")))
-        assert worker_pb2.GrammarKind.Name(told.grammar.kind) == f"GRAMMAR_KIND_{kind.upper()}"
-        assert told.grammar.source == "source"
+        reported = worker_messages.sampling(SamplingOptions(seed=1, grammar=Grammar(kind, "source")))
+        assert worker_pb2.GrammarKind.Name(reported.grammar.kind) == f"GRAMMAR_KIND_{kind.upper()}"
+        assert reported.grammar.source == "source"
     assert not worker_messages.sampling(SamplingOptions(seed=1)).HasField("grammar")
 
 

@@ -163,7 +163,7 @@ async def test_metrics_count_a_request(router: Any) -> None:
 
 
 class Client:
-    """A client by hand over ASGI: goes away when told to."""
+    """A hand-written ASGI client that can disconnect."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         self.scope = {
@@ -358,8 +358,8 @@ async def test_a_restart_is_seen_to_its_end_and_only_one_at_a_time(start: Start)
             )
         )
         await router.service.engine.connections[0].until(lambda: router.service.engine.load().num_running == 1)
-        told = await router.client.post("/workers/restart", json={"finish_seconds": 0}, headers=OPERATOR)
-        assert told.json()["restart"] == {"state": "running", "num_done": 0, "num_wanted": 1, "error": None}
+        reported = await router.client.post("/workers/restart", json={"finish_seconds": 0}, headers=OPERATOR)
+        assert reported.json()["restart"] == {"state": "running", "num_done": 0, "num_wanted": 1, "error": None}
         again = await router.client.post("/workers/restart", json={}, headers=OPERATOR)
         assert (again.status_code, again.json()["error"]["code"]) == (409, "restart_under_way")
         await router.service.restart.wait()

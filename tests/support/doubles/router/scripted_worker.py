@@ -457,7 +457,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             conversation.die()
 
     def leave(self) -> None:
-        """End as a process does that is told to: what runs is finished; a new incarnation listens at once."""
+        """End as on SIGTERM: running sequences finish; a new incarnation listens at once."""
         self.num_lives += 1
         for conversation in list(self._conversations):
             conversation.drain()

@@ -140,7 +140,7 @@ class WebTrial:
         self.num_sent = 0  # bytes that the application has handed over
         self.asked: list[str] = []  # of the application, method and path
         self.released = asyncio.Event()  # what is held may end
-        self.gone = asyncio.Event()  # the application has been told that its client went
+        self.gone = asyncio.Event()  # the application has received the disconnect
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """/: a short answer. /long: one of 4 MiB. /echo: the body, with its length. /endless: a stream that never ends.
@@ -183,7 +183,7 @@ class WebTrial:
 
     @asynccontextmanager
     async def connect(self, sent: bytes, *, window: int | None = None) -> AsyncIterator[Client]:
-        """A client that reads when it is told to; `window`: bytes that its system takes for it meanwhile."""
+        """A client that reads on demand; `window`: its receive buffer in bytes."""
         with socket.socket() as connection:
             if window is not None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
