@@ -652,6 +652,7 @@ class Hello(_message.Message):
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TAKES_GRAMMARS_FIELD_NUMBER: _builtins.int
     STEP_COST_SOURCE_FIELD_NUMBER: _builtins.int
+    LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     STEP_COST_REASON_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -691,6 +692,8 @@ class Hello(_message.Message):
     """Sampling.grammar can be set: the checkpoint has a tokenizer whose bytes are known"""
     step_cost_source: _builtins.str
     """where the costs of steps came from at start: "file" (an earlier start), "measured" (this start) or "learned" (while serving); "": the worker does not say"""
+    lays_out_masks: _builtins.bool
+    """drafts come from masks, where there are some: Admit.num_forced_drafts can be set"""
     step_cost_reason: _builtins.str
     """why they are "learned", such as what else used the machine"""
     @_builtins.property
@@ -735,11 +738,12 @@ class Hello(_message.Message):
         synthetic_acceptance: _abc.Iterable[_builtins.float] | None = ...,
         takes_grammars: _builtins.bool = ...,
         step_cost_source: _builtins.str = ...,
+        lays_out_masks: _builtins.bool = ...,
         step_cost_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "lays_out_masks", b"lays_out_masks", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -211,12 +211,12 @@ class RateLimit:
             self._num_running -= 1
             self._running.dec()
 
-    def charge(self, num_prompt: int, num_generated: int, num_more: float = 0) -> None:
-        """Charge prompt and generated tokens, and what forced drafts cost beyond them."""
+    def charge(self, num_prompt: int, num_generated: int, num_charged: float) -> None:
+        """Count prompt and generated tokens, and charge the prompt's and `num_charged` for the generated ones."""
         self._prompt.inc(num_prompt)
         self._generated.inc(num_generated)
         if self._tokens is not None:
-            self._tokens.take(num_prompt + num_generated + num_more, self._clock())
+            self._tokens.take(num_prompt + num_charged, self._clock())
 
     def _refuse(self, kind: str, bound: str, wait: float) -> None:
         self._refused[kind].inc()

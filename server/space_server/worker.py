@@ -147,6 +147,7 @@ class Worker:
             window=facts.window,
             max_draft_length=self.max_draft_length,
             num_masks=facts.num_masks,
+            lays_out_masks=self._sources.masks,
             mask_ids=sorted(set(facts.mask_ids)),
             dtype=facts.number_format,
             device=str(facts.device),

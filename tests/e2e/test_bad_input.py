@@ -100,7 +100,8 @@ def test_each_field_outside_its_bounds_is_refused_by_name(
 def test_numbers_that_are_not_finite_and_json_that_is_none_are_refused(disturbed: Any) -> None:
     for field in ("temperature", "top_p", "min_p", "presence_penalty", "timeout"):
         for number in NOT_FINITE:
-            refused(disturbed, "/v1/completions", f'{{"prompt": "x", "{field}": {number}}}'.encode())
+            error = refused(disturbed, "/v1/completions", f'{{"prompt": "x", "{field}": {number}}}'.encode())
+            assert field in error["message"] or "JSON" in error["message"]
     for content in MALFORMED:
         refused(disturbed, "/v1/completions", content)
         refused(disturbed, "/v1/chat/completions", content)

@@ -36,7 +36,8 @@ REQUESTS: dict[type[Message], str] = {
     generate_pb2.DetokenizeRequest: "Detokenize",
     generate_pb2.InfoRequest: "Info",
 }
-BAD = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNIMPLEMENTED}
+_CODE = grpc.StatusCode
+BAD = {_CODE.UNKNOWN, _CODE.INTERNAL, _CODE.DATA_LOSS, _CODE.UNIMPLEMENTED, _CODE.UNAVAILABLE}
 
 
 @st.composite

@@ -246,7 +246,7 @@ def test_tokens_are_charged_as_they_come_and_a_debt_is_paid_off_first() -> None:
     clock = Clock()
     key = rate_limits(clock, tokens_per_minute=60)
     assert asks(key, "") is None
-    key[""].charge(50, 100)
+    key[""].charge(50, 100, 100)
     assert asks(key, "") == 91, "90 tokens of debt and one to begin with, at one a second"
     clock.now = 91.0
     assert asks(key, "") is None
@@ -256,7 +256,7 @@ def test_forced_drafts_take_of_the_tokens_and_are_counted_as_none() -> None:
     metrics, clock = Metrics(), Clock()
     key = rate_limits(clock, metrics=metrics, tokens_per_minute=60)
     request = ValidRequest("r", (1,), SamplingOptions(seed=1), num_forced_drafts=2)
-    key[""].charge(0, 20, request.charge(20, 10) - 20)
+    key[""].charge(0, 20, request.charge(20, 10))
     assert request.charge(20, 10) == 90
     assert ValidRequest("r", (1,), SamplingOptions(seed=1)).charge(20, 10) == 20
     assert asks(key, "") == 31, "90 - 60 tokens of debt and one to begin with"
@@ -288,7 +288,7 @@ def test_every_series_of_a_key_is_there_before_its_first_request_and_counts_by_i
     assert metrics.value("spaceserve_key_rejected_total", key="team", limit="requests") == 0
     assert asks(keys, "team") is None
     assert asks(keys, "team") is not None
-    keys["team"].charge(3, 4)
+    keys["team"].charge(3, 4, 4)
     assert metrics.value("spaceserve_key_requests_total", key="team") == 1
     assert metrics.value("spaceserve_key_rejected_total", key="team", limit="requests") == 1
     assert metrics.value("spaceserve_key_tokens_total", key="team", kind="prompt") == 3
@@ -301,7 +301,7 @@ def test_a_refusal_names_the_bound_and_takes_nothing(bound: dict[str, int]) -> N
     clock = Clock()
     key = rate_limits(clock, **bound)
     with key[""].request():
-        key[""].charge(1, 0)
+        key[""].charge(1, 0, 0)
         with pytest.raises(RateLimited, match=r"are allowed 1 .*Try again in"), key[""].request():
             pytest.fail("it was let in")
     clock.now = 61.0

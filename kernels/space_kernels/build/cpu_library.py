@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -357,7 +358,11 @@ def own_kinds() -> list[str]:
 def _may_use_tiles() -> bool:
     """Ask Linux for AMX's tile registers, which a process may use only then; all its threads may."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+    if ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data) == 0:
+        return True
+    reason = os.strerror(ctypes.get_errno())
+    _log.warning("Linux does not let this process use AMX (%s): bits are those of a processor without it", reason)
+    return False
 
 
 def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
@@ -371,11 +376,11 @@ def kinds_of(machine: str, cpu_flags: Set[str], maker: str = "") -> list[str]:
 
 def best_library(kinds: Sequence[str]) -> CpuLibrary:
     """Return the library of the first of these kinds that the compiler knows. Raises OSError."""
-    for kind in kinds[:-1]:
+    for kind, following in itertools.pairwise(kinds):
         try:
             return library_for(kind)
         except OSError as error:
-            _log.warning("the operations for %s cannot be had (%s); %s's are tried", kind, error, kinds[-1])
+            _log.warning("the operations for %s cannot be had (%s); %s's are tried", kind, error, following)
     return library_for(kinds[-1])
 
 

@@ -20,6 +20,13 @@
 #define KIND neon_bf16
 #endif
 
+// 1: bfloat16 weights are multiplied by AMX, which takes denormals for 0; all else is as with AVX-512.
+#if defined(__AMX_BF16__)
+#define TILES 1
+#else
+#define TILES 0
+#endif
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #else
@@ -32,11 +39,6 @@ using bf16 = uint16_t;
 using Code = uint8_t;  // an int8 weight, -127 .. 127, as packed
 
 constexpr int LANES = 16;
-#if defined(__AMX_BF16__)
-#define TILES 1  // bfloat16 weights are multiplied by AMX, all else is as with AVX-512
-#else
-#define TILES 0
-#endif
 
 static inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x) << 16;

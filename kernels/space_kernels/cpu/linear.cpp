@@ -2,7 +2,7 @@
 
 namespace KIND {
 
-// Whether a matmul is by AMX: not of codes, whose conversion to tiles makes one row slower.
+// Whether a matmul is by AMX. Not for int8: converting its codes to tiles is slower for one row.
 static bool by_tiles(const Linear& w) { return TILES && !w.scale; }
 
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {

@@ -8,8 +8,8 @@
 // and the sum is multiplied by the scale. Their panels hold two pairs of k together, in the order that suits this kind
 // of processor. Inputs are padded with 0.
 //
-// Each output of each row is one sum over ascending pairs of k (AMX: over groups of sixteen pairs). So a row's bits do not depend on the other rows, their
-// number, or the thread.
+// Each output of each row is one sum over ascending pairs of k (AMX: over groups of sixteen pairs). So a row's bits do
+// not depend on the other rows, their number, or the thread.
 //
 // Gated rows add an adapter's delta B·(A·x), a sum of its own, before the rounding. The other rows are computed as if
 // there were none. B is block-diagonal where one matmul stands for several linears; only its blocks are stored.
@@ -72,8 +72,8 @@ struct Matmul {
     int64_t low_stride;
 };
 
-// Compute panels [first, last), with A·x known. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh: this is the
-// thread's first piece of this job.
+// Compute panels [first, last), with A·x known. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh:
+// this is the thread's first piece of this job.
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 
 // The gated rows among [row, row + rows), run by run.

@@ -20,7 +20,7 @@ constexpr int64_t DEPTH = 32;            // inputs of a tile
 constexpr int64_t TILE = DEPTH * LANES;  // weights of a tile
 constexpr int64_t AHEAD = 4 * TILE;      // prefetch distance, to the first cache
 constexpr int64_t FAR = 16 * TILE;       // and to the second, where several tiles of rows take longer
-constexpr int GROUP = 4;                 // tiles of sums
+constexpr int SUM_TILES = 4;             // tiles of sums
 
 // Numbers from an address that tiles are quickly loaded from.
 class Aligned {
@@ -35,19 +35,19 @@ class Aligned {
 };
 
 // A thread's rows of the present job, in tiles.
-struct Rows {
+struct RowTiles {
     Aligned all, low;
     int64_t num_tiles, height, steps;  // tiles of rows, rows of each, and tiles of inputs
 };
-Rows& own() {
-    static thread_local Rows rows;
+RowTiles& thread_tiles() {
+    static thread_local RowTiles rows;
     return rows;
 }
 
 // Copies rows into tiles, one tile of inputs after the other, padded with 0.
-void lay_out(const Matmul& p, int64_t inputs, Rows& rows) {
+void lay_out(const Matmul& p, int64_t inputs, RowTiles& rows) {
     rows.num_tiles = (p.rows + LANES - 1) / LANES;
-    if (rows.num_tiles > GROUP) rows.num_tiles += rows.num_tiles % 2;
+    if (rows.num_tiles > SUM_TILES) rows.num_tiles += rows.num_tiles % 2;
     rows.height = (p.rows + rows.num_tiles - 1) / rows.num_tiles;
     rows.steps = padded(inputs, false) / DEPTH;
     const int64_t size = rows.height * DEPTH;
@@ -89,8 +89,8 @@ void add_four(const bf16* weight, int64_t size, const bf16* x, int64_t height, i
     }
 }
 
-// The same of one or two tiles of rows and one or two panels: sums 0 and 1, and of the second tile 2 and 3. `next`, or
-// null, is prefetched instead.
+// As add_four, for one or two tiles of rows and one or two panels: sums 0 and 1, and of the second tile 2 and 3.
+// Prefetches from `next` unless it is null.
 template <bool TWO_TILES, bool TWO_PANELS>
 void add_two(const bf16* weight, int64_t size, const bf16* next, const bf16* x, int64_t height, int64_t steps) {
     const bf16* second = x + steps * height * DEPTH;
@@ -120,7 +120,7 @@ void zero_sums() {
 }
 
 // Panels [panel, panel + count), by up to sixteen rows.
-void multiply_few(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+void multiply_one_tile(const Linear& w, const Matmul& p, RowTiles& rows, int64_t panel, int count, float* sums) {
     const int64_t size = rows.steps * TILE;
     const bf16* weight = (const bf16*)w.weight + panel * size;
     const bf16* x = rows.all.of(0);
@@ -164,7 +164,7 @@ void add_column(const bf16* weight, const bf16* x, int64_t apart, int64_t height
 
 // Panels [panel, panel + count), one or two, by two to four tiles of rows: the weights are read once, one after the
 // other.
-void multiply_some(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+void multiply_four_tiles(const Linear& w, const Matmul& p, RowTiles& rows, int64_t panel, int count, float* sums) {
     const int64_t size = rows.steps * TILE, apart = rows.steps * rows.height * DEPTH, width = count * LANES;
     const bf16* x = rows.all.of(0);
     for (int j = 0; j < count; ++j) {
@@ -187,7 +187,7 @@ void multiply_some(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, 
 }
 
 // Panels [panel, panel + count), one or two, by more rows: two tiles at a time.
-void multiply_many(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, int count, float* sums) {
+void multiply_in_pairs(const Linear& w, const Matmul& p, RowTiles& rows, int64_t panel, int count, float* sums) {
     const int64_t size = rows.steps * TILE, height = rows.height, width = count * LANES;
     const bf16* here = (const bf16*)w.weight + panel * size;
     for (int64_t tile = 0; tile < rows.num_tiles; tile += 2) {
@@ -212,8 +212,8 @@ void multiply_many(const Linear& w, const Matmul& p, Rows& rows, int64_t panel, 
 }  // namespace
 
 void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t num_rows, int64_t panel, int count) {
-    alignas(64) float part[GROUP][LANES * LANES];
-    Rows& rows = own();
+    alignas(64) float part[SUM_TILES][LANES * LANES];
+    RowTiles& rows = thread_tiles();
     for (int64_t begin = row; begin < row + num_rows; begin += rows.height) {
         const int64_t height = std::min(rows.height, row + num_rows - begin);
         const bf16* low = rows.low.of(0) + begin * p.low_stride;
@@ -243,15 +243,18 @@ void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t num_r
 
 void multiply_by_tiles(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     if (!p.rows || first == last) return;
-    Rows& rows = own();
+    RowTiles& rows = thread_tiles();
     if (fresh) lay_out(p, w.inputs, rows);
-    const TileRows tiles(rows.height);
-    alignas(64) float sums[GROUP * LANES * 2 * LANES];
+    const TileConfig tiles(rows.height);
+    alignas(64) float sums[SUM_TILES * LANES * 2 * LANES];
     const bool few = rows.num_tiles == 1;
     for (int64_t panel = first; panel < last;) {
         const int64_t left = last - panel;
-        const int count = few && left >= GROUP ? GROUP : left >= 2 ? 2 : 1;
-        (few ? multiply_few : rows.num_tiles <= GROUP ? multiply_some : multiply_many)(w, p, rows, panel, count, sums);
+        const int count = few && left >= SUM_TILES ? SUM_TILES : left >= 2 ? 2 : 1;
+        const auto multiply = few                         ? multiply_one_tile
+                              : rows.num_tiles <= SUM_TILES ? multiply_four_tiles
+                                                            : multiply_in_pairs;
+        multiply(w, p, rows, panel, count, sums);
         panel += count;
     }
 }

@@ -37,7 +37,7 @@ float EXPORT(read)(const float* from, int64_t count, int num_threads) {
 // Multiplies sixteen pairs the given number of times per thread, 256 at a time; returns 0.
 float EXPORT(dots)(int64_t count, int num_threads) {
     share_out(num_threads, num_threads * ((count + 1023) / 1024), [&](int64_t first, int64_t last, bool) {
-        const TileRows tiles(16);
+        const TileConfig tiles(16);
         for (int64_t i = first; i < last; ++i) {
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 6);

@@ -10,11 +10,11 @@ namespace KIND {
 
 // The registers while this lives: 0 to 5 have `rows` rows, 6 and 7 sixteen.
 //
-// Tile instructions of some compilers do not say that they read memory: what they read is written before this is made,
-// or before `written()`.
-class TileRows {
+// Some compilers do not know that tile instructions read memory: write what they load before constructing this, or
+// before `written()`.
+class TileConfig {
    public:
-    explicit TileRows(int64_t rows) {
+    explicit TileConfig(int64_t rows) {
         struct alignas(64) {
             uint8_t palette, start, reserved[14];
             uint16_t bytes[16];
@@ -26,8 +26,8 @@ class TileRows {
         _tile_loadconfig(&config);
         written();
     }
-    ~TileRows() { _tile_release(); }
-    TileRows(const TileRows&) = delete;
+    ~TileConfig() { _tile_release(); }
+    TileConfig(const TileConfig&) = delete;
 
     static void written() { asm volatile("" ::: "memory"); }
 };

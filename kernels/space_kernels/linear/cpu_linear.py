@@ -156,6 +156,8 @@ class CompiledDelta:
         turns: bool = False,
     ) -> None:
         """As GatedDelta, in bfloat16; every size but the last a multiple of 16."""
+        if any(size % LANES for size in sizes[:-1]):
+            raise ValueError(f"Linears beside each other have multiples of {LANES} outputs; got {list(sizes)}.")
         down: list[Tensor] = []
         panels_of: list[list[_Panel]] = []  # by linear
         self.ranks = 0

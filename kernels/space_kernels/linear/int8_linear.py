@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from space_kernels.layers.layers import silu
-from space_kernels.linear.packed_linear import PLAIN_TILE, pad_rows
+from space_kernels.linear.packed_linear import TILE, pad_rows
 
 GREATEST = 127
 """Numbers are in the symmetric range -127 .. 127."""
@@ -84,13 +84,13 @@ class Int8Linear(nn.Module):
     def _matmul(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out] float32, in row tiles of a fixed size, which fixes the order of summation."""
         num_rows = x.numel() // self.in_features
-        tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), PLAIN_TILE), PLAIN_TILE)
-        whole = torch.empty(len(tiles) * PLAIN_TILE, self.out_features)
+        tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), TILE), TILE)
+        whole = torch.empty(len(tiles) * TILE, self.out_features)
         for begin in range(0, self.out_features, _OUTPUTS):
             outputs = slice(begin, begin + _OUTPUTS)
             weight, scale = self.kept.numbers[outputs].float(), self.kept.scale[outputs]
             for number, tile in enumerate(tiles):
-                rows = slice(number * PLAIN_TILE, (number + 1) * PLAIN_TILE)
+                rows = slice(number * TILE, (number + 1) * TILE)
                 torch.mul(F.linear(tile, weight), scale, out=whole[rows, outputs])
         if self.bias is not None:
             whole += self.bias

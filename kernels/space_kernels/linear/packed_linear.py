@@ -11,13 +11,11 @@ from torch.nn import functional as F
 ROW_TILE = 4
 """Rows are padded to a multiple of this: fewer are summed in another order (measured on torch 2.13)."""
 
-PLAIN_TILE = 32
-"""Rows per unpacked matmul. The size is fixed, because which row counts are summed in another order depends on the
-processor (on an x86-64 of model 207 those below 16, and with several threads some up to 64; torch 2.13)."""
-
-PACKED_TILE = 32
-"""Most rows per packed matmul of bfloat16: on a processor with AMX oneDNN sums more than these in another order (of
-widths 576 to 5632 most, from 33 rows on, with one thread and with two; torch 2.13). float32 shows no such border."""
+TILE = 32
+"""Rows per matmul where other row counts may be summed in another order, which depends on the processor (torch 2.13).
+Unpacked: always so many (on an x86-64 of model 207 those below 16 differ, and with several threads some up to 64).
+Packed bfloat16: at most so many (with AMX most widths differ from 33 rows on); packed float32 does not differ.
+"""
 
 _TYPICAL_ROWS = 16
 """Row count that the packed layout is optimised for: that of a SPACE step of one sequence."""
@@ -49,7 +47,7 @@ class PackedLinear(nn.Module):
         if self.packed:
             return self._packed_matmul(x, "none")
         flat = x.reshape(-1, self.in_features)
-        tiles = torch.split(pad_rows(flat, PLAIN_TILE), PLAIN_TILE)
+        tiles = torch.split(pad_rows(flat, TILE), TILE)
         whole = torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(flat)]
         return whole.view(*x.shape[:-1], self.out_features)
 
@@ -60,9 +58,9 @@ class PackedLinear(nn.Module):
             out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, activation, [], "")
             return out
 
-        if x.dtype is not torch.bfloat16 or x.numel() <= PACKED_TILE * self.in_features:
+        if x.dtype is not torch.bfloat16 or x.numel() <= TILE * self.in_features:
             return multiply(x)
-        tiles = torch.split(x.reshape(-1, self.in_features), PACKED_TILE)
+        tiles = torch.split(x.reshape(-1, self.in_features), TILE)
         return torch.cat([multiply(tile) for tile in tiles]).view(*x.shape[:-1], self.out_features)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -72,8 +70,7 @@ class PackedLinear(nn.Module):
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """Return (x·Wᵀ + b)·other; packed only, rows a multiple of ROW_TILE.
 
-        Not fused: oneDNN would give bfloat16 rows different bits at 20 to 64 rows than at 128, on a processor with AMX
-        (torch 2.13).
+        Not fused: that gave bfloat16 rows different bits at some row counts on a processor with AMX (torch 2.13).
         """
         return self._matmul(x).mul_(other)
 

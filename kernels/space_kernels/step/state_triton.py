@@ -20,8 +20,6 @@ from space_kernels.step.state import (
     DeviceRows,
     StepIndex,
     StepState,
-    chain_choices,
-    mask_choices,
     result_width,
 )
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
@@ -29,6 +27,7 @@ from space_kernels.step.verification import EndCode, StepVerification
 
 _NO_SLOT: tl.constexpr = tl.constexpr(NO_SLOT)
 _FIXED: tl.constexpr = tl.constexpr(RESULT_FIXED)
+_BLOCK = 128
 
 
 @triton.jit
@@ -424,11 +423,6 @@ def synthetic_accept(
         num_warps=1,
     )
     return synthetically_accepted
-
-
-__all__ = ["advance", "chain_choices", "mask_choices", "masks", "rows", "verify_step"]
-
-_BLOCK = 128
 
 
 def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> DeviceRows:

@@ -89,12 +89,12 @@ class Generation:
         tokenizer: Tokenizer,
         metrics: Metrics,
         plan: GenerationPlan,
-        charge: Callable[[int, int, float], None] = lambda num_prompt, num_generated, num_more: None,
+        charge: Callable[[int, int, float], None] = lambda num_prompt, num_generated, num_charged: None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """`charge(num_prompt, num_generated, num_more)` is called with the prompt tokens once, and at the end of each
-        choice with the generated tokens and what forced drafts cost beyond them. `tracer`: creates a span for each
-        choice; None turns tracing off.
+        """`charge(num_prompt, num_generated, num_charged)` is called with the prompt tokens once, and at the end of
+        each choice with the generated tokens and what they are charged. `tracer`: creates a span for each choice; None
+        turns tracing off.
         """
         self.plan = plan
         self._charge = charge
@@ -153,7 +153,7 @@ class Generation:
             self._metrics.request_seconds.observe(seconds)
             request, statistics = progress.stream.request, progress.stream.statistics
             num_generated = statistics.num_generated
-            self._charge(0, num_generated, request.charge(num_generated, statistics.num_steps) - num_generated)
+            self._charge(0, num_generated, request.charge(num_generated, statistics.num_steps))
             if request.trace is not None:
                 request.trace.ended(outcome, statistics)
             await progress.scope.aclose()

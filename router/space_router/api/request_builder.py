@@ -103,6 +103,7 @@ class PlannedChoice:
             eos_ids=(),
             stop_ids=(),
             max_draft_length=0,
+            num_forced_drafts=0,
             prediction=None,
             want_logprobs=request.num_prompt_logprobs is not None,
             num_logprobs=request.num_prompt_logprobs or 0,
@@ -184,10 +185,8 @@ def model_not_found(name: str, served: Sequence[str], param: str | None = "model
 
 def max_forced_drafts(config: ServeConfig, facts: WorkerModelFacts, adapter: str = "") -> int:
     """Return the largest number that a request's `speculation` may be; 0: none."""
-    if config.lookup == "only":
-        return 0
-    bounds = (config.max_draft_length, config.max_request_speculation, facts.max_draft_length)
-    return min(facts.num_masks_of(adapter), *(bound for bound in bounds if bound is not None))
+    bounds = (facts.max_forced_drafts(adapter), config.max_draft_length, config.max_request_speculation)
+    return min(bound for bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True)
@@ -517,13 +516,15 @@ class RequestBuilder:
     def _why_not_forced(self, most: int, adapter: str) -> str:
         """Return why a request cannot have more than `most` forced drafts, and what it can have."""
         if most:
-            return f'at most {most} drafts per step can be asked for here; send that, or "auto" or "off"'
-        if self.config.speculation == "off":
+            return f'at most {most} draft{"s" * (most > 1)} per step can be asked for here; send that, "auto" or "off"'
+        if self.config.max_draft_length == 0:
             reason = "this server decodes plainly (`--speculation off`)"
         elif self.config.max_request_speculation == 0:
             reason = "this server lets no request choose its drafts (`--max-request-speculation 0`)"
-        elif self.config.lookup == "only":
-            reason = "this server lays out no masks (`--lookup only`)"
-        else:
+        elif not self.facts.num_masks_of(adapter):
             reason = f"`{adapter or self.text.name}` has no masks to draft from"
+        elif not self.facts.lays_out_masks:
+            reason = "the workers lay out no masks (`--lookup only`)"
+        else:
+            reason = "the workers decode plainly (`--speculation off`)"
         return f'{reason}; leave it out, or send "auto" or "off"'

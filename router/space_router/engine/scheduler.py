@@ -213,14 +213,15 @@ class Scheduler:
         self.pool.hold(placement.shared)
         pages = placement.shared + self.pool.take(placement.num_fresh)
         num_cached = len(placement.shared) * self.facts.block_size
+        # Another worker may draft less than the one that the request was checked against.
+        num_forced = min(live.request.num_forced_drafts, self._max_forced_drafts(live))
         sequence = WorkerSequence(
             self._next_seq_id,
             live,
             pages,
             num_cached,
             block_size=self.facts.block_size,
-            num_drafted=live.request.num_forced_drafts
-            or min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
+            num_drafted=num_forced or min(self._draft_bound(live), math.ceil(self._num_drafted - 0.1)),
             most_slots=self._most_slots(live),
         )
         grammar = live.request.sampling.grammar
@@ -232,7 +233,16 @@ class Scheduler:
         self.num_prefill_ahead += self._prefill_share(sequence)
         self.pending_prefixes.add(sequence)
         live.phase = Phase.RUNNING
-        self._commands.append(worker_messages.admit(live, sequence.seq_id, pages, num_cached, self._draft_bound(live)))
+        self._commands.append(
+            worker_messages.admit(
+                live,
+                sequence.seq_id,
+                pages,
+                num_cached,
+                max_draft_length=self._draft_bound(live),
+                num_forced_drafts=num_forced,
+            )
+        )
         self._request_pages(sequence)
         return sequence
 
@@ -474,6 +484,9 @@ class Scheduler:
     def _prefill_share(self, sequence: WorkerSequence) -> int:
         """Return the prompt rows of a sequence in the next step; 0 while its grammar may still be compiling."""
         return 0 if sequence.awaits_grammar else min(sequence.num_prefill_left, self._max_prefill_rows)
+
+    def _max_forced_drafts(self, live: RequestState) -> int:
+        return min(self.max_draft_length, self.facts.max_forced_drafts(live.request.adapter))
 
     def _draft_bound(self, live: RequestState) -> int:
         wanted = live.request.max_draft_length

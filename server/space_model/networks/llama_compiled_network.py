@@ -1,6 +1,6 @@
 """The Llama family on a CPU by compiled operations: a step is one call, whatever the number of layers.
 
-Tensor-parallel steps run layer by layer through the same operations, so chain rows have the same bits either way.
+Tensor-parallel steps run layer by layer through the same operations; sums over ranks are rounded on their own.
 """
 
 from __future__ import annotations

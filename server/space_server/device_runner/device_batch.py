@@ -263,13 +263,9 @@ def _columns(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
 _PLENTY = 1 << 30
 
 
-def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller) -> DraftLayout:
+def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller, load: StepLoad) -> DraftLayout:
     """Return the layout for a step launched before the last is read: the controller's choice for the average sequence,
-    with all drafts it could have, widened to the drafts that some sequence must have."""
-    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
-    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
-    if not sequences:
-        return DraftLayout.full(most_forced, most_forced)
+    with all drafts it could have."""
     bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
     limit = DraftLimits(
         seq_id=sequences[0].seq_id, num_drafts=bound, max_masks=bound, num_left=_PLENTY, acceptance=_average(sequences)
@@ -278,27 +274,25 @@ def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller) -
     if any(not sequence.sampling_params.greedy for sequence in sequences):
         noisy = DraftLimits(limit.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=limit.acceptance)
         limits = [limit if sequence.sampling_params.greedy else noisy for sequence in sequences]
-    return _widened(limit.fit(controller.layouts(limits, _load(sequences))[0]), most_forced)
+    return limit.fit(controller.layouts(limits, load)[0])
 
 
-def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controller, block_size: int) -> DraftLayout:
+def layout_of_drafts(
+    sequences: Sequence[RunningSequence], controller: Controller, load: StepLoad, block_size: int
+) -> DraftLayout:
     """Return the layout where every sequence's drafts are known: the widest groups wanted, and as many drafts as masks
     made.
 
     Drafts from other sources are added as long as their expected gain exceeds the cost of their rows in the whole
     batch.
     """
-    most_forced = max(sequence.num_forced_drafts for sequence in sequences)
-    sequences = [sequence for sequence in sequences if not sequence.num_forced_drafts]
-    if not sequences:
-        return DraftLayout.full(most_forced, most_forced)
     average, limits = _average(sequences), []
     for sequence in sequences:
         limit = draft_limits_of(sequence, block_size)
         if limit.acceptance is not None:
             limit.acceptance = average  # the same for all, so that all want the same masks
         limits.append(limit)
-    wanted = controller.layouts(limits, _load(sequences))
+    wanted = controller.layouts(limits, load)
     layouts = [limit.fit(layout) for limit, layout in zip(limits, wanted, strict=True)]
     num_drafts = max(
         (one.num_drafts for limit, one in zip(limits, layouts, strict=True) if not limit.chances), default=0
@@ -315,7 +309,7 @@ def layout_of_drafts(sequences: Sequence[RunningSequence], controller: Controlle
         if gain > best:
             num_drafts, best = depth, gain
     masks = tuple(max(_mask(layout, group) for layout in layouts) for group in range(num_drafts + 1))
-    return _widened(DraftLayout.of(num_drafts, masks), most_forced)
+    return DraftLayout.of(num_drafts, masks)
 
 
 def _widened(layout: DraftLayout, num_drafts: int) -> DraftLayout:
@@ -335,10 +329,6 @@ def _reach(limit: DraftLimits, depth: int) -> float:
 
 def _mask(layout: DraftLayout, group: int) -> int:
     return layout.masks[group] if group <= layout.num_drafts else 0
-
-
-def _load(sequences: Sequence[RunningSequence]) -> StepLoad:
-    return StepLoad(num_context=sum(sequence.num_computed for sequence in sequences))
 
 
 def _average(sequences: Sequence[RunningSequence]) -> Acceptance | None:
@@ -428,11 +418,20 @@ class DeviceScheduler:
         )
 
     def layout(self, *, reads_first: bool) -> DraftLayout:
-        """Return the layout of the next step. `reads_first`: the last one was read, so all drafts are known."""
-        sequences = [*self._batch]
-        if reads_first:
-            return layout_of_drafts(sequences, self.controller, self._batch.state.block_size)
-        return layout_ahead(sequences, self.controller)
+        """Return the layout of the next step, in which each sequence has its forced drafts. `reads_first`: the last one
+        was read, so all drafts are known."""
+        forced = [one.num_forced_drafts for one in self._batch if one.num_forced_drafts]
+        free = [one for one in self._batch if not one.num_forced_drafts]
+        load = StepLoad(num_context=sum(one.num_computed for one in self._batch))
+        load = load.beside([DraftLayout.full(k, k) for k in forced], len(forced) + len(free))
+        if not free:
+            self.controller.layouts([], load)  # so that it does not take this step for one of its own
+            layout = DraftLayout.plain()
+        elif reads_first:
+            layout = layout_of_drafts(free, self.controller, load, self._batch.state.block_size)
+        else:
+            layout = layout_ahead(free, self.controller, load)
+        return _widened(layout, max(forced, default=0))
 
 
 def why_on_host(facts: ModelFacts) -> str | None:

@@ -43,11 +43,21 @@ class DraftLimits:
 
 
 class StepLoad(NamedTuple):
-    """The rest of the step's work."""
+    """The step's work besides the layouts to choose: prompts, and sequences with forced drafts."""
 
-    num_prefill_rows: int = 0  # and the rows of sequences with forced drafts
-    num_prefill_pairs: int = 0  # (such a row, previously computed id) pairs
-    num_context: int = 0  # computed ids, summed over the sequences that reach their root
+    num_other_rows: int = 0
+    num_other_pairs: int = 0  # (such a row, previously computed id) pairs
+    num_context: int = 0  # computed ids, summed over the sequences to lay out
+
+    def beside(self, forced: Sequence[DraftLayout], num_sequences: int) -> StepLoad:
+        """Return the load for the others of `num_sequences` sequences, where some have these layouts in any case."""
+        num_rows = sum(1 + layout.num_drafts + layout.num_masks for layout in forced)
+        context = self.num_context // num_sequences  # of each, on average
+        return StepLoad(
+            self.num_other_rows + num_rows,
+            self.num_other_pairs + num_rows * context,
+            self.num_context - len(forced) * context,
+        )
 
 
 class Controller(Protocol):
@@ -97,10 +107,7 @@ def choose_layouts(controller: Controller, limits: Sequence[DraftLimits], load: 
     if len(free) == len(limits):
         return controller.layouts(limits, load)
     forced = [DraftLayout.full(min(one.num_drafts, one.num_forced), one.num_forced) for one in limits if one.num_forced]
-    num_rows = sum(1 + layout.num_drafts + layout.num_masks for layout in forced)
-    num_pairs = num_rows * load.num_context // len(limits)
-    rest = StepLoad(load.num_prefill_rows + num_rows, load.num_prefill_pairs + num_pairs, load.num_context)
-    of_forced, of_free = iter(forced), iter(controller.layouts(free, rest))
+    of_forced, of_free = iter(forced), iter(controller.layouts(free, load.beside(forced, len(limits))))
     return [next(of_forced if one.num_forced else of_free) for one in limits]
 
 
@@ -535,13 +542,13 @@ class SpeculationController:
             self._price(len(limits), load)
         rule = self._rule
         # Masks in a single step are wasted: if the next step is plain, their drafts are dropped.
-        if load.num_prefill_rows and rule is not None:
+        if load.num_other_rows and rule is not None:
             rule = self._beside(BatchMix(limits, kinds), load)
         elif rule is not None and self._is_probe():
             rule = None
         begins = self._num_plain > 0  # the first step has masks but no drafts; the margin covers it
         self._num_plain = 0 if rule is not None else self._num_plain + 1
-        self._watched = rule is not None and not begins and not load.num_prefill_rows
+        self._watched = rule is not None and not begins and not load.num_other_rows
         found = [self._layout(one, kind, rule) for one, kind in zip(limits, kinds, strict=True)]
         if has_others and self._rule is None:
             offer = self._offer(limits, found, load)
@@ -567,7 +574,7 @@ class SpeculationController:
             num_drafts += count
             num_noisy_drafts += count * one.is_noisy
         alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy))
-        before = self.cost.seconds(StepShape(size, size, 0, 0, *load, num_noisy)) if load.num_prefill_rows else alone
+        before = self.cost.seconds(StepShape(size, size, 0, 0, *load, num_noisy)) if load.num_other_rows else alone
         after = self.cost.seconds(StepShape(size, size + num_drafts, 0, 0, *load, num_noisy + num_noisy_drafts))
         return Offer(tokens, after - before, size, alone + self._realized.pause)
 

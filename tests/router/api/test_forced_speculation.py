@@ -21,8 +21,10 @@ async def test_it_reaches_the_worker_as_a_command(start: Start) -> None:
         ({}, {}, 4, "at most 3 drafts per step can be asked for here"),
         ({"speculation": "off"}, {}, 1, "decodes plainly (`--speculation off`)"),
         ({"speculation": "2"}, {}, 3, "at most 2 drafts"),
-        ({"lookup": "only"}, {}, 1, "lays out no masks (`--lookup only`)"),
-        ({"max_request_speculation": 1}, {}, 2, "at most 1 drafts"),
+        ({}, {"lays_out_masks": False}, 1, "the workers lay out no masks (`--lookup only`)"),
+        ({"speculation": "0"}, {}, 1, "decodes plainly (`--speculation off`)"),
+        ({}, {"draft_length": 0, "num_masks": 3}, 1, "the workers decode plainly (`--speculation off`)"),
+        ({"max_request_speculation": 1}, {}, 2, "at most 1 draft per step"),
         ({"max_request_speculation": 0}, {}, 1, "--max-request-speculation 0"),
         ({}, {"num_masks": 0}, 1, "`tiny` has no masks to draft from"),
     ],
@@ -40,3 +42,10 @@ async def test_what_cannot_be_obeyed_is_refused(
         assert most < speculation
         if most:
             assert (await router.post("/v1/completions", prompt="x", speculation=most)).status_code == 200
+
+
+async def test_the_log_probabilities_of_a_prompt_that_fills_the_window_need_no_drafts(start: Start) -> None:
+    async with start(window=16) as router:
+        answer = await router.complete(prompt=[5] * 16, max_tokens=0, echo=True, logprobs=1, speculation=2)
+        assert len(answer["choices"][0]["logprobs"]["tokens"]) == 16
+        assert router.worker.figures.num_admits_by_forced == {0: 1}

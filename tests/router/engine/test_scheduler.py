@@ -403,6 +403,19 @@ def test_those_that_come_later_start_with_what_is_drafted_here() -> None:
     assert most_ahead(house, live, from_token=0) <= STEPS_AHEAD + 3
 
 
+@pytest.mark.parametrize(
+    ("worker", "forced"), [({}, 3), ({"draft_length": 2}, 2), ({"num_masks": 1}, 1), ({"lays_out_masks": False}, 0)]
+)
+def test_a_worker_with_fewer_masks_than_the_request_was_checked_against_takes_it(
+    worker: dict[str, Any], forced: int
+) -> None:
+    house = Lockstep(Script(accepts=half, **worker))
+    live = house.submit(request_of(6, 20, max_draft_length=3, num_forced_drafts=3))
+    house.run()
+    assert house.batch.figures.num_admits_by_forced == {forced: 1}
+    assert house.text(live) == answer(live.request, house.script)
+
+
 def test_a_sequence_that_drafted_nothing_drafts_as_soon_as_it_likes() -> None:
     house = Lockstep(Script(accepts=always, draft_length=7, num_blocks=300, block_size=4, window=600), delay=1)
     house.script.draft_length = 0

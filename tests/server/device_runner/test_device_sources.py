@@ -224,15 +224,15 @@ def drafted(num_drafts: int, chances: tuple[float, ...] = (), num_masks: int = 2
 def test_as_many_drafts_as_bring_what_rows_on_all_lines_cost(
     row_price: float, num_sequences: int, num_drafts: int
 ) -> None:
-    reading = drafted(4, chances=(0.9, 0.8, 0.6, 0.5))  # all come true with .9, .72, .43, .22
+    reading = drafted(4, chances=(0.9, 0.8, 0.6, 0.5))  # all are accepted with .9, .72, .43, .22
     others = [drafted(0) for _ in range(num_sequences - 1)]
-    layout = layout_of_drafts([reading, *others], Priced(row_price), BLOCK)
+    layout = layout_of_drafts([reading, *others], Priced(row_price), StepLoad(), BLOCK)
     assert layout.num_drafts == num_drafts
     assert layout.masks == (2,) * (num_drafts + 1)
 
 
 def test_drafts_of_masks_are_laid_out_as_the_controller_wants_them() -> None:
-    layout = layout_of_drafts([drafted(2), drafted(4, chances=(0.1,) * 4)], Priced(0.3), BLOCK)
+    layout = layout_of_drafts([drafted(2), drafted(4, chances=(0.1,) * 4)], Priced(0.3), StepLoad(), BLOCK)
     assert layout == DraftLayout.full(2, 2)
 
 
@@ -248,7 +248,7 @@ def test_the_average_of_those_who_draft_decides() -> None:
     for shift, sequence in zip((0.5, 1.5), sequences, strict=True):
         assert sequence.acceptance is not None
         sequence.acceptance.shift = shift
-    layout_of_drafts(sequences, Seeing(0.0), BLOCK)
+    layout_of_drafts(sequences, Seeing(0.0), StepLoad(), BLOCK)
     assert [room.acceptance.shift for room in seen if room.acceptance is not None] == [1.0, 1.0]
 
 

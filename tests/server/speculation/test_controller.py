@@ -185,7 +185,7 @@ def test_sequences_that_accept_nothing_decode_plainly_beside_those_that_do() -> 
 def test_masks_go_when_a_prompt_fills_the_step() -> None:
     controller = SpeculationController(Machine(1.0, 0.05, ridge=64))
     alone = settled(controller, [measured_room()])
-    crowded = settled(controller, [measured_room()], StepLoad(num_prefill_rows=400))
+    crowded = settled(controller, [measured_room()], StepLoad(num_other_rows=400))
     assert alone[0].num_rows > crowded[0].num_rows
 
 
@@ -198,7 +198,7 @@ def test_where_decoding_is_plain_a_prompt_brings_no_masks() -> None:
 
     controller = SpeculationController(CheapBesidePrompts(0.01, 1.0))
     assert settled(controller, [measured_room()] * 4) == [DraftLayout.plain()] * 4
-    assert controller.layouts([measured_room()] * 4, StepLoad(num_prefill_rows=400)) == [DraftLayout.plain()] * 4
+    assert controller.layouts([measured_room()] * 4, StepLoad(num_other_rows=400)) == [DraftLayout.plain()] * 4
 
 
 def test_a_crowd_that_changes_by_few_is_not_looked_at_anew_each_time() -> None:
@@ -302,7 +302,7 @@ def test_drafts_that_no_mask_made_are_laid_out_while_they_pay() -> None:
 
 
 def test_nobody_is_asked_where_nobody_reaches_a_root() -> None:
-    assert SpeculationController(Machine(1.0, 0.1)).layouts([], StepLoad(num_prefill_rows=8)) == []
+    assert SpeculationController(Machine(1.0, 0.1)).layouts([], StepLoad(num_other_rows=8)) == []
 
 
 def test_drafts_that_bring_less_than_they_promise_are_given_up_and_tried_again_later() -> None:
@@ -341,7 +341,7 @@ def test_a_hiccup_while_drafting_is_no_reason_to_stop() -> None:
         assert layout.num_drafts > 0
         usual = machine.seconds(StepShape(1, 1 + layout.num_drafts, layout.num_masks))
         hiccup = number % 5 == 0  # fifty times what was expected
-        controller.stepped(1 + layout.num_drafts, 50 * usual if hiccup else usual)  # and all drafts come true
+        controller.stepped(1 + layout.num_drafts, 50 * usual if hiccup else usual)  # and all drafts are accepted
 
 
 def test_what_was_measured_in_a_bad_moment_is_found_out_by_a_trial() -> None:

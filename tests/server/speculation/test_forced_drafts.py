@@ -9,7 +9,13 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
 from space_server.scheduled_batch import PrefillBudget, plan_step
-from space_server.speculation.controller import FixedLayout, SpeculationController, StepLoad, choose_layouts
+from space_server.speculation.controller import (
+    FixedLayout,
+    RealizedSpeedup,
+    SpeculationController,
+    StepLoad,
+    choose_layouts,
+)
 from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 
@@ -31,10 +37,26 @@ class DearRows(StepCost):
         return 1e-3 * shape.num_rows
 
 
-def client_of(*, device: bool, wrong: Iterable[int] = (), sources: DraftSources | None = None) -> WorkerClient:
+class FreeRows(StepCost):
+    """Every step costs the same, so all drafts pay."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def seconds(self, shape: StepShape) -> float:
+        return 1e-3
+
+
+def client_of(
+    *,
+    device: bool,
+    wrong: Iterable[int] = (),
+    sources: DraftSources | None = None,
+    controller: SpeculationController | None = None,
+) -> WorkerClient:
     worker = Worker(
         ScriptedModel(num_masks=3, text=text, wrong=wrong), num_blocks=400, block_size=BLOCK, device_steps=device,
-        controller=SpeculationController(DearRows()), sources=sources or DraftSources(lookup=True),
+        controller=controller or SpeculationController(DearRows()), sources=sources or DraftSources(lookup=True),
     )  # fmt: skip
     return WorkerClient(worker)
 
@@ -62,6 +84,26 @@ def test_every_step_has_so_many_drafts_and_all_of_them_from_masks(device: bool) 
         assert {report.num_accepted for report in sequence.reports} >= {0, 1}, "some drafts were wrong, some right"
         assert sequence.tokens == [text(position) for position in range(20, 60)]
     assert client.sequences[free].tokens == [text(position) for position in range(20, 60)]
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_steps_with_forced_drafts_do_not_count_as_the_controllers(
+    device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(RealizedSpeedup, "stepped", lambda realized, num_tokens, seconds: counted.append(num_tokens))
+    client = client_of(device=device, controller=SpeculationController(FreeRows()))
+    if (device_runner := client.worker.engine.device) is not None:  # as in a server, prompts have another controller
+        device_runner.controller = device_runner.scheduler.controller = SpeculationController(FreeRows())
+    prompt = [text(position) for position in range(20)]
+    client.generate(prompt, max_tokens=40)
+    assert counted, "alone, a sequence follows the controller's rule"
+    counted.clear()
+    client.generate(prompt, max_tokens=40, num_forced_drafts=2)
+    client.admit(prompt, max_tokens=80, num_forced_drafts=2)
+    beside = client.sequences[client.admit(prompt, max_tokens=30)]
+    client.run(lambda: beside.finish != pb.FINISH_NONE)
+    assert counted == []
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])

@@ -110,7 +110,7 @@ def test_never_and_always(tiny: SpaceModel, chance: float, accepted: set[int]) -
 
 
 def test_a_stale_group_pays_its_greater_depth() -> None:
-    # Only group 0 has masks: behind two accepted drafts its masks 3 and 4 draft, which never come true here.
+    # Only group 0 has masks: behind two accepted drafts its masks 3 and 4 draft, which are never accepted here.
     model = ScriptedModel(num_masks=4)
     only_first = FixedLayout(
         lambda room: DraftLayout(min(2, room.num_drafts), (4, 0, 0)[: min(2, room.num_drafts) + 1])

@@ -132,7 +132,7 @@ class ValidRequest:
 
     def charge(self, num_tokens: float, num_steps: float) -> float:
         """Return the tokens that its key is charged for generating `num_tokens` in `num_steps` decode steps: these, or
-        with forced drafts the rows of the steps if they are more.
+        with forced drafts the most rows of these steps, if they are more.
         """
         rows_per_step = (self.num_forced_drafts + 1) ** 2 if self.num_forced_drafts else 0
         return max(num_tokens, num_steps * rows_per_step)

@@ -36,6 +36,7 @@ class WorkerModelFacts:
     attention: str
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
     adapter_masks: tuple[int, ...] = ()  # masks of each
+    lays_out_masks: bool = False
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
@@ -44,6 +45,10 @@ class WorkerModelFacts:
     @property
     def num_slots(self) -> int:
         return self.block_size * self.num_blocks
+
+    def max_forced_drafts(self, adapter: str) -> int:
+        """Return the most mask drafts per step with an adapter; "": with the checkpoint's own masks."""
+        return min(self.num_masks_of(adapter), self.max_draft_length) if self.lays_out_masks else 0
 
     def num_masks_of(self, adapter: str) -> int:
         """Return the masks of an adapter; "": the checkpoint's own."""
@@ -81,7 +86,13 @@ FINISH = {worker_pb2.Finish.Value(f"FINISH_{finish.name}"): finish for finish in
 
 
 def admit(
-    live: RequestState, seq_id: int, pages: Sequence[int], num_cached: int, max_draft_length: int
+    live: RequestState,
+    seq_id: int,
+    pages: Sequence[int],
+    num_cached: int,
+    *,
+    max_draft_length: int,
+    num_forced_drafts: int,
 ) -> worker_pb2.Command:
     """Return the Admit command of a request; ids emitted in earlier admissions follow its prompt."""
     request = live.request
@@ -95,7 +106,7 @@ def admit(
             sampling=sampling(request.sampling),
             limits=worker_pb2.Limits(max_tokens=live.max_tokens, eos_ids=request.eos_ids, stop_ids=request.stop_ids),
             max_draft_length=max_draft_length,
-            num_forced_drafts=request.num_forced_drafts,
+            num_forced_drafts=num_forced_drafts,
             num_logprobs=request.num_logprobs,
             want_logprobs=request.want_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,

@@ -88,6 +88,7 @@ class Script:
     accepts: Accepts = sometimes
     draft_length: int = 3  # drafts it lays out where slots and limits allow
     num_masks: int | None = None  # None: as many as `draft_length`
+    lays_out_masks: bool = True
 
     vocab_size: int = 256
     block_size: int = 4
