@@ -157,7 +157,7 @@ class ServeConfig:
     429 with Retry-After. A minute's worth may come at once. --api-key-file may say otherwise for a key"""
     key_tokens_per_minute: int | None = _limit(None, whole(1, 1_000_000_000_000, "TOKENS"))
     """tokens of prompts and outputs, per minute and API key. Outputs are charged as they end, so a key may overdraw and
-    then waits until that is paid off. a `speculation` of K is charged (K+1)^2 for each step"""
+    then waits until that is paid off. Each step with a `speculation` of K is charged (K+1)^2 tokens, if that is more"""
     key_concurrency: int | None = _limit(None, whole(1, 1_000_000, "REQUESTS"))
     """requests that one API key may have waiting or running at once"""
     tls_cert: str | None = _http(None, text("PATH"))
