@@ -53,8 +53,8 @@ def traceparents(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     admit = worker_messages.admit
 
-    def noted(*arguments: Any) -> worker_pb2.Command:
-        command = admit(*arguments)
+    def noted(*arguments: Any, **bounds: int) -> worker_pb2.Command:
+        command = admit(*arguments, **bounds)
         said.append(command.admit.traceparent)
         return command
 
