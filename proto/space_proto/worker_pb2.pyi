@@ -654,6 +654,7 @@ class Hello(_message.Message):
     STEP_COST_SOURCE_FIELD_NUMBER: _builtins.int
     LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     STEP_COST_REASON_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -696,6 +697,8 @@ class Hello(_message.Message):
     """drafts come from masks, where there are some: Admit.num_forced_drafts can be set"""
     step_cost_reason: _builtins.str
     """why they are "learned", such as what else used the machine"""
+    instruction_set: _builtins.str
+    """of the products, such as amx_bf16 or sm_90: with others the last bits of a text's probabilities differ; "": the worker does not say"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""
@@ -740,10 +743,11 @@ class Hello(_message.Message):
         step_cost_source: _builtins.str = ...,
         lays_out_masks: _builtins.bool = ...,
         step_cost_reason: _builtins.str = ...,
+        instruction_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "lays_out_masks", b"lays_out_masks", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from space_kernels.build.cpu_library import cpu_library
 from space_kernels.fp8 import FORMAT
 from torch import Tensor
 
@@ -62,6 +63,15 @@ class ModelFacts:
     def number_format(self) -> str:
         """Return the formats of weights and KV cache, which two workers must share to generate the same text."""
         return number_format(self.dtype, self.weights, fp8_kv=self.fp8_kv)
+
+    @property
+    def instruction_set(self) -> str:
+        """Return what computes the products, which decides their last bits: `torch`, a kind of cpu_library.py, or
+        the compute capability of the GPU, such as `sm_90`."""
+        if self.device.type == "cuda":
+            return "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
+        library = cpu_library() if self.dtype is torch.bfloat16 else None
+        return "torch" if library is None else library.kind
 
     @property
     def kv_dtype(self) -> torch.dtype:

@@ -151,6 +151,7 @@ class Worker:
             mask_ids=sorted(set(facts.mask_ids)),
             dtype=facts.number_format,
             device=str(facts.device),
+            instruction_set=facts.instruction_set,
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,
             max_sequences=self.max_sequences,

@@ -227,6 +227,12 @@ class Engine:
         """Raise WorkerMismatch unless this worker can continue the requests of the workers before it."""
         if self.facts is not None and (difference := facts.difference(self.facts)):
             raise WorkerMismatch(difference)
+        for other in (scheduler.facts for scheduler in self._schedulers()):
+            if not facts.computes_like(other.instruction_set):
+                raise WorkerMismatch(
+                    f"A worker computes with {facts.instruction_set}, another with {other.instruction_set}: a text "
+                    "that moves between them could change. Give all the same kind of processor or --cpu-kernels."
+                )
 
     def worker_up(self, connection: WorkerConnection) -> None:
         """Use a worker that has connected; its cache is empty."""
@@ -238,6 +244,9 @@ class Engine:
             self._metrics.worker_restarts_total.inc()
         self._metrics.worker_up.set(len(self._schedulers()))
         self._up.set()
+        for live in [live for live in self._open.values() if live in self._queue]:
+            if failure := self._cannot_continue(live):
+                self._terminate(live, failure)
         self._schedule()
         self._flush()
 
@@ -332,8 +341,21 @@ class Engine:
                 self._queue.unpark(follower)
 
     def _requeue(self, live: RequestState) -> None:
+        if failure := self._cannot_continue(live):
+            self._terminate(live, failure)
+            return
         self._queue.push(live, parked=live.lagging or self._quarantine.is_holding(live))
         self._release_followers(live)
+
+    def _cannot_continue(self, live: RequestState) -> RequestFailed | None:
+        """Return the error of a request whose text was begun with an instruction set that no worker that is up has."""
+        facts = [scheduler.facts for scheduler in self._schedulers()]
+        if not live.num_generated or not facts or any(one.computes_like(live.instruction_set) for one in facts):
+            return None
+        return RequestFailed(
+            f"The worker that computed this text with {live.instruction_set} is lost, and the one that is up computes "
+            f"with {facts[0].instruction_set}, where the text could go on differently. Send the request again."
+        )
 
     def _reader_caught_up(self, live: RequestState) -> None:
         if live in self._queue and not self._quarantine.is_holding(live):

@@ -35,7 +35,7 @@ import torch
 from space_common.version import version
 from space_common.worker_settings import StepsHere
 from space_kernels.attention_backends import installed_version
-from space_kernels.build.cpu_library import cpu_fact, cpu_library
+from space_kernels.build.cpu_library import cpu_fact
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
@@ -453,7 +453,7 @@ class CostFile:
             "cpu": cpu_fact("model name") or platform.machine(),
             "processors": os.cpu_count() or 0,
             "threads": facts.num_threads,
-            "instruction_set": _instruction_set(facts),
+            "instruction_set": facts.instruction_set,
             "ranks": facts.num_ranks,
             "exact": "on" if exact else "off",
             "attention": facts.attention,
@@ -552,14 +552,6 @@ def _is_time(value: Any) -> bool:
 def _short(seconds: float) -> float:
     """Round to six digits; the others are noise."""
     return float(f"{seconds:.6g}")
-
-
-def _instruction_set(facts: ModelFacts) -> str:
-    """The instruction set of our compiled CPU kernels, where they are used."""
-    if facts.device.type != "cpu":
-        return "none"
-    library = cpu_library() if facts.dtype is torch.bfloat16 else None
-    return "torch's" if library is None else library.kind
 
 
 TRIES = 3

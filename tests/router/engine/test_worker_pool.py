@@ -15,7 +15,7 @@ from doubles.router import Script, ScriptedWorker
 from doubles.router.tabletop import answer, request_of, text_of, until
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
-from space_router.engine.errors import RestartRefused
+from space_router.engine.errors import RequestFailed, RestartRefused
 from space_router.engine.request.request import SamplingOptions
 from space_router.engine.workers import worker_connection as connection
 from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
@@ -309,3 +309,48 @@ async def test_a_worker_that_only_lost_its_connection_is_not_taken_for_another(n
     assert restart.state.value == state
     assert (connection.incarnation == "second") is (state == "done")
     assert ("came back as the same process" in restart.error) is (state == "failed")
+
+
+async def test_a_worker_with_other_instructions_is_left_out_while_others_are_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = replace(PACED, instruction_set="avx512")
+    new = replace(old, instruction_set="amx_bf16")
+    async with ScriptedWorker(old) as one, ScriptedWorker(new) as other, following() as engine:
+        engine.worker_pool.follow((one.address,), finish_seconds=0.0)
+        await until(lambda: up(engine) == 1)
+        before = engine.facts
+        engine.worker_pool.follow((one.address, other.address), finish_seconds=0.0)
+        await until(lambda: "computes with amx_bf16, another with avx512" in caplog.text)
+        assert (up(engine), engine.facts) == (1, before)
+        other.script.instruction_set = ""  # of an earlier release: it does not say
+        other.kill()
+        await until(lambda: up(engine) == 2)
+
+
+@pytest.mark.parametrize("instruction_set", ["avx512", "amx_bf16"])
+async def test_no_text_goes_on_with_other_instructions(instruction_set: str) -> None:
+    old = replace(PACED, instruction_set="avx512", max_sequences=1)
+    async with (
+        ScriptedWorker(old) as worker,
+        Engine(ServeConfig(worker_address=(worker.address,)), Metrics()) as engine,
+    ):
+        before = await engine.wait_ready()
+        begun, waiting = request_of(5, 40, name="begun"), request_of(6, 40, name="waiting")
+        stream, queued = engine.submit(begun), asyncio.create_task(text_of(engine, waiting))
+        first = await anext(aiter(stream))
+        assert first.tokens
+        worker.script.instruction_set = instruction_set
+        worker.kill()
+        if instruction_set == "avx512":
+            rest = [token async for delta in stream for token in delta.tokens]
+            assert [*first.tokens, *rest] == list(answer(begun, old))
+        else:
+            with pytest.raises(
+                RequestFailed, match="with avx512 is lost, and the one that is up computes with amx_bf16"
+            ):
+                async for _ in stream:
+                    pass
+        assert await queued == answer(waiting, old)  # its first token was computed by the new one
+        after = await engine.wait_ready()
+        assert (after.fingerprint == before.fingerprint) is (instruction_set == "avx512")

@@ -138,6 +138,7 @@ class Info(ResponseModel):
     docker_label: None
     vocab_size: Count | None
     attention: str | None
+    instruction_set: str | None
     block_size: Count | None
     num_blocks: Count | None
     speculation: SpeculationInfo
@@ -341,6 +342,7 @@ def describe(service: Service) -> dict[str, Any]:
         "docker_label": None,
         "vocab_size": None if facts is None else facts.vocab_size,
         "attention": None if facts is None else facts.attention,
+        "instruction_set": None if facts is None else facts.instruction_set or None,
         "block_size": None if facts is None else facts.block_size,
         "num_blocks": None if facts is None else facts.num_blocks,
         "speculation": {

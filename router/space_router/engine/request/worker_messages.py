@@ -34,6 +34,7 @@ class WorkerModelFacts:
     dtype: str
     device: str
     attention: str
+    instruction_set: str = ""  # of the products, such as amx_bf16 or sm_90; "": the worker does not say
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
     adapter_masks: tuple[int, ...] = ()  # masks of each
     lays_out_masks: bool = False
@@ -56,13 +57,14 @@ class WorkerModelFacts:
 
     @property
     def text_depends_on(self) -> tuple[str, ...]:
-        """Properties that two workers must share for one to continue the other's requests with the same text."""
+        """Properties that two workers must share to give the same text; see also `instruction_set`."""
         return (self.model_hash, self.dtype, self.device.partition(":")[0])
 
     @property
     def fingerprint(self) -> str:
-        """The `system_fingerprint` of responses: a short hash of `text_depends_on`."""
-        return "fp_" + hashlib.sha256("\n".join(self.text_depends_on).encode()).hexdigest()[:12]
+        """The `system_fingerprint` of responses: a short hash of all that its text depends on."""
+        parts = (*self.text_depends_on, self.instruction_set)
+        return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
     def difference(self, before: WorkerModelFacts) -> str | None:
         """Return why this worker cannot continue the requests of `before`, or None if it can."""
@@ -73,6 +75,10 @@ class WorkerModelFacts:
             theirs, ours = (", ".join(one.adapters) or "none" for one in (self, before))
             return f"A worker has the adapters {theirs}, the one before it {ours}. Give all the same."
         return None
+
+    def computes_like(self, instruction_set: str) -> bool:
+        """Return whether this worker may continue a text begun with `instruction_set`; "" is unknown and may be any."""
+        return "" in (instruction_set, self.instruction_set) or instruction_set == self.instruction_set
 
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:

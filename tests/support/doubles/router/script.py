@@ -103,6 +103,7 @@ class Script:
     model_hash: str = "scripted"
     tokenizer_hash: str = ""
     protocol_major: int = 1
+    instruction_set: str = "made up"
     step_cost_source: str = ""  # what Hello says of them
     step_cost_reason: str = ""
 

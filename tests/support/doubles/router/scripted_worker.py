@@ -242,7 +242,8 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         num_masks=script.draft_length if script.num_masks is None else script.num_masks,
         lays_out_masks=script.lays_out_masks, mask_ids=script.mask_ids,
         dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
-        attention="none", eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
+        attention="none", instruction_set=script.instruction_set,
+        eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
         adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
     )  # fmt: skip
