@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from space_model.checkpoint.checkpoint import PARTIAL, REPLACED, Checkpoint
 
-from space_train.data.rows import MixedRows
+from space_train.data.rows import MixedRows, RowSource
 from space_train.train_plan import InvalidPlan, TrainPlan
 
 Measures = dict[str, float]
@@ -51,8 +51,7 @@ def kept_updates(out: Path) -> int | None:
     file = out / STATE_FILE
     if not file.is_file():
         return None
-    state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)  # no tensor is read
-    return int(state["counters"]["step"])
+    return int(_mapped(file)["counters"]["step"])
 
 
 def forget(out: Path, *, but: Collection[str] = ()) -> None:
@@ -83,6 +82,32 @@ def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_i
         "text of the data": data.digest(),
         "mask ids": list(mask_ids),
     }
+
+
+def inputs_of(plan: TrainPlan, checkpoint: Checkpoint, data: RowSource, own_texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of `identity_of` that is known before the model's own texts exist, and `own_texts`: how they are
+    asked for."""
+    return {
+        **plan.as_json(),
+        **own_texts,
+        "model": checkpoint.model_hash()[:16],
+        "weights of the model": fingerprint(checkpoint),
+        "adapter and draft head of the model": parts_digest(checkpoint),
+        "text of --data": data.digest().hex()[:12],
+    }
+
+
+def check_goes_on(out: Path, inputs: Mapping[str, Any]) -> None:
+    """Raise InvalidPlan if `out` holds a run with other inputs. Reads only; call it before anything is written."""
+    file = out / STATE_FILE
+    if file.is_file():
+        check_same(json.loads(_mapped(file)["plan"]), inputs, out)
+
+
+def _mapped(file: Path) -> dict[str, Any]:
+    """Return a saved state without reading its tensors."""
+    state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    return state
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

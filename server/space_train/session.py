@@ -28,10 +28,10 @@ from space_train.data.train_batch import Texts
 from space_train.estimate import does_not_fit, gpu_memory
 from space_train.networks.trainee import check_is_trainable
 from space_train.reports import write_report
-from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_may_write, forget
+from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_goes_on, check_may_write, forget, inputs_of
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
-from space_train.train_plan import InvalidPlan, Method, TrainPlan
-from space_train.training.checkpoint import check_can_start_from
+from space_train.train_plan import Anchors, InvalidPlan, Method, TrainPlan
+from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
 from space_train.training.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
@@ -53,6 +53,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
     check_can_start_from(checkpoint, plan)
     if options.mask_ids and plan.method is not Method.FULL:
         raise InvalidPlan(f"Method {plan.method} gives no ids to masks: leave --mask-ids out.")
+    plan.check_divides_among(processes.num_processes)
     plan = within_window(plan, checkpoint, is_asked_for=options.length is not None)
     if options.precision == "auto":
         precision, reason = choose_precision(cpu=on_cpu())
@@ -60,16 +61,15 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         if processes.is_main_process:
             name = "float32" if precision == "no" else precision
             print(f"precision: {name}, as {reason}.", file=sys.stderr, flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    if options.restart and processes.is_main_process:
-        forget(out, but=(OWN_TEXT_FILE, LEDGER) if options.self_generate else ())
-    processes.wait_for_everyone()
-    # Model config and data are checked before the weights are loaded, so that errors appear at once.
+    # Everything that can be refused is refused before anything is written or forgotten.
     config = family.read_config(checkpoint)
     with torch.device("meta"), malformed_is_unsupported():
         check_is_trainable(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     tokenizer = load_tokenizer(checkpoint)
     vocab_size = int(config.vocab_size)
+    OwnMasks.read(checkpoint, plan, hidden_size=int(config.hidden_size), vocab_size=vocab_size)
+    if options.mask_ids:
+        check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
     loaded = read_examples(
         options.data,
@@ -84,18 +84,6 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         mask_ids=options.mask_ids or section.get("mask_token_ids") or (),
         quiet=not processes.is_main_process,
     )
-    model = load_base(checkpoint, plan)
-    fill = pad_id(tokenizer, vocab_size)
-    streams, before = [RowStream(packed(loaded.examples, plan, fill), 1.0)], dict[str, float]()
-    if options.self_generate:
-        if processes.is_main_process:
-            write_own(options, plan, checkpoint, loaded.examples)
-        processes.wait_for_everyone()
-        own, before = own_examples(out / OWN_TEXT_FILE), own_cost(out, model)
-        streams = with_own_texts(streams[0].rows, packed(own, plan, fill), options.own_share)
-    data = MixedRows(streams, plan.seed)
-    if len(data.streams) > 1 and processes.is_main_process:
-        print(f"rows: {data}.", file=sys.stderr, flush=True)
     # The server must use the chat template of the training data.
     has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
     if has_own and checkpoint.gguf is not None and not plan.trains_base:
@@ -103,6 +91,33 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             f"The chat template of {checkpoint.name} is in the GGUF file, and no other can be written beside it. "
             f"Train a converted copy: spaceserve convert {checkpoint.gguf.path} NEW_FOLDER"
         )
+    fill = pad_id(tokenizer, vocab_size)
+    asked = own_prompts(options, plan, loaded.examples)
+    plan = fitted_rows(plan, packed(loaded.examples, plan, fill), asked, options.self_generate_tokens)
+    rows = packed(loaded.examples, plan, fill)
+    own_texts = {"self_generate": len(asked)}
+    if asked:
+        own_texts |= {"self_generate_tokens": options.self_generate_tokens, "own_share": options.own_share}
+    inputs = inputs_of(plan, checkpoint, rows, own_texts)
+    if options.mask_ids:
+        inputs["mask ids"] = (options.mask_ids * plan.num_masks)[: plan.num_masks]
+    if not options.restart:
+        check_goes_on(out, inputs)
+    model = load_base(checkpoint, plan)
+    out.mkdir(parents=True, exist_ok=True)
+    if options.restart and processes.is_main_process:
+        forget(out, but=(OWN_TEXT_FILE, LEDGER) if asked else ())
+    processes.wait_for_everyone()
+    streams, before = [RowStream(rows, 1.0)], dict[str, float]()
+    if asked:
+        if processes.is_main_process:
+            write_own(options, checkpoint, asked)
+        processes.wait_for_everyone()
+        own, before = own_examples(out / OWN_TEXT_FILE, asked), own_cost(out, model)
+        streams = with_own_texts(rows, packed(own, plan, fill), options.own_share)
+    data = MixedRows(streams, plan.seed)
+    if len(data.streams) > 1 and processes.is_main_process:
+        print(f"rows: {data}.", file=sys.stderr, flush=True)
     held_out = None
     if loaded.held_out:
         held_out = held_out_rows(loaded.held_out, plan, fill, rows_of_a_look(plan, len(data)))
@@ -119,6 +134,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             dtype=getattr(torch, options.weights),
             chat_template=loaded.report.template if has_own else None,
             before=before,
+            inputs=inputs,
         )
     except torch.OutOfMemoryError as error:
         raise does_not_fit(checkpoint, plan, processes.num_processes, gpu_memory(), error) from error
@@ -213,13 +229,31 @@ def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
 
 
-def write_own(options: argparse.Namespace, plan: TrainPlan, checkpoint: Checkpoint, examples: list[Example]) -> None:
-    """Generate the model's own texts through a worker process, and record the cost."""
-    file: Path = options.out / OWN_TEXT_FILE
+def own_prompts(options: argparse.Namespace, plan: TrainPlan, examples: list[Example]) -> list[list[int]]:
+    """Return the prompts that the model continues itself; none without --self-generate."""
+    if not options.self_generate:
+        return []
     most = plan.length - options.self_generate_tokens
     if most < 1:
         raise InvalidPlan(f"--self-generate-tokens must be below --length, {plan.length}.")
-    prompts = prompts_of(examples, options.self_generate, longest=most, seed=plan.seed)
+    return prompts_of(examples, options.self_generate, longest=most, seed=plan.seed)
+
+
+def fitted_rows(plan: TrainPlan, data: PackedExamples, prompts: list[list[int]], num_new: int) -> TrainPlan:
+    """Return the plan with rows no longer than the fullest one, and no more anchors than the places of any row. Short
+    data would otherwise be padded, and masks repeated. `prompts`: of own texts, which get `num_new` ids each."""
+    num_own = sum(len(prompt) + num_new for prompt in prompts)
+    longest = max(data.longest, num_own, 2 * (plan.num_masks + 1) + 1)
+    length = min(plan.length, longest)
+    places = max(1, data.most_places, min(length, num_own))
+    if plan.anchors is Anchors.MANY:
+        plan = replace(plan, anchors_per_token=min(plan.anchors_per_token, places / length))
+    return replace(plan, length=length)
+
+
+def write_own(options: argparse.Namespace, checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
+    """Generate the model's own texts through a worker process, and record the cost."""
+    file: Path = options.out / OWN_TEXT_FILE
     ledger = options.out / LEDGER
     spent = json.loads(ledger.read_text()) if ledger.exists() else {"rows": 0, "seconds": 0.0}
     if options.restart:

@@ -203,6 +203,14 @@ class TrainPlan:
             return self.learning_rate
         return 5e-5 if self.trains_base else 1e-3
 
+    def check_divides_among(self, num_processes: int) -> None:
+        """Raises InvalidPlan where the processes' parts of an update would not be equal."""
+        if self.rows_per_step % (self.accumulate * num_processes):
+            raise InvalidPlan(
+                f"rows_per_step ({self.rows_per_step}) must be a multiple of the {num_processes} processes times the "
+                f"{self.accumulate} parts of an update."
+            )
+
     def check_own_texts_leave_some(self, *, flops: float, seconds: float) -> None:
         """Raises InvalidPlan where the budget was used up by writing own texts, before the first update."""
         minutes, budget = seconds / 60, self.budget

@@ -65,6 +65,20 @@ class PackedExamples:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def longest(self) -> int:
+        """Ids of the fullest row, without padding."""
+        sizes = np.diff(self._start)
+        return int(max(sizes[row].sum() for row in self._rows))
+
+    @property
+    def most_places(self) -> int:
+        """Most places of a row at which a first mask has a target: targets from a piece's third id on."""
+        counted = np.concatenate(([0], np.cumsum(self._learned)))
+        start, end = self._start[:-1], self._start[1:]
+        places = counted[end] - counted[np.minimum(start + 2, end)]
+        return int(max(places[row].sum() for row in self._rows))
+
     def digest(self) -> bytes:
         """Return a digest of the ids, the targets and the examples' starts."""
         digest = hashlib.sha256(self.pad_id.to_bytes(8, "little"))

@@ -340,11 +340,14 @@ def forget_others(checkpoint: Path | str, prompts: Sequence[Sequence[int]], *, m
     return keep_asked(file, recipe, frozenset(_asked(prompts, TEMPERATURES, seed=0)))
 
 
-def own_examples(file: Path) -> list[Example]:
-    """Return the texts of a file as examples, ordered by seed: outputs are targets, prompts are context."""
+def own_examples(file: Path, prompts: Sequence[Sequence[int]] | None = None) -> list[Example]:
+    """Return the texts of a file as examples, ordered by seed: outputs are targets, prompts are context. `prompts`:
+    only the texts that `write_own_texts` returns for them; a file may hold more, of other prompts."""
+    asked = None if prompts is None else frozenset(_asked(prompts, TEMPERATURES, seed=0))
     return [
         Example(ids=[*text.prompt, *text.output], learned=[False] * len(text.prompt) + [True] * len(text.output))
         for text in read_own_texts(file)
+        if asked is None or text.question in asked
     ]
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,19 @@ def read_head(head: DraftHead, file: Path) -> None:
 MOST_NEW_IDS = 64  # most ids a vocabulary may grow by: a mask id far outside is taken for a typing error
 
 
+def check_given_ids(given: Sequence[int], num_masks: int, size: int, tokenizer_size: int) -> None:
+    """Raise InvalidPlan if `given` cannot be the masks' ids in a vocabulary of `size`."""
+    if len(given) not in {1, num_masks}:
+        raise InvalidPlan(f"{num_masks} masks need 1 or {num_masks} mask ids; got {len(given)}.")
+    room = max(size, tokenizer_size) + MOST_NEW_IDS
+    outside = [number for number in given if not 0 <= number < room]
+    if outside:
+        raise InvalidPlan(
+            f"Mask id {outside[0]} is outside the vocabulary of {size}, which grows by at most {MOST_NEW_IDS}. "
+            "Leave --mask-ids out."
+        )
+
+
 def mask_ids(
     model: PreTrainedModel, num_masks: int, *, shared: bool, given: list[int] | None, tokenizer_size: int
 ) -> list[int]:
@@ -142,15 +155,7 @@ def mask_ids(
     wanted = 1 if shared else num_masks
     size = len(model.get_input_embeddings().weight)
     if given:
-        if len(given) not in {1, num_masks}:
-            raise InvalidPlan(f"{num_masks} masks need 1 or {num_masks} mask ids; got {len(given)}.")
-        room = max(size, tokenizer_size) + MOST_NEW_IDS
-        outside = [number for number in given if not 0 <= number < room]
-        if outside:
-            raise InvalidPlan(
-                f"Mask id {outside[0]} is outside the vocabulary of {size}, which grows by at most {MOST_NEW_IDS}. "
-                "Leave --mask-ids out."
-            )
+        check_given_ids(given, num_masks, size, tokenizer_size)
         if max(given) >= size:
             model.resize_token_embeddings(max(given) + 1, mean_resizing=False)
         return (given * num_masks)[:num_masks]
@@ -216,30 +221,52 @@ def check_can_start_from(checkpoint: Checkpoint, plan: TrainPlan) -> None:
         raise UnsupportedModel(f"{what}, and {lacks}. {cure}")
 
 
+@dataclass(frozen=True)
+class OwnMasks:
+    """The masks and draft head that a checkpoint brings."""
+
+    section: SpaceSection
+    adapter: GatedLora | None  # where the method can start from it
+    num_masks: int
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, plan: TrainPlan, *, hidden_size: int, vocab_size: int) -> OwnMasks:
+        """Raises InvalidPlan if `plan` cannot start from them."""
+        section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
+        adapter: GatedLora | None = None
+        if section.adapter is not None and plan.method in {Method.HEAD, Method.GATED_LORA}:
+            spec = BaseSpec(hidden_size, torch.float32)
+            adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)
+        num_masks = len(section.mask_ids) if adapter is None else adapter.num_masks
+        if plan.method is Method.HEAD and not num_masks:
+            raise InvalidPlan(
+                f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
+            )
+        if plan.method is Method.HEAD and num_masks != plan.num_masks:
+            raise InvalidPlan(f"{checkpoint.name} has {num_masks} masks: give --num-masks {num_masks}.")
+        goes_on = plan.method is Method.GATED_LORA and adapter is not None and num_masks == plan.num_masks
+        if goes_on and adapter is not None and adapter.pairs and adapter.rank != plan.lora_rank:
+            raise InvalidPlan(
+                f"{checkpoint.name} has an adapter of rank {adapter.rank}, this run one of rank {plan.lora_rank}: give "
+                f"--lora-rank {adapter.rank} to go on from it, or train from its base."
+            )
+        return cls(section, adapter, num_masks)
+
+
 def starting_point(
     model: PreTrainedModel, checkpoint: Checkpoint, plan: TrainPlan, tokenizer_size: int, given: list[int] | None
 ) -> Trainee:
     """Return the initial trainee, with the checkpoint's own parts if they match the plan's kind and sizes. The first
     process prints to stderr which parts of the checkpoint are reused and which are dropped."""
     size, generator = len(model.get_input_embeddings().weight), torch.Generator().manual_seed(plan.seed)
-    section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=size)
-    adapter: GatedLora | None = None
+    found = OwnMasks.read(checkpoint, plan, hidden_size=int(model.config.hidden_size), vocab_size=size)
+    section, adapter, num_own = found.section, found.adapter, found.num_masks
     own: list[int] | None = None
     ids: list[int] = []
-    if section.adapter is not None and plan.method in {Method.HEAD, Method.GATED_LORA}:
-        spec = BaseSpec(int(model.config.hidden_size), torch.float32)
-        adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)
-    num_own = len(section.mask_ids) if adapter is None else adapter.num_masks
     if plan.method is Method.HEAD:
         if adapter is not None:
             plan = replace(plan, lora_rank=adapter.rank, lora_alpha=adapter.scale * adapter.rank)
         ids = list(section.mask_ids)
-        if not num_own:
-            raise InvalidPlan(
-                f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
-            )
-        if num_own != plan.num_masks:
-            raise InvalidPlan(f"{checkpoint.name} has {num_own} masks: give --num-masks {num_own}.")
     elif plan.method is Method.FULL:
         own = list(section.mask_ids) if num_own == plan.num_masks else None
         ids = mask_ids(
@@ -247,13 +274,7 @@ def starting_point(
         )
         if ids != own:
             start_masks(model, ids, generator)
-    elif adapter is not None and num_own == plan.num_masks:
-        if adapter.pairs and adapter.rank != plan.lora_rank:
-            raise InvalidPlan(
-                f"{checkpoint.name} has an adapter of rank {adapter.rank}, this run one of rank {plan.lora_rank}: give "
-                f"--lora-rank {adapter.rank} to go on from it, or train from its base."
-            )
-    else:
+    elif num_own != plan.num_masks:
         adapter = None
     trainee = Trainee(model, plan, ids)
     if trainee.adapters is not None:

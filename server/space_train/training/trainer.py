@@ -206,6 +206,7 @@ def train(
     dtype: torch.dtype | None = None,
     chat_template: str | None = None,
     before: Mapping[str, float] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     beside: LoopsToUnlearn | None = None,
     export: bool = True,
     progress: bool = True,
@@ -215,11 +216,20 @@ def train(
     """Run `plan` on `model`, which was read from `source`, and write the checkpoint to `out/model`.
 
     `given_mask_ids`: for methods that use ids; `chat_template`: of the checkpoint, else its source's; `before`: `flops`
-    and `seconds` spent on generating own texts. `beside`: an extra loss of every update. An existing run in `out` is
-    resumed. `stop_after_steps` ends this call early and leaves the run resumable.
+    and `seconds` spent on generating own texts; `inputs`: what else a resumed run must share, by name. `beside`: an
+    extra loss of every update. An existing run in `out` is resumed. `stop_after_steps` ends this call early and leaves
+    the run resumable.
     """
     run = TrainingRun(
-        model, source, data, plan, out, tokenizer_size=tokenizer_size, given_mask_ids=given_mask_ids, beside=beside
+        model,
+        source,
+        data,
+        plan,
+        out,
+        tokenizer_size=tokenizer_size,
+        given_mask_ids=given_mask_ids,
+        inputs=inputs or {},
+        beside=beside,
     )
     if before and run.counters.step == 0:
         plan.check_own_texts_leave_some(**before)
@@ -248,6 +258,7 @@ class TrainingRun:
         *,
         tokenizer_size: int,
         given_mask_ids: list[int] | None,
+        inputs: Mapping[str, Any],
         beside: LoopsToUnlearn | None = None,
     ) -> None:
         self.plan, self.data, self.out, self.beside = plan, data, out, beside
@@ -258,11 +269,7 @@ class TrainingRun:
         self.accelerator = Accelerator(mixed_precision=plan.precision, cpu=on_cpu())
         self.device = self.accelerator.device
         self.num_parts = plan.accumulate * self.accelerator.num_processes
-        if plan.rows_per_step % self.num_parts:
-            raise InvalidPlan(
-                f"rows_per_step ({plan.rows_per_step}) must be a multiple of the {self.accelerator.num_processes} "
-                f"processes times the {plan.accumulate} parts of an update."
-            )
+        plan.check_divides_among(self.accelerator.num_processes)
         if beside is not None and self.accelerator.num_processes > 1:
             raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
         trainee = starting_point(model, self.checkpoint, plan, tokenizer_size, given_mask_ids)
@@ -280,7 +287,7 @@ class TrainingRun:
         self.optimiser = Optimiser(trainee.trained, **rates, **limits)  # type: ignore[arg-type]
         self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
         self.counters = Counters()
-        self.identity = identity_of(plan, self.checkpoint, data, trainee.mask_ids)
+        self.identity = dict(inputs) | identity_of(plan, self.checkpoint, data, trainee.mask_ids)
         self._resume()
 
     def steps(
