@@ -105,6 +105,10 @@ is_complete() {
     "$python" -I "$LOCKS/installed.py" --device "$device" --project "$LOCKS/torch.txt" "$lock"
 }
 
+# Compiling every module takes as long as everything else. Where the environment stays writable, Python compiles what is
+# imported, once; images, which name stages, are compiled whole, as their root may be read-only.
+if [ -z "$stages" ]; then export PIP_COMPILE=0; fi
+
 # pip, with its complaints kept for the case that it fails.
 pip() {
     "$python" -P -m pip --disable-pip-version-check --no-input "$@" 2>"$log"

@@ -17,6 +17,7 @@ from space_common.version import version
 # Answers as python, venv and pip would, writes down how it was called, and remembers what it "installed".
 STUB = r"""#!/bin/sh
 echo "$*" >>"$STUB_STATE/calls"
+echo "compiles=${PIP_COMPILE-yes} $*" >>"$STUB_STATE/compiles"
 case "$*" in
     "-c "*) [ ! -e "$STUB_STATE/too-old" ] ;;
     -V) echo "Python 3.11.0" ;;
@@ -114,6 +115,16 @@ def test_without_a_gpu_the_cpu_build_is_looked_for_in_two_places_and_then_the_de
     assert "--index-url" not in first
     assert re.search(r"--retries 0 --timeout 10 --index-url \S+ torch==\S+\+cpu", second)
     assert re.search(r"install torch==[\d.]+$", third)
+
+
+@pytest.mark.parametrize(("flags", "compiles"), [((), "0"), (("--stages", "environment torch dependencies"), "yes")])
+def test_packages_are_compiled_at_their_import_and_in_images_at_once(
+    machine: Machine, flags: tuple[str, ...], compiles: str
+) -> None:
+    assert machine.install(*flags).returncode == 0
+    calls = [call for call in (machine.state / "compiles").read_text().splitlines() if " install " in call]
+    assert len(calls) >= 2
+    assert all(call.startswith(f"compiles={compiles} ") for call in calls), calls
 
 
 def test_with_a_gpu_the_default_build_is_taken(machine: Machine) -> None:
