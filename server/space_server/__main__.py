@@ -48,6 +48,7 @@ from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back
+from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts, Ranks
@@ -61,7 +62,6 @@ from space_server.drafts import DraftSources
 from space_server.grammar import Grammars
 from space_server.grpc_server import WorkerService, start_server
 from space_server.machine.memory import (
-    FreeMemory,
     NotEnoughMemory,
     check_num_blocks,
     choose_num_blocks,

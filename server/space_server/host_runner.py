@@ -30,6 +30,7 @@ from space_kernels.sampling.sampling_params import (
 )
 from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns, propose
 from space_kernels.step.verification import num_accepted
+from space_model.free_memory import is_out_of_memory
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.networks.network import PagedKV
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from space_server.batch import RunningSequence
 from space_server.drafts import DraftSource, Proposal, mask_chances
-from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
+from space_server.machine.memory import give_back_unused, is_lost
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step
 from space_server.speculation.controller import Controller, SpeculationController

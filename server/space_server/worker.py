@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from space_model.free_memory import is_out_of_memory
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
@@ -16,7 +17,7 @@ from space_server.drafts import Acceptance, DraftSource, DraftSources, shapes_by
 from space_server.engine import EngineCore
 from space_server.grammar import Grammars
 from space_server.host_runner import HostRunner
-from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
+from space_server.machine.memory import give_back_unused, is_lost
 from space_server.model_runner import SequenceOutput, StepModel, StepOutput
 from space_server.scheduled_batch import PrefillBudget
 from space_server.speculation.controller import Controller

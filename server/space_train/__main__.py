@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0, 2 after one line of explanation, or 130 for a stopped run that can be resumed."""
+    started = time.monotonic()
     options = arguments(argv)
     try:
         from space_train.session import run_session
@@ -195,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2
     try:
-        run_session(options, plan_of(options))
+        run_session(options, plan_of(options), started=started)
     except (InvalidPlan, DataError, ModelError, OwnTextError, WorkerError) as error:
         print(f"spaceserve train: {error}", file=sys.stderr)
         return 2

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from space_train.networks.network import NetworkShape
+from space_train.progress import Counters
 from space_train.run_folder import Measures
 from space_train.train_plan import TrainPlan
-from space_train.training.trainer import Counters, TrainResult
+from space_train.training.trainer import TrainResult
 
 GIGABYTE = 1e9
 

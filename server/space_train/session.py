@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.unused_tensors import check_found
+from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.whole_model import stream_model
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
@@ -44,8 +46,10 @@ _CPU = torch.device("cpu")
 PATIENCE = timedelta(days=7)  # how long the other processes wait while the first generates the model's own texts
 
 
-def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
-    """Read model and data, train, write `out/model` and the report."""
+def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float | None = None) -> TrainResult:
+    """Read model and data, train, write `out/model` and the report. `started`: when the command was given, on
+    `time.monotonic`; None: now."""
+    started = time.monotonic() if started is None else started
     processes = PartialState(on_cpu(), timeout=PATIENCE)
     checkpoint = Checkpoint.open(options.model)
     out: Path = options.out
@@ -109,6 +113,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
         forget(out, but=(OWN_TEXT_FILE, LEDGER) if asked else ())
     processes.wait_for_everyone()
     streams, before = [RowStream(rows, 1.0)], dict[str, float]()
+    startup_seconds = time.monotonic() - started  # writing own texts is counted by its ledger
     if asked:
         if processes.is_main_process:
             write_own(options, checkpoint, asked)
@@ -135,6 +140,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan) -> TrainResult:
             chat_template=loaded.report.template if has_own else None,
             before=before,
             inputs=inputs,
+            startup_seconds=startup_seconds,
         )
     except torch.OutOfMemoryError as error:
         raise does_not_fit(checkpoint, plan, processes.num_processes, gpu_memory(), error) from error
@@ -182,6 +188,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
         check_found(checkpoint, made, found)
         return made
     try:
+        show_load_progress_on_terminals()
         model, found = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,

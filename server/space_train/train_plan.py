@@ -211,15 +211,24 @@ class TrainPlan:
                 f"{self.accumulate} parts of an update."
             )
 
-    def check_own_texts_leave_some(self, *, flops: float, seconds: float) -> None:
-        """Raises InvalidPlan where the budget was used up by writing own texts, before the first update."""
-        minutes, budget = seconds / 60, self.budget
-        for name, used, most in (("minutes", minutes, budget.minutes), ("flops", flops, budget.flops)):
-            if most and used >= most:
-                raise InvalidPlan(
-                    f"Writing texts of its own took {used:.3g} of the {most:g} {name}, so nothing would be learnt. "
+    def check_start_leaves_some(
+        self, *, flops: float = 0.0, seconds: float = 0.0, startup_seconds: float = 0.0
+    ) -> None:
+        """Raises InvalidPlan where the budget was used up before the first update: by own texts (`flops` and `seconds`)
+        and, of minutes, by `startup_seconds` of reading model and data."""
+        minutes, starting = self.budget.minutes, startup_seconds / 60
+        spent = (("minutes", seconds / 60, starting, minutes), ("flops", flops, 0.0, self.budget.flops))
+        for name, own, start, most in spent:
+            if most and own + start >= most:
+                parts = (("Writing texts of its own", own), ("reading model and data", start))
+                what = " and ".join(text for text, used in parts if used)
+                kept = (
                     f"They are kept: the same command goes on from them with more --{name}, or with --restart and a "
                     "lower --self-generate."
+                )
+                raise InvalidPlan(
+                    f"{what[0].upper()}{what[1:]} took {own + start:.3g} of the {most:g} {name}, so nothing would be "
+                    f"learnt. {kept if own else f'Give more --{name}.'}"
                 )
 
     def as_json(self) -> dict[str, Any]:

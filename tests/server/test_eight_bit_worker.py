@@ -11,11 +11,12 @@ import torch
 from quantized_testing import write_quantized
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
+from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
-from space_server.machine.memory import FreeMemory, NotEnoughMemory, choose_num_blocks
+from space_server.machine.memory import NotEnoughMemory, choose_num_blocks
 from space_server.startup.calibration import CostFile
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed, check_fits

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.whole_model import stream_model
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.model_facts import ModelFacts
@@ -381,6 +382,7 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
                 config = family.read_config(checkpoint)
                 model, _ = stream_model(checkpoint, config, facts.dtype, torch.device("cpu"), copies=True)
             else:
+                show_load_progress_on_terminals()
                 model = AutoModelForCausalLM.from_pretrained(
                     str(checkpoint.folder),
                     dtype=facts.dtype,

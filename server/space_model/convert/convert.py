@@ -211,7 +211,7 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
     spare = 64 * 1024**2  # tokenizer, configs, headers
     with (
         converted_folder(target, num_bytes=num_bytes + spare, force=wish.force) as folder,
-        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="converting", disable=not progress) as bar,
+        tqdm(total=num_bytes, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar,
     ):
 
         def counted() -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import key_mapping
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
+from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
 
@@ -275,6 +276,7 @@ def stream_model(
         if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
+        show_load_progress_on_terminals()
         model, found = model_class.from_pretrained(
             None,
             config=plain,

@@ -12,6 +12,7 @@ from space_kernels.sampling.device_sampling import SamplingCapacity, Stages, sen
 from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.step.state import StateAdmission, StepState
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
+from space_model.free_memory import is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from space_server.batch import RunningSequence
 from space_server.device_runner.device_forward import MOST_TOP
 from space_server.drafts import Acceptance
-from space_server.machine.memory import give_back_unused, is_lost, is_out_of_memory
+from space_server.machine.memory import give_back_unused, is_lost
 from space_server.scheduled_batch import draft_limits_of
 from space_server.speculation.controller import Controller, DraftLimits, StepLoad
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance

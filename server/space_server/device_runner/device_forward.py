@@ -31,13 +31,14 @@ from space_kernels.step.draft_head import candidates, propose, sampling_columns
 from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepIndex, StepState, chain_choices, mask_choices
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.verification import StepVerification
+from space_model.free_memory import is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import BatchPattern, ForwardBatch, Segment, batch_pattern
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.machine.memory import give_back_unused
 from space_server.model_runner import StepModel
 
 MOST_TOP = 20  # most alternatives per id in a device step; sequences that want more are stepped on the host

@@ -28,6 +28,7 @@ from space_kernels.dispatch import StepOps, step_ops_for
 from space_kernels.sampling.device_sampling import Stages
 from space_kernels.step.state import RESULT_FIXED, result_width
 from space_kernels.step.verification import EndCode
+from space_model.free_memory import is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.network import PagedKV
 from torch import Tensor
@@ -49,7 +50,7 @@ from space_server.device_runner.device_forward import (
 )
 from space_server.drafts import mask_chances
 from space_server.host_runner import no_choice
-from space_server.machine.memory import give_back_unused, is_out_of_memory
+from space_server.machine.memory import give_back_unused
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
 from space_server.speculation.controller import Controller, SpeculationController

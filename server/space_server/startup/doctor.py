@@ -23,12 +23,13 @@ from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, read_object, with_quantization
+from space_model.free_memory import FreeMemory
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
 
 from space_server.config import ModelSource, parse
-from space_server.machine.memory import FreeMemory, NotEnoughMemory
+from space_server.machine.memory import NotEnoughMemory
 from space_server.machine.sensors import Meter, Nvml, NvmlError, find_sensors
 from space_server.machine.threads import num_cores
 from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown

@@ -18,6 +18,7 @@ from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.space_section import SpaceSection
+from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.whole_model import check_plain, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
@@ -26,14 +27,7 @@ from space_proto import worker_pb2 as pb
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.machine.memory import (
-    FreeMemory,
-    NotEnoughMemory,
-    check_num_blocks,
-    choose_num_blocks,
-    give_back_unused,
-    is_out_of_memory,
-)
+from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, give_back_unused
 from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker

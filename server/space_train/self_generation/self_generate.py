@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from space_common.process import WorkerLost, WorkerProcess
@@ -30,6 +30,7 @@ from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
 from space_train.data.examples import Example
+from space_train.progress import ProgressLines, duration
 from space_train.run_folder import fingerprint
 from space_train.train_plan import OwnTextError
 
@@ -327,8 +328,11 @@ def write_own_texts(
     with OwnTextFile(file, recipe) as own:
         kept = {text.question for text in own.texts}
         todo = {question: UnfinishedText(*question) for question in asked if question not in kept}
-        with tqdm(total=len(todo) * max_tokens, unit="token", disable=not progress or not todo) as bar:
-            _write_all(todo, own, flags, recipe, tally, bar)
+        shown = _Shown(ProgressLines(is_off=not progress or not todo), len(todo), tally)
+        try:
+            _write_all(todo, own, flags, recipe, tally, shown)
+        finally:
+            shown.lines.close()
         texts = {text.question: text for text in own.texts}
     num_kept = sum(question in kept for question in asked)
     return OwnTexts(tuple(texts[question] for question in asked), num_kept, tally, time.monotonic() - started)
@@ -372,13 +376,42 @@ def prompts_of(
     return prompts
 
 
+class _Shown:
+    """The progress of the generation."""
+
+    def __init__(self, lines: ProgressLines, num_texts: int, counts: ScribeCounts) -> None:
+        self.lines, self._num_texts, self._counts = lines, num_texts, counts
+        self._num_ended = self._num_ended_tokens = 0
+        self.starts(0.0)
+
+    def loading(self) -> None:
+        self.lines.show("own texts: loading the model", self._num_ended / self._num_texts if self._num_texts else 0.0)
+
+    def starts(self, now: float) -> None:
+        """A worker is ready: its rate is measured from here on."""
+        self._since, self._tokens_before = now, self._counts.num_tokens
+
+    def step(self, ended: Sequence[UnfinishedText], running: int, now: float, max_tokens: int) -> None:
+        """Show the texts that are written. `running`: ids so far of the texts that are being written."""
+        self._num_ended += len(ended)
+        self._num_ended_tokens += sum(len(text.output) for text in ended)
+        mean = self._num_ended_tokens / self._num_ended if self._num_ended else float(max_tokens)
+        written = self._num_ended_tokens + running
+        left = max(0.0, self._num_texts * mean - written)
+        rate = (self._counts.num_tokens - self._tokens_before) / max(now - self._since, 1e-9)
+        text = f"own texts: {self._num_ended} of {self._num_texts}, {rate:,.0f} tokens/s"
+        if rate:
+            text += f", about {duration(left / rate)} more"
+        self.lines.show(text, written / max(1.0, written + left), is_due=self._num_ended == self._num_texts)
+
+
 def _write_all(
     todo: dict[Question, UnfinishedText],
     own: OwnTextFile,
     flags: Sequence[str],
     recipe: OwnTextRecipe,
     tally: ScribeCounts,
-    bar: tqdm[NoReturn],
+    shown: _Shown,
 ) -> None:
     """Generate until `todo` is empty. A lost worker is restarted if a text has finished since the last loss."""
 
@@ -387,22 +420,19 @@ def _write_all(
             ends = Ends(recipe.max_tokens, tuple(worker.hello.eos_ids) if recipe.eos_stops else (), recipe.banned_ids)
             for text in todo.values():
                 _check(text.prompt, worker.hello, ends)
-            num_tokens = tally.num_tokens
             for ended in write_texts(worker, list(todo.values()), ends, tally):
                 for text in ended:
                     own.append(text.finished)
                     del todo[text.finished.question]
-                    bar.total -= recipe.max_tokens - len(text.output)
-                bar.update(tally.num_tokens - num_tokens)
-                num_tokens = tally.num_tokens
+                running = sum(len(text.output) for text in todo.values())
+                shown.step(ended, running, time.monotonic(), recipe.max_tokens)
 
     num_left_at_loss = None
     while todo:
         try:
-            bar.set_description("own texts: loading the model")
+            shown.loading()
             with WorkerProcess(flags) as process:
-                bar.set_description("own texts")
-                bar.unpause()  # exclude the load time from the rate
+                shown.starts(time.monotonic())  # the rate excludes the load time
                 try:
                     write_with(process.address)
                 except WorkerLost as error:

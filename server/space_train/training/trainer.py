@@ -14,7 +14,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ from space_model.checkpoint.checkpoint import Checkpoint, whole_folder
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from space_train.data.rows import MixedRows
 from space_train.data.train_batch import Texts, anchor_rows, causal, train_batch, within_documents
 from space_train.estimate import ModelCost, flops_of
 from space_train.networks.trainee import Trainee, best
+from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.run_folder import (
     MODEL,
     STATE_FILE,
@@ -126,9 +126,12 @@ class Interrupted(RuntimeError):
 
 
 @contextlib.contextmanager
-def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) -> Iterator[list[int]]:
+def interruptions(
+    *, says: bool, losing: Callable[[], str] = str, clock: Callable[[], float] = time.monotonic
+) -> Iterator[list[int]]:
     """Yield a list that receives the signal number on SIGINT or SIGTERM; the run then ends after the current update.
-    `says`: print a note at once. Another signal more than SAME seconds later raises KeyboardInterrupt."""
+    `says`: print a note at once, with what `losing` returns: what a second signal loses. Another signal more than SAME
+    seconds later raises KeyboardInterrupt."""
     received: list[int] = []
     first = 0.0
 
@@ -140,7 +143,8 @@ def interruptions(*, says: bool, clock: Callable[[], float] = time.monotonic) ->
             received.append(number)
             first = clock()
             if says:  # not through sys.stderr, which the signal may have interrupted
-                os.write(STDERR, b"\nspaceserve train: ends behind this update; once more to stop at once\n")
+                line = f"\nspaceserve train: ends behind this update; once more to stop at once{losing()}\n"
+                os.write(STDERR, line.encode())
 
     try:
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -162,20 +166,10 @@ def stopped_at_once(out: Path) -> str:
     return f"Stopped. {out} keeps the run up to update {updates}: {GO_ON}."
 
 
+LOSS_NAMES = {"loss": "next-token loss", "masks": "loss per mask", "head": "with the draft head"}
+"""What an update's figures are called where there are no held-out records."""
+
 GO_ON = "the same command, without --restart, goes on from there"
-
-
-@dataclass
-class Counters:
-    """Progress of a run."""
-
-    step: int = 0
-    num_tokens: int = 0  # real tokens read
-    num_masks: int = 0  # mask rows with a target
-    flops: float = 0.0
-    seconds: float = 0.0
-    curve: list[Measures] = field(default_factory=list)  # an entry per evaluation on the held-out rows
-    losses: list[float] = field(default_factory=list)  # of each update
 
 
 @dataclass(frozen=True)
@@ -207,6 +201,7 @@ def train(
     chat_template: str | None = None,
     before: Mapping[str, float] | None = None,
     inputs: Mapping[str, Any] | None = None,
+    startup_seconds: float = 0.0,
     beside: LoopsToUnlearn | None = None,
     export: bool = True,
     progress: bool = True,
@@ -216,9 +211,9 @@ def train(
     """Run `plan` on `model`, which was read from `source`, and write the checkpoint to `out/model`.
 
     `given_mask_ids`: for methods that use ids; `chat_template`: of the checkpoint, else its source's; `before`: `flops`
-    and `seconds` spent on generating own texts; `inputs`: what else a resumed run must share, by name. `beside`: an
-    extra loss of every update. An existing run in `out` is resumed. `stop_after_steps` ends this call early and leaves
-    the run resumable.
+    and `seconds` spent on generating own texts; `inputs`: what else a resumed run must share, by name;
+    `startup_seconds`: of this process, which count too. `beside`: an extra loss of every update. An existing run in
+    `out` is resumed. `stop_after_steps` ends this call early and leaves the run resumable.
     """
     run = TrainingRun(
         model,
@@ -231,11 +226,13 @@ def train(
         inputs=inputs or {},
         beside=beside,
     )
+    if run.counters.step == 0:
+        plan.check_start_leaves_some(**(before or {}), startup_seconds=startup_seconds)
     if before and run.counters.step == 0:
-        plan.check_own_texts_leave_some(**before)
-        run.counters = Counters(**asdict(run.counters) | dict(before))
-    with interruptions(says=run.accelerator.is_main_process) as told_to_stop:
-        finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop)
+        run.counters.flops, run.counters.seconds = before["flops"], before["seconds"]
+    run.counters.seconds += startup_seconds
+    with interruptions(says=run.accelerator.is_main_process, losing=run.unsaved) as told_to_stop:
+        finished = run.steps(held_out, progress, stop_after_steps, clock, told_to_stop, before or {})
     folder = run.export(dtype, chat_template) if finished and export else None
     return TrainResult(folder, run.counters, run.peak_bytes(), run.accelerator.num_processes)
 
@@ -287,6 +284,7 @@ class TrainingRun:
         self.optimiser = Optimiser(trainee.trained, **rates, **limits)  # type: ignore[arg-type]
         self.rate = LearningRate(plan.warmup, plan.decay_from, cosine=plan.cosine)
         self.counters = Counters()
+        self._saved = 0, 0.0  # updates and seconds of the saved state
         self.identity = dict(inputs) | identity_of(plan, self.checkpoint, data, trainee.mask_ids)
         self._resume()
 
@@ -297,26 +295,49 @@ class TrainingRun:
         stop_after_steps: int | None,
         clock: Callable[[], float],
         told_to_stop: list[int],
+        spent: Mapping[str, float],
     ) -> bool:
-        """Run updates. Return True when the budget is used, False when stopped."""
-        counters, main = self.counters, self.accelerator.is_main_process
+        """Run updates. Return True when the budget is used, False when stopped. `spent`: before the first update."""
+        counters, plan, main = self.counters, self.plan, self.accelerator.is_main_process
         held_out = held_out and held_out.to(self.device)
         writer: SummaryWriter | None = None
         if main and progress:
             # Drop logged figures of updates that were lost in a kill.
             writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=counters.step)
-        off = not (main and progress)
-        bar = tqdm(total=100.0, unit="%", desc=str(self.plan.method), disable=off, bar_format=BAR, initial=0)
-        last = clock()
-        saved_at, saved_step = counters.seconds, counters.step  # of the saved state in `out`
+        run_clock = RunClock(plan.budget, counters, len(self.data) / plan.rows_per_step, spent)
+        lines = ProgressLines(is_off=not (main and progress))
+        self._saved = counters.step, counters.seconds
         here, stopping = 0, False
+
+        def used() -> float:
+            return run_clock.progress(is_looked_at=held_out is None or self._has_looked)
+
+        def agreed(since: float) -> float:
+            return self._agreed(False, clock() - since)[1]
+
+        def save() -> None:
+            since = clock()
+            self.save()
+            run_clock.save_took(agreed(since))
+            self._saved = counters.step, counters.seconds
+
+        def look(done: float) -> None:
+            assert held_out is not None
+            since = clock()
+            self._look(held_out, done, writer)
+            run_clock.look_took(agreed(since))
+
+        if counters.step and (done := used()) < 1.0:
+            total = run_clock.total_updates()
+            of = "" if total is None else f" of {'about ' if plan.budget.minutes else ''}{total}"
+            lines.say(f"{plan.method}: goes on from update {counters.step}{of} ({100 * done:.0f} %).")
         # A finished run that is extended has one evaluation more than the schedule of its new budget.
-        looks = min(len(counters.curve), math.ceil(self._progress() * self.plan.evaluations))
+        looks = min(len(counters.curve), math.ceil(used() * plan.evaluations))
         with contextlib.ExitStack() as open_things:
-            open_things.callback(bar.close)
+            open_things.callback(lines.close)
             if writer is not None:
                 open_things.callback(writer.close)
-            while (done := self._progress()) < 1.0:
+            while (done := used()) < 1.0:
                 if stopping or (stop_after_steps is not None and here >= stop_after_steps):
                     self.save()
                     if stopping:
@@ -325,29 +346,53 @@ class TrainingRun:
                             f"{self.out}: {GO_ON}."
                         )
                     return False
-                if self.plan.evaluations and held_out is not None and done >= looks / self.plan.evaluations:
+                if plan.evaluations and held_out is not None and done >= looks / plan.evaluations:
                     if not self._has_looked:
-                        self._look(held_out, done, writer)
-                    looks, last = looks + 1, clock()
+                        look(done)
+                    looks += 1
+                since = clock()
                 measures = self.update(self.rate.at(done))
-                here, now = here + 1, clock()
-                stopping, seconds = self._agreed(bool(told_to_stop), now - last)
-                counters.seconds, last = counters.seconds + seconds, now
-                bar.set_postfix_str("  ".join(f"{name} {value:.3f}" for name, value in measures.items()))
-                bar.update(100 * self._progress() - bar.n)
+                here += 1
+                stopping, seconds = self._agreed(bool(told_to_stop), clock() - since)
+                run_clock.update_took(seconds)
+                looks_left = 0 if held_out is None else max(1, plan.evaluations + 1 - looks)
+                lines.show(*self._standing(run_clock, measures, used(), looks_left), is_due=here <= 2)
                 if writer is not None:
                     for name, value in measures.items():
                         writer.add_scalar(f"train/{name}", value, counters.step)
-                by_steps, by_time = self.plan.checkpoint_steps, self.plan.checkpoint_seconds
-                if counters.step % by_steps == 0 if by_steps else counters.seconds - saved_at >= by_time:
-                    self.save()
-                    saved_at, saved_step, last = counters.seconds, counters.step, clock()
-            if held_out is not None and not self._has_looked:
-                self._look(held_out, 1.0, writer)
-                saved_step = -1
-            if counters.step != saved_step:
+                by_steps, by_time = plan.checkpoint_steps, plan.checkpoint_seconds
+                if counters.step % by_steps == 0 if by_steps else counters.seconds - self._saved[1] >= by_time:
+                    save()
+            has_new = held_out is not None and not self._has_looked
+            if has_new:
+                look(1.0)
+            if has_new or counters.step != self._saved[0]:
                 self.save()
         return True
+
+    def _standing(self, run_clock: RunClock, measures: Measures, done: float, looks_left: int) -> tuple[str, float]:
+        """Return the line of progress behind an update, and the share that is done."""
+        counters, plan = self.counters, self.plan
+        total, left = run_clock.total_updates(), run_clock.seconds_left(looks_left, 1)
+        of = "" if total is None else f" of {'about ' if plan.budget.minutes else ''}{max(total, counters.step)}"
+        parts = [f"{plan.method}: update {counters.step}{of}"]
+        latest = counters.curve[-1] if counters.curve else {}
+        if "tokens_per_step" in latest:
+            parts.append(f"{latest['tokens_per_step']:.2f} tokens per step on held-out text")
+        else:
+            parts += [f"{LOSS_NAMES[name]} {value:.2f} nats" for name, value in measures.items() if name in LOSS_NAMES]
+        if left is not None and done < 1.0:
+            parts.append(f"about {duration(left)} more")
+        return ", ".join(parts), done
+
+    def unsaved(self) -> str:
+        """Return what stopping at once loses, for the note on a first signal."""
+        step, seconds = self._saved
+        updates = self.counters.step - step
+        if not updates:
+            return ", which loses this update"
+        lost = f"{updates} {'update' if updates == 1 else 'updates'} ({duration(self.counters.seconds - seconds)})"
+        return f", which loses {lost} and this one"
 
     def _agreed(self, stopping: bool, seconds: float) -> tuple[bool, float]:
         """Agree over all processes: whether any was asked to stop, and their mean time. Without it, a process that
@@ -452,13 +497,6 @@ class TrainingRun:
             return int(torch.cuda.max_memory_allocated(self.device))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _progress(self) -> float:
-        counters = self.counters
-        epoch = counters.step * self.plan.rows_per_step / len(self.data)
-        return self.plan.budget.progress(
-            counters.seconds, counters.num_tokens, step=counters.step, epoch=epoch, flops=counters.flops
-        )
-
     @property
     def _has_looked(self) -> bool:
         """Return whether the curve ends with the figures of the current weights."""
@@ -498,6 +536,3 @@ class TrainingRun:
         if self.is_sharded:
             sharding.shard_moments(state["optimiser"], self.optimiser)
         self.optimiser.load_state_dict(state["optimiser"])
-
-
-BAR = "{desc}: {n:5.1f} % |{bar:20}| {elapsed} of about {remaining} more  {postfix}"

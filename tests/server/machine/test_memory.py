@@ -16,9 +16,10 @@ import torch
 from doubles.worker import ScriptedModel
 from safetensors.torch import save_file
 from space_common.worker_settings import parse_amount
+from space_model.free_memory import FreeMemory
 from space_model.testing import tiny_checkpoint
 from space_model.verification.layer_reference import CONTEXT
-from space_server.machine.memory import FreeMemory, NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
 
@@ -122,7 +123,7 @@ def test_a_process_has_what_the_groups_around_it_leave(tmp_path: Path) -> None:
 def test_a_process_has_what_its_own_limits_leave() -> None:
     script = (
         "import resource, torch\n"
-        "from space_server.machine.memory import FreeMemory\n"
+        "from space_model.free_memory import FreeMemory\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
         "found = FreeMemory.on(torch.device('cpu'))\n"
         'assert found.bound == "this process\'s limit (ulimit -d)", found\n'

@@ -217,7 +217,7 @@ def test_a_folder_without_weights_is_named(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_fits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from space_server.machine.memory import FreeMemory
+    from space_model.free_memory import FreeMemory
 
     monkeypatch.setattr(FreeMemory, "on", lambda device: FreeMemory(1000, "the machine's memory"))
     (failure,) = failures("--model", str(tiny))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles.worker import ScriptedModel
+from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
@@ -21,7 +22,7 @@ from space_server.__main__ import main
 from space_server.config import ModelSource, parse
 from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.machine.memory import FreeMemory, NotEnoughMemory, is_out_of_memory
+from space_server.machine.memory import NotEnoughMemory
 from space_server.startup import model_need
 from space_server.startup.model_need import ModelNeed, bytes_of_graphs, check_fits, num_blocks_of, take_largest_step
 from torch import Tensor

@@ -222,6 +222,16 @@ def test_own_texts_that_use_up_the_budget_are_refused(budget: Budget, words: str
     assert run(base, tiny_plan(budget=budget), tmp_path, before=spent).folder == tmp_path / "model"
 
 
+def test_a_start_that_uses_the_minutes_up_is_refused(base: Path, tmp_path: Path) -> None:
+    """Else a folder of untrained masks would be written."""
+    plan = tiny_plan(budget=Budget(minutes=1))
+    with pytest.raises(InvalidPlan, match=r"^Reading model and data took 1\.5 .* Give more --minutes"):
+        run(base, plan, tmp_path, startup_seconds=90.0)
+    with pytest.raises(InvalidPlan, match=r"^Writing texts of its own and reading model and data took"):
+        run(base, plan, tmp_path, startup_seconds=40.0, before={"flops": 1.0, "seconds": 40.0})
+    assert not (tmp_path / "model").exists()
+
+
 def test_training_teaches_masks_and_head_what_comes(base: Path, tmp_path: Path) -> None:
     """A text that repeats itself: masks can know what is behind the bonus."""
     plan = tiny_plan(budget=Budget(steps=60), rows_per_step=8, evaluations=1, distill=False, anchors_per_token=0.5)
@@ -318,11 +328,12 @@ def test_a_disk_full_at_the_end_is_named_and_the_checkpoint_is_written_later(bas
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_is_noted_a_second_raises(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before, seconds = signal.getsignal(signal.SIGINT), [10.0, 10.5, 12.0]
-    with interruptions(says=True, clock=lambda: seconds.pop(0)) as signals:
+    losing = ", which loses 3 updates".__str__
+    with interruptions(says=True, losing=losing, clock=lambda: seconds.pop(0)) as signals:
         assert signals == []
         signal.raise_signal(number)
         assert signals == [number]
-        assert "ends behind this update; once more to stop at once" in capfd.readouterr().err
+        assert "ends behind this update; once more to stop at once, which loses 3 updates" in capfd.readouterr().err
         signal.raise_signal(number)  # the same one, which a launcher passed on
         assert signals == [number]
         assert capfd.readouterr().err == ""

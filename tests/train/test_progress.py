@@ -1,0 +1,180 @@
+"""What a run says of its time: how much is left, where it ends, and how it is written where no terminal is."""
+
+import io
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from doubles.training import held_out, read_model, rows_for, tiny_plan
+from space_model.testing import tiny_checkpoint
+from space_train.progress import Counters, ProgressLines, RunClock, duration
+from space_train.train_plan import Budget
+from space_train.training.trainer import TrainingRun, train
+
+EPOCH_UPDATES = 20.0
+
+
+@dataclass
+class Simulated:
+    """A run whose updates, evaluations and saves take seconds of their own, after `spent` on own texts."""
+
+    budget: Budget
+    spent: dict[str, float] = field(default_factory=dict)
+    first: float = 25.0
+    update: float = 10.0
+    look: float = 4.0
+    save: float = 1.0
+    evaluations: int = 5
+    now: float = 0.0
+    left: dict[int, float] = field(default_factory=dict)  # what the run said behind each update, and when
+    said_at: dict[int, float] = field(default_factory=dict)
+    totals: dict[int, int] = field(default_factory=dict)
+
+    def go(self, counters: Counters | None = None, stop: int | None = None) -> Counters:
+        if counters is None:
+            counters = Counters(seconds=self.spent.get("seconds", 0.0), flops=self.spent.get("flops", 0.0))
+        clock, looks, here, saved = RunClock(self.budget, counters, EPOCH_UPDATES, self.spent), 0, 0, 0.0
+        looked = -1
+        while (done := clock.progress(is_looked_at=looked == counters.step)) < 1 and counters.step != stop:
+            if done >= looks / self.evaluations:
+                looks, looked = looks + 1, counters.step
+                self.now += self.look
+                clock.look_took(self.look)
+            took = self.update if here else self.first
+            self.now += took
+            here += 1
+            counters.step += 1
+            counters.num_tokens += 1000
+            counters.flops += 1e6
+            clock.update_took(took)
+            self.said_at[counters.step] = self.now
+            self.left[counters.step] = clock.seconds_left(max(1, self.evaluations + 1 - looks), 1) or 0.0
+            self.totals[counters.step] = clock.total_updates() or 0
+            if counters.seconds - saved > 60:
+                self.now += self.save
+                clock.save_took(self.save)
+                saved = counters.seconds
+        if counters.step != stop:
+            self.now += self.look
+            clock.look_took(self.look)
+        return counters
+
+
+SPENT = {"seconds": 300.0, "flops": 4e7}
+
+
+@pytest.mark.parametrize(
+    ("budget", "spent"),
+    [
+        (Budget(steps=30), {}),
+        (Budget(epochs=2), {}),
+        (Budget(tokens=30_000), {}),
+        (Budget(flops=3e7), {}),
+        (Budget(minutes=5), {}),
+        (Budget(steps=30, minutes=60), {}),
+        (Budget(steps=30), SPENT),
+        (Budget(flops=7e7), SPENT),
+        (Budget(minutes=10), SPENT),
+        (Budget(minutes=10, epochs=2), SPENT),
+    ],
+    ids=lambda value: "own texts" if value == SPENT else ", ".join(getattr(value, "as_json", dict)()) or "none",
+)
+def test_the_time_left_is_true_within_a_fifth_from_the_second_update_on(
+    budget: Budget, spent: dict[str, float]
+) -> None:
+    run = Simulated(budget, spent)
+    counters = run.go()
+    assert counters.step > 12
+    for step in range(2, counters.step - 1):
+        truth = run.now - run.said_at[step]
+        assert run.left[step] == pytest.approx(truth, rel=0.2, abs=run.update), step
+        assert run.totals[step] == pytest.approx(counters.step, rel=0.2, abs=1)
+
+
+@pytest.mark.parametrize("minutes", [1.0, 3.3, 7.77])
+def test_a_budget_in_minutes_ends_at_the_update_nearest_to_it(minutes: float) -> None:
+    """Start-up, own texts, evaluations and saves are part of it."""
+    run = Simulated(Budget(minutes=minutes))
+    run.go()
+    assert run.now == pytest.approx(60 * minutes, abs=run.first / 2 + run.save + 1)
+
+
+def test_a_run_that_used_its_minutes_up_is_not_begun_again() -> None:
+    run = Simulated(Budget(minutes=3))
+    counters = run.go()
+    again = RunClock(run.budget, Counters(**counters.__dict__), EPOCH_UPDATES, {})
+    assert again.progress(is_looked_at=True) == 1.0
+
+
+def test_a_resumed_run_knows_how_many_updates_it_has() -> None:
+    for budget in (Budget(steps=30), Budget(epochs=1.5), Budget(tokens=30_000), Budget(flops=3e7), Budget(minutes=6)):
+        counters = Simulated(budget).go(stop=6)
+        total = RunClock(budget, counters, EPOCH_UPDATES, {}).total_updates()
+        assert total == pytest.approx(30, abs=3), budget
+
+
+def test_progress_in_a_file_has_no_carriage_returns_and_is_not_written_at_each_update() -> None:
+    stream, now = io.StringIO(), [0.0]
+    lines = ProgressLines(stream=stream, every=15.0, clock=lambda: now[0])
+    for step in range(100):
+        now[0] = float(step)
+        lines.show(f"update {step} of 100", step / 100, is_due=step == 1)
+    lines.close()
+    text = stream.getvalue()
+    assert "\r" not in text
+    steps = [int(step) for step in re.findall(r"update (\d+) of 100 \(\d+ %\)\n", text)]
+    assert steps == [0, 1, 16, 31, 46, 61, 76, 91]
+
+
+def test_a_run_says_where_it_goes_on_and_what_it_expects_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tiny_checkpoint(tmp_path / "base", num_masks=0)
+    capsys.readouterr()
+
+    def run(stop: int | None) -> str:
+        plan = tiny_plan(budget=Budget(steps=5))
+        given = {"tokenizer_size": 100, "held_out": held_out(plan), "stop_after_steps": stop}
+        train(read_model(base), base, rows_for(plan), plan, tmp_path / "out", **given)  # type: ignore[arg-type]
+        return capsys.readouterr().err
+
+    first = run(2)
+    assert re.search(r"^gated-lora: update 2 of 5, 1\.\d\d tokens per step on held-out text, .* \(40 %\)$", first, re.M)
+    assert "goes on" not in first
+    again = run(None)
+    assert "gated-lora: goes on from update 2 of 5 (40 %)." in again
+    assert "goes on" not in run(None), "a finished run"
+
+
+def test_a_first_signal_says_what_a_second_one_loses(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", num_masks=0)
+    plan = tiny_plan()
+    run = TrainingRun(
+        read_model(base),
+        base,
+        rows_for(plan),
+        plan,
+        tmp_path / "out",
+        tokenizer_size=100,
+        given_mask_ids=None,
+        inputs={},
+    )
+    assert run.unsaved() == ", which loses this update"
+    run.counters.step, run.counters.seconds = 3, 200.0
+    assert run.unsaved() == ", which loses 3 updates (3 min 20 s) and this one"
+
+
+def test_durations_are_in_units_that_are_read_at_a_glance() -> None:
+    said = [duration(seconds) for seconds in (0.2, 59.4, 60, 200, 599, 600, 3599, 4000, 90000)]
+    assert said == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "3 min 20 s",
+        "9 min 59 s",
+        "10 min",
+        "1 h 0 min",
+        "1 h 7 min",
+        "25 h 0 min",
+    ]
