@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,57 @@ Record = dict[str, Any]
 FIELDS = ("prompt", "question", "inputs", "text")  # names of a prompt in a record
 
 
-def load_prompts(path: Path, limit: int | None = None) -> list[str]:
-    """Read prompts from `path`: one per JSON line (HumanEval-X `prompt`, GSM8K `question`, the first of MT-Bench's
-    `turns`), or the whole file as one prompt if it does not end in `.jsonl`. Raises RecordError."""
+@dataclass(frozen=True)
+class Conversation:
+    """What a user says in turn, or a text to continue."""
+
+    turns: tuple[str, ...]
+    is_chat: bool  # questions, which a chat template is for; False: one text to continue
+
+    def uses_template(self, chat: str) -> bool:
+        """Return whether it goes through the chat template: `chat` is always, never or auto (questions do)."""
+        return chat == "always" or (chat == "auto" and self.is_chat)
+
+
+CHAT_FIELDS = ("question",)
+"""Of FIELDS, those that hold something said to an assistant, as `turns` do."""
+
+
+def load_conversations(path: Path, limit: int | None = None) -> list[Conversation]:
+    """Read conversations from `path`: one per JSON line (MT-Bench's `turns`, GSM8K's `question`; HumanEval-X's `prompt`
+    is a text to continue), or the whole file as one text if it does not end in `.jsonl`. Raises RecordError."""
     if not path.is_file():
         raise RecordError(f"There is no prompt file at {path}. Give --prompts a JSONL or text file.")
     if path.suffix != ".jsonl":
-        return [path.read_text(encoding="utf-8")]
-    prompts = []
+        return [Conversation((path.read_text(encoding="utf-8"),), is_chat=False)]
+    found = []
     for number, record in itertools.islice(json_lines(path), limit):
-        if (text := text_of(record)) is None:
+        if (conversation := conversation_of(record)) is None:
             raise RecordError(f"{path}:{number} has none of the fields {', '.join(FIELDS)}, turns.")
-        prompts.append(text)
-    if not prompts:
+        found.append(conversation)
+    if not found:
         raise RecordError(f"{path} holds no prompt. Give at least one JSON line with one of {', '.join(FIELDS)}.")
-    return prompts
+    return found
+
+
+def conversation_of(record: Mapping[str, Any]) -> Conversation | None:
+    """Return the conversation of a record, under any of the known field names."""
+    turns = record.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return Conversation(tuple(turns), is_chat=True)
+    name = next((name for name in FIELDS if isinstance(record.get(name), str)), None)
+    return None if name is None else Conversation((record[name],), is_chat=name in CHAT_FIELDS)
+
+
+def load_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """Return the first turn of each of `load_conversations`. Raises RecordError."""
+    return [conversation.turns[0] for conversation in load_conversations(path, limit)]
 
 
 def text_of(record: Mapping[str, Any]) -> str | None:
     """Return the prompt of a record, under any of the known field names."""
-    turns = record.get("turns")
-    texts = [turns[0]] if isinstance(turns, list) and turns else []
-    texts += [record[name] for name in FIELDS if name in record]
-    return next((text for text in texts if isinstance(text, str)), None)
+    conversation = conversation_of(record)
+    return None if conversation is None else conversation.turns[0]
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Record]]:

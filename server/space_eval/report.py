@@ -57,6 +57,19 @@ def bootstrap(
     return percentile(medians, outside), percentile(medians, 1 - outside)
 
 
+def ratio_bounds(
+    parts: Sequence[tuple[float, float]], *, share: float = 0.95, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """Return the percentile bootstrap's bounds of Σ numerators / Σ denominators over `parts`; nan for no parts."""
+    source = random.Random(seed)
+    ratios = []
+    for _ in range(num_resamples if parts else 0):
+        drawn = source.choices(parts, k=len(parts))
+        ratios.append(ratio(sum(above for above, _ in drawn), sum(below for _, below in drawn)))
+    outside = (1 - share) / 2
+    return percentile(ratios, outside), percentile(ratios, 1 - outside)
+
+
 @dataclass(frozen=True)
 class Spread:
     """A median, and the range of the values."""

@@ -14,10 +14,11 @@ from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
+from space_eval.acceptance import served
 from space_eval.acceptance.generation import (
     CompletionOutput,
     describe_prompts,
-    encode_prompts,
+    encode_conversations,
     is_blank,
     is_filler,
     is_looping,
@@ -26,14 +27,18 @@ from space_eval.acceptance.generation import (
     torch_facts,
 )
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
-from space_eval.data import load_prompts
-from space_eval.flags import given
+from space_eval.data import load_conversations
+from space_eval.flags import given, whole
 from space_eval.report import columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Runs every prompt alone through the worker's own step, plain and with k drafts in turn, so that the speed-up is a ratio
 within one run. Outputs that loop are reported apart: a loop flatters acceptance. An output loops if at least half of
 its 4-grams have occurred earlier in it.
+
+With --url a running server is measured instead, with all turns of a conversation: no drafts, then exactly k of them in
+each step (`speculation: k`), the same text required. Means have the 95 % bootstrap's bounds over conversations.
+A run that was stopped goes on from its --out.
 """
 
 
@@ -41,12 +46,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `spaceserve eval acceptance`."""
     add = parser.add_argument
     add("--model", default="demo", help="folder of a checkpoint, or demo (default: demo)")
+    add("--url", help="a running server instead of --model, such as http://127.0.0.1:8080")
     add("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
     add("--limit", type=int, help="only so many prompts (default: all)")
+    add(
+        "--chat",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="prompts through the chat template; auto: those of the fields turns and question (default: auto)",
+    )
     add("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
     add("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="most drafts per step (default: 1–5)")
     add("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)")
     add("--seed", type=int, default=0, help="of the first prompt; each has its own (default: 0)")
+    add("--api-key-file", type=Path, help="its first line is sent as the key, with --url")
+    add("--at-once", type=whole, default=1, help="conversations at a time, with --url (default: 1)")
     add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
     add("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
@@ -115,7 +129,9 @@ def _seconds_per_token(generations: Sequence[CompletionOutput]) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table. Return exit status 0."""
+    """Print the table. Return exit status 0, or 1 if drafts change a text of the server at --url."""
+    if options.url is not None:
+        return served.run(options)
     rows, facts = measure(options)
     page = to_markdown(rows, facts)
     print(page)
@@ -128,8 +144,10 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
     """Measure all settings of the options over all prompts."""
     model = load_model(options.model, **given(options, "dtype", "weights", "kv_dtype", "num_threads"))
     tokenizer = load_tokenizer(options.model)
-    loaded = load_prompts(options.prompts, options.limit)
-    prompts = encode_prompts(tokenizer, loaded, window=model.facts.window, max_tokens=options.max_tokens)
+    loaded = load_conversations(options.prompts, options.limit)
+    prompts = encode_conversations(
+        options.model, tokenizer, loaded, options.chat, window=model.facts.window, max_tokens=options.max_tokens
+    )
     decoder = PairedDecoder(
         model, sorted({min(k, model.facts.num_masks) for k in options.k} - {0}), layout=options.layout
     )

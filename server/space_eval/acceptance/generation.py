@@ -23,9 +23,10 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.worker import Worker
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from space_eval.data import Conversation
 from space_eval.flags import FlagError
 from space_eval.report import environment, machine
 
@@ -193,6 +194,33 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, window: int,
     if max_tokens >= window:
         raise InvalidSetting(f"--max-tokens is {max_tokens}; it must be below the window of {window}.")
     return [tokenizer.encode(prompt).ids[max_tokens - window :] for prompt in prompts]
+
+
+def encode_conversations(
+    model: str, tokenizer: Tokenizer, conversations: Sequence[Conversation], chat: str, *, window: int, max_tokens: int
+) -> list[list[int]]:
+    """Return the ids of each conversation's first turn as `encode_prompts` does; those that `chat` (auto, always or
+    never) sends through the chat template with it, whole. Raises FlagError without a template, or if one is too long.
+    """
+    prompts = encode_prompts(tokenizer, [one.turns[0] for one in conversations], window=window, max_tokens=max_tokens)
+    if not any(one.uses_template(chat) for one in conversations):
+        return prompts
+    own: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(model).folder), local_files_only=True)
+    if own.chat_template is None:
+        if chat == "auto":
+            return prompts
+        raise FlagError(f"{model} has no chat template. Leave out --chat always.")
+    for number, one in enumerate(conversations):
+        if one.uses_template(chat):
+            question = [{"role": "user", "content": one.turns[0]}]
+            text = own.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+            prompts[number] = tokenizer.encode(text, add_special_tokens=False).ids
+            if len(prompts[number]) + max_tokens > window:
+                raise FlagError(
+                    f"Prompt {number + 1} has {len(prompts[number])} tokens with the chat template; with --max-tokens "
+                    f"{max_tokens} it is above the window of {window}. Give fewer new tokens."
+                )
+    return prompts
 
 
 def describe_prompts(name: str, prompts: Sequence[Sequence[int]]) -> str:

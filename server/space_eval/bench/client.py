@@ -8,8 +8,11 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from space_eval.flags import FlagError
 
 MAX_LINE = 1 << 20  # bytes of one header or chunk-size line
 
@@ -45,6 +48,16 @@ class Endpoint:
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """Return the first key of a file; keys on a command line would be visible to other processes. Raises FlagError."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").split()[0]
+    except (OSError, IndexError):
+        raise FlagError(f"--api-key-file {file}: there is no key in it.") from None
 
 
 async def stream_events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> AsyncGenerator[list[bytes]]:

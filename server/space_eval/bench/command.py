@@ -21,7 +21,7 @@ from typing import Any
 from space_common.process import cpu_seconds
 
 from space_eval.bench.arms import APIS, Arm, find, token_ids
-from space_eval.bench.client import Endpoint, LoadError
+from space_eval.bench.client import Endpoint, LoadError, read_api_key
 from space_eval.bench.options import BenchSettings, parse
 from space_eval.bench.report import BenchResult, draw, markdown, record, summarize, synthetic_acceptance_label, table
 from space_eval.bench.rounds import LoadRun, Round
@@ -125,7 +125,7 @@ async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple
     for server in servers:
         arm = Arm(
             name=server.name,
-            endpoint=Endpoint.parse(server.url, _api_key(settings.api_key_file)),
+            endpoint=Endpoint.parse(server.url, read_api_key(settings.api_key_file)),
             api=APIS[settings.api],
             temperature=settings.temperature,
             seed=settings.seed,
@@ -183,16 +183,6 @@ def check_window(work: Workload, arms: Sequence[Arm]) -> None:
                 f"--output-tokens is up to {work.max_output_tokens}; it must be below the model's window of "
                 f"{arm.window}."
             )
-
-
-def _api_key(file: Path | None) -> str | None:
-    """Return the first key of a file; keys on a command line would be visible to other processes."""
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8").split()[0]
-    except (OSError, IndexError):
-        raise FlagError(f"--api-key-file {file}: there is no key in it.") from None
 
 
 @dataclass(frozen=True)
