@@ -48,9 +48,13 @@ Examples
 Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prompt/completion or text; a text file, a
 folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
 
+Figures, on held-out records: mask_1 … mask_k, head_1 … head_k are the share of places at which draft 1 … k, without
+and with the draft head, is the model's own most likely token, given that the drafts before it are right;
+tokens_per_step is what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + …
+
 A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
-ends it behind the update it is in, a second one at once. A run on the folder that another left starts from its adapter
-(or masks) and draft head, where they are of this run's kind and sizes.
+ends it behind the update it is in, a second one at once. A command that is refused changes nothing. A run on the folder
+that another left starts from its adapter (or masks) and draft head, where they are of this run's kind and sizes.
 """
 
 EPILOG = f"""\
@@ -84,7 +88,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
     add("--epochs", type=float, help="rounds through the data; its own texts beside it do not count")
     add("--steps", type=int, help="updates")
-    add("--minutes", type=float, help="of work; writing its own texts counts")
+    add("--minutes", type=float, help="of this command: its start, own texts, evaluations and saves count")
     add("--tokens", type=float, help="real tokens read, masks not counted (1e7 is fine)")
     add("--flops", type=float, help="operations of the model, over all rows; its own texts count")
 
@@ -94,13 +98,22 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--shared-mask-id", action="store_true", default=None, help="one id for all masks, as published")
     add("--length", type=int, help=f"ids of one row (default: {own.length})")
     add("--rows-per-step", type=int, help=f"rows of one update, over all processes (default: {own.rows_per_step})")
-    add("--accumulate", type=int, help=f"parts an update is computed in, to save memory (default: {own.accumulate})")
+    add("--accumulate", type=int, help="parts an update is computed in, to save memory (default: by this machine's)")
     add("--no-pack", action="store_true", help="one text a row")
-    add("--anchors", choices=[a.value for a in Anchors], help="many places of a text get masks, or one (default: many)")
-    add("--anchors-per-token", type=float, help=f"places with masks per token (default: {own.anchors_per_token})")
-    add("--keep", type=float, help=f"share of the places that keep each next mask; 1: all (default: {own.keep})")
-    add("--least", type=float, help=f"share that keeps every mask (default: {own.least})")
-    add("--fixed-cuts", action="store_true", default=None, help="the same places in every epoch")
+    add(
+        "--anchors",
+        choices=[a.value for a in Anchors],
+        help="masks stand behind many tokens of a text, the anchors, or behind one (default: many)",
+    )
+    add("--anchors-per-token", type=float, help=f"anchors per token of a text (default: {own.anchors_per_token})")
+    add(
+        "--keep",
+        type=float,
+        help="a mask stands at this share of the anchors that have the one before it; 1: all masks at each "
+        f"(default: {own.keep})",
+    )
+    add("--least", type=float, help=f"but each mask at no less than this share of all anchors (default: {own.least})")
+    add("--fixed-cuts", action="store_true", default=None, help="the same anchors in every epoch (default: new ones)")
 
     add = parser.add_argument_group("losses").add_argument
     add("--ar-share", type=float, help=f"share of rows without masks (default: {own.ar_share})")
@@ -115,7 +128,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("draft head").add_argument
     add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
     add("--head-hidden", type=int, help=f"its width, or rank (default: {own.head_hidden})")
-    add("--head-scale", type=float, help=f"factor of the previous token's embedding (default: {own.head_scale:g})")
+    add(
+        "--head-scale",
+        type=float,
+        help="factor of the previous token's embedding, which is small beside the hidden state that the head joins it "
+        f"to (default: {own.head_scale:g})",
+    )
     add("--scheduled-drafting", type=float, help="share of masks that get the head's own previous draft (default: 0)")
 
     add = parser.add_argument_group("adapters (gated-lora)").add_argument
@@ -177,6 +195,9 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
             f"--own-share must be above 0 and at most 1; got {options.own_share:g}. For no texts of its own leave "
             "--self-generate out."
         )
+    for name, value in limits.items():
+        if value == 0:
+            raise InvalidPlan(f"--{name} 0 would train nothing: give a number above 0.")
     if limits:
         try:
             given["budget"] = Budget(**limits)
@@ -192,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from space_train.session import run_session
         from space_train.training.optimiser import Diverged
-        from space_train.training.trainer import Interrupted, stopped_at_once
+        from space_train.training.trainer import Interrupted, stopped_at_once, what_is_kept
     except ModuleNotFoundError as missing:
         print(f"spaceserve train needs {missing.name}: pip install 'spaceserve[train]'", file=sys.stderr)
         return 2
@@ -202,10 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spaceserve train: {error}", file=sys.stderr)
         return 2
     except Diverged as error:
-        print(f"spaceserve train: {error} What was saved last is kept in {options.out}.", file=sys.stderr)
+        print(f"spaceserve train: {error} {what_is_kept(options.out)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"spaceserve train: {error}. What was saved last is kept in {options.out}.", file=sys.stderr)
+        print(f"spaceserve train: {str(error).rstrip('.')}. {what_is_kept(options.out)}", file=sys.stderr)
         return 2
     except Interrupted as stopped:
         print(f"spaceserve train: {stopped}", file=sys.stderr)

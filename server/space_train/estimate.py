@@ -10,6 +10,7 @@ by tensor.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.free_memory import FreeMemory
 from space_model.model_error import ModelError
 from torch import nn
 from transformers import PreTrainedConfig
@@ -244,8 +246,9 @@ def masks_per_token(plan: TrainPlan) -> float:
     return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
 
 
-def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
-    """Estimate operations and bytes of `plan` for a model of `shape`, with every token a target."""
+def estimate(shape: ModelShape, plan: TrainPlan, *, cpu: bool = False) -> TrainingEstimate:
+    """Estimate operations and bytes of `plan` for a model of `shape`, with every token a target. `cpu`: the bytes of a
+    run on a CPU, of the whole process."""
     head = _head_weights(shape, plan)
     adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
     private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
@@ -257,20 +260,33 @@ def estimate(shape: ModelShape, plan: TrainPlan) -> TrainingEstimate:
     }[plan.method]
     flops, recomputed = _flops(shape, plan, adapters, head)
     memory = _memory(shape, plan, trained, adapters, head)
+    if cpu:
+        memory = _on_cpu(shape, plan, memory)
     masks = _masked_share(plan) * masks_per_token(plan)
     return TrainingEstimate(shape, plan, masks, trained, flops, recomputed, memory)
 
 
-def fitted(shape: ModelShape, plan: TrainPlan, memory: float) -> TrainPlan | None:
+def fitted(shape: ModelShape, plan: TrainPlan, memory: float, *, cpu: bool = False) -> TrainPlan | None:
     """Return `plan` with the fewest parts per update that fit in `memory`, recomputing layers only if needed. Returns
     None if nothing fits."""
     parts = [n for n in range(1, plan.rows_per_step + 1) if plan.rows_per_step % n == 0 and n >= plan.accumulate]
     for twice in sorted({plan.activation_checkpointing, plan.trains_base}):
         for accumulate in parts:
             tried = replace(plan, accumulate=accumulate, activation_checkpointing=twice)
-            if estimate(shape, tried).fits(memory):
+            if estimate(shape, tried, cpu=cpu).fits(memory):
                 return tried
     return None
+
+
+PART_TOKENS = 1024
+"""Real tokens that a part of an update needs on a CPU to compute at full speed; larger parts only take memory."""
+
+
+def parts_on_cpu(plan: TrainPlan) -> int:
+    """Return the most parts of an update of one process that still compute at full speed on a CPU."""
+    rows = plan.rows_per_step
+    least = min(rows, math.ceil(PART_TOKENS / plan.length))  # rows of a part
+    return next(parts for parts in range(rows, 0, -1) if rows % parts == 0 and rows // parts >= least)
 
 
 def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
@@ -380,6 +396,40 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
     return {part: size for part, size in memory.items() if size}
 
 
+CPU_ALLOWANCE = 0.6e9
+"""Bytes of Python, torch and its libraries in a process on a CPU."""
+CPU_CHUNKS = 1.8
+"""Bytes of a chunk of logits that the backward pass computes again, against those of logits that are kept."""
+CPU_SPARE = 1.15
+"""What the heap takes beyond the tensors of a pass, which are allocated and freed in all sizes."""
+FLOAT32_ROWS, FLOAT32_TRAINED_ROWS = 2.5, 1.4
+"""Bytes that a row keeps in float32, against half precision, over a frozen and a trained base."""
+
+
+def _on_cpu(shape: ModelShape, plan: TrainPlan, memory: dict[str, float]) -> dict[str, float]:
+    """Return the bytes of a run on a CPU, by part, from those on a GPU. There a frozen base is in float32, with a copy
+    in half precision of each matrix that the backward pass needs; attention keeps keys for each query head and its mask
+    in numbers; and each adapter keeps its own copy of its input."""
+    num_real = _tokens_at_once(plan)
+    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    is_half = plan.precision != "no"
+    found = dict(memory) | {"allowance": CPU_ALLOWANCE}
+    if not plan.trains_base:
+        found["frozen weights"] = 2 * memory.get("frozen weights", 0.0)
+        if is_half and plan.method is Method.GATED_LORA:
+            found["half-precision copies"] = 2.0 * (shape.body + 2 * shape.output)
+    if (num_masks or num_real) > CHUNK:
+        found["logits"] = CPU_CHUNKS * memory["logits"]
+    row = 2.0 * plan.length * (plan.method is Method.SFT or 1 + masks_per_token(plan)) + 8 * shape.hidden_size
+    if num_masks and not plan.trains_base:  # keys of the real rows, and of the masks
+        row += 4 * shape.num_heads * shape.head_dim * (num_real + num_masks) / num_masks
+    learning = {Method.GATED_LORA: num_masks, Method.HEAD: 0.0}.get(plan.method, num_real + num_masks)
+    more = (learning if not plan.activation_checkpointing else 0.0) * row * shape.num_layers
+    rows = CPU_SPARE * (memory.get("activations", 0.0) + more)
+    found["activations"] = rows if is_half else rows * (FLOAT32_TRAINED_ROWS if plan.trains_base else FLOAT32_ROWS)
+    return {part: size for part, size in found.items() if size}
+
+
 def _matrix_share(shape: ModelShape, plan: TrainPlan, trained: int, head: int) -> float:
     """Return the share of trained weights that Muon updates, which needs one state per weight; AdamW needs two."""
     matrices = shape.body if plan.trains_base else 0
@@ -396,20 +446,52 @@ class DoesNotFit(InvalidPlan):
     """The run needs more memory than the machine has."""
 
 
-def does_not_fit(
-    checkpoint: Checkpoint, plan: TrainPlan, num_processes: int, memory: int | None, error: Exception
-) -> DoesNotFit:
-    """Return the error, with flags that fit. `memory`: bytes of each GPU; None if unknown."""
+def shape_of(checkpoint: Checkpoint) -> ModelShape | None:
+    """Return the shape of a checkpoint's model, or None for a model that is not estimated."""
     try:
-        shape = ModelShape.from_config(checkpoint.name, family.read_config(checkpoint))
+        return ModelShape.from_config(checkpoint.name, family.read_config(checkpoint))
     except UnknownShape:
-        shape = None
-    cure = cure_of(plan, num_processes, shape, memory)
+        return None
+
+
+def check_fits(shape: ModelShape | None, plan: TrainPlan, num_processes: int, free: FreeMemory) -> str | None:
+    """Return a line on the memory that a run on a CPU needs, None for an unknown shape. `free`: of each process. Raises
+    DoesNotFit for a run that needs more than is free: the kernel would end it without a word."""
+    if shape is None:
+        return None
+    here = replace(plan, rows_per_step=plan.rows_per_step // num_processes)
+    needed = estimate(shape, here, cpu=True).bytes
+    if needed - CPU_ALLOWANCE > free.num_bytes:  # this process has its libraries already
+        raise DoesNotFit(
+            f"An update in {plan.accumulate} part{'s' * (plan.accumulate > 1)} needs about {needed / GB:.1f} GB, and "
+            f"{free.num_bytes / GB:.1f} GB are free ({free.bound}). "
+            f"{cure_of(plan, num_processes, shape, free.num_bytes, cpu=True)}"
+        )
+    return (
+        f"memory: about {needed / GB:.1f} of the {free.num_bytes / GB:.1f} GB that are free; updates are computed in "
+        f"{plan.accumulate} part{'s' * (plan.accumulate > 1)}."
+    )
+
+
+def does_not_fit(
+    checkpoint: Checkpoint,
+    plan: TrainPlan,
+    num_processes: int,
+    memory: int | None,
+    error: Exception,
+    *,
+    cpu: bool = False,
+) -> DoesNotFit:
+    """Return the error, with flags that fit. `memory`: bytes of each process; None if unknown."""
+    shape = shape_of(checkpoint)
+    cure = cure_of(plan, num_processes, shape, memory, cpu=cpu)
     reason = str(error).partition(". ")[0]
     return DoesNotFit(f"An update in {plan.accumulate} parts does not fit ({reason}). {cure}")
 
 
-def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None) -> str:
+def cure_of(
+    plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None, *, cpu: bool = False
+) -> str:
     """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
     rows = plan.rows_per_step // num_processes
     more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
@@ -418,7 +500,9 @@ def cure_of(plan: TrainPlan, num_processes: int, shape: ModelShape | None, memor
     if not more:
         return f"It has one row at a time already: give {smaller} or a smaller model, and --restart."
     least = replace(plan, rows_per_step=rows, accumulate=more[0])
-    fit = fitted(shape, least, memory) if shape is not None and memory is not None else None
+    fit = fitted(shape, least, memory, cpu=cpu) if shape is not None and memory is not None else None
+    if fit is None and cpu:
+        return f"Give {smaller} or a smaller model."
     if fit is None or fit.activation_checkpointing != plan.activation_checkpointing:
         return f"Give --accumulate {more[-1]}, with which the run goes on; or {smaller}, and --restart."
     return f"Give --accumulate {fit.accumulate}, the smallest that fits by our estimate: the run goes on with it."

@@ -18,6 +18,11 @@ from space_train.training.trainer import TrainResult
 
 GIGABYTE = 1e9
 
+FIGURES = """\
+`loss` is the next-token loss in nats. `mask_j` and `head_j` are the share of places at which draft j, without and with
+the draft head, is the model's own most likely token, given that the drafts before it are right. `tokens_per_step` is
+what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + …"""
+
 
 def write_report(out: Path, plan: TrainPlan, result: TrainResult) -> None:
     """Write the report of a finished run to its folder."""
@@ -43,7 +48,9 @@ def as_markdown(plan: TrainPlan, result: TrainResult) -> str:
         first, last = counters.curve[0], counters.curve[-1]
         places = {"progress", "step", "tokens", "flops", "seconds"}
         lines += ["| held out | before | after |", "|---|---|---|"]
-        lines += [f"| {name} | {first[name]:.3f} | {last[name]:.3f} |" for name in last if name not in places]
+        names = sorted((name for name in last if name not in places), key=lambda name: name != "tokens_per_step")
+        lines += [f"| {name} | {first[name]:.3f} | {last[name]:.3f} |" for name in names if name in first]
+        lines += ["", FIGURES]
     return "\n".join(lines) + "\n"
 
 
@@ -57,10 +64,15 @@ def plot(file: Path, plan: TrainPlan, counters: Counters) -> bool:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left.plot(range(1, len(counters.losses) + 1), counters.losses, linewidth=0.8, color="tab:gray", label="updates")
+    left.plot(range(1, len(counters.losses) + 1), counters.losses, linewidth=0.8, color="tab:gray", label="training")
+    left.set(xlabel="update", ylabel="weighted sum of the losses (nats)", title=plan.method.value)
     steps = [entry["step"] for entry in counters.curve]
-    left.plot(steps, [entry["loss"] for entry in counters.curve], color="tab:blue", label="held out, next token")
-    left.set(xlabel="update", ylabel="loss (nats)", title=plan.method.value)
+    if plan.has_masks and counters.curve:
+        beside = left.twinx()
+        beside.plot(steps, [entry["tokens_per_step"] for entry in counters.curve], color="tab:blue")
+        beside.set_ylabel("expected tokens per step, held out", color="tab:blue")
+    elif counters.curve:
+        left.plot(steps, [entry["loss"] for entry in counters.curve], color="tab:blue", label="held out, next token")
     left.legend()
     for name in _drafts(counters.curve):
         right.plot(steps, [entry[name] for entry in counters.curve], label=name.replace("_", " "))

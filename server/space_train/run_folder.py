@@ -54,6 +54,12 @@ def kept_updates(out: Path) -> int | None:
     return int(_mapped(file)["counters"]["step"])
 
 
+def kept_parts(out: Path) -> int | None:
+    """Return the parts that the updates of the saved run are computed in, or None without one."""
+    file = out / STATE_FILE
+    return int(json.loads(_mapped(file)["plan"])["accumulate"]) if file.is_file() else None
+
+
 def forget(out: Path, *, but: Collection[str] = ()) -> None:
     """Delete the files that a run wrote to `out`, except those in `but`."""
     is_ours = holds_run(out)
@@ -157,6 +163,8 @@ def save_atomically(state: Mapping[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
     except BaseException as error:
         partial.unlink(missing_ok=True)  # a partial file would keep a full disk full
+        if isinstance(error, OSError):
+            raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
         if isinstance(error, RuntimeError):  # torch raises it for a failed write
             raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
         raise

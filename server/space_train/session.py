@@ -17,6 +17,7 @@ from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.unused_tensors import check_found
+from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.whole_model import stream_model
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
@@ -27,10 +28,11 @@ from space_train.data.examples import Example, pad_id, read_examples
 from space_train.data.records import UnusableTokenizer
 from space_train.data.rows import MixedRows, PackedExamples, RowStream, with_own_texts
 from space_train.data.train_batch import Texts
-from space_train.estimate import does_not_fit, gpu_memory
+from space_train.disk_space import check_disk
+from space_train.estimate import check_fits, does_not_fit, fitted, gpu_memory, parts_on_cpu, shape_of
 from space_train.networks.trainee import check_is_trainable
 from space_train.reports import write_report
-from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_goes_on, check_may_write, forget, inputs_of
+from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_goes_on, check_may_write, forget, inputs_of, kept_parts
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
 from space_train.train_plan import Anchors, InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
@@ -68,7 +70,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
     # Everything that can be refused is refused before anything is written or forgotten.
     config = family.read_config(checkpoint)
     with torch.device("meta"), malformed_is_unsupported():
-        check_is_trainable(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        meta = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_is_trainable(meta)
     tokenizer = load_tokenizer(checkpoint)
     vocab_size = int(config.vocab_size)
     OwnMasks.read(checkpoint, plan, hidden_size=int(config.hidden_size), vocab_size=vocab_size)
@@ -99,6 +102,12 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
     asked = own_prompts(options, plan, loaded.examples)
     plan = fitted_rows(plan, packed(loaded.examples, plan, fill), asked, options.self_generate_tokens)
     rows = packed(loaded.examples, plan, fill)
+    chosen = options.accumulate is not None
+    if not chosen and not options.restart and (parts := kept_parts(out)):  # so that a resumed run computes the same
+        plan, chosen = replace(plan, accumulate=parts), True
+    plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen)
+    if note and processes.is_main_process:
+        print(note, file=sys.stderr, flush=True)
     own_texts = {"self_generate": len(asked)}
     if asked:
         own_texts |= {"self_generate_tokens": options.self_generate_tokens, "own_share": options.own_share}
@@ -107,6 +116,9 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         inputs["mask ids"] = (options.mask_ids * plan.num_masks)[: plan.num_masks]
     if not options.restart:
         check_goes_on(out, inputs)
+    if processes.is_main_process:
+        with torch.device("meta"):
+            check_disk(out, checkpoint, meta, plan, getattr(torch, options.weights))
     model = load_base(checkpoint, plan)
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:
@@ -142,12 +154,38 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
             inputs=inputs,
             startup_seconds=startup_seconds,
         )
-    except torch.OutOfMemoryError as error:
-        raise does_not_fit(checkpoint, plan, processes.num_processes, gpu_memory(), error) from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        memory = FreeMemory.on(_CPU).among(processes.num_processes).num_bytes if on_cpu() else gpu_memory()
+        raise does_not_fit(checkpoint, plan, processes.num_processes, memory, error, cpu=on_cpu()) from error
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
     return result
+
+
+def in_memory(
+    plan: TrainPlan, checkpoint: Checkpoint, num_processes: int, *, is_chosen: bool
+) -> tuple[TrainPlan, str | None]:
+    """Return the plan with the parts of an update that this machine takes, and a line on it. `is_chosen`: the number
+    of parts was given. Raises DoesNotFit on a CPU without the memory; a GPU says so itself."""
+    shape = shape_of(checkpoint)
+    here = replace(plan, rows_per_step=plan.rows_per_step // num_processes)
+    if not on_cpu():
+        memory = gpu_memory()
+        fit = None if is_chosen or shape is None or memory is None else fitted(shape, here, memory)
+        if fit is None or fit.activation_checkpointing != plan.activation_checkpointing:
+            return plan, None
+        return replace(plan, accumulate=fit.accumulate), None
+    free = FreeMemory.on(_CPU).among(num_processes)
+    if not is_chosen:
+        here = replace(here, accumulate=parts_on_cpu(here))
+        fit = None if shape is None else fitted(shape, here, free.num_bytes, cpu=True)
+        if fit is not None and fit.activation_checkpointing == plan.activation_checkpointing:
+            here = fit
+        plan = replace(plan, accumulate=here.accumulate)
+    return plan, check_fits(shape, plan, num_processes, free)
 
 
 def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:

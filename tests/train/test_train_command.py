@@ -52,9 +52,8 @@ def train(model: Path | str, data: Path, out: Path, flags: str = "") -> int:
 
 def assert_refused(capsys: pytest.CaptureFixture[str], code: int, message: str) -> None:
     """Exit status 2, and one line behind what reading the data says."""
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(("data: ", "rows: "))
-    ]
+    before = ("data: ", "rows: ", "memory: ")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith(before)]
     said = [line for line in lines if not re.search(r"% ?[|]|\(\d+ %\)$", line)]  # progress
     assert code == 2
     assert len(said) == 1, said
@@ -204,8 +203,8 @@ def test_memory_that_does_not_suffice_is_named_and_the_run_goes_on_in_more_parts
 
     with monkeypatch.context() as patch:
         patch.setattr("space_train.training.trainer.TrainingRun.update", full)
-        code = train(base, chats, tmp_path)
-    assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 4, ")
+        code = train(base, chats, tmp_path, "--accumulate 1")
+    assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 2, ")
     assert train(base, chats, tmp_path, "--accumulate 4") == 0
 
 
@@ -257,6 +256,9 @@ def test_data_that_cannot_be_used_is_named(
         ("--self-generate 3 --own-share -0.5", "--own-share must be above 0 and at most 1; got -0.5"),
         ("--own-share nan", "--own-share must be above 0 and at most 1; got nan"),
         ("--self-generate 3 --self-generate-tokens 48", "--self-generate-tokens must be below --length, 48"),
+        ("--steps 0", "--steps 0 would train nothing: give a number above 0"),
+        ("--minutes 0", "--minutes 0 would train nothing"),
+        ("--flops 0 --steps 2", "--flops 0 would train nothing"),
     ],
 )
 def test_flags_that_do_not_do_are_named(
@@ -297,7 +299,7 @@ def test_a_run_that_is_stopped_behind_its_last_update_says_what_it_keeps(
 
 def test_a_rate_too_high_is_named(base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train(base, chats, tmp_path, "--method full --learning-rate 1e30 --warmup 0")
-    assert_refused(capsys, code, r"a lower --learning-rate than 1e\+30\. What was saved last is kept")
+    assert_refused(capsys, code, r"a lower --learning-rate than 1e\+30\. No update was saved")
     assert not (tmp_path / "state.pt").exists()
     assert not (tmp_path / "model").exists()
 

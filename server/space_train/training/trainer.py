@@ -166,6 +166,14 @@ def stopped_at_once(out: Path) -> str:
     return f"Stopped. {out} keeps the run up to update {updates}: {GO_ON}."
 
 
+def what_is_kept(out: Path) -> str:
+    """Describe the files in `out` of a run that failed."""
+    updates = kept_updates(out)
+    if updates is None:
+        return "No update was saved."
+    return f"{out} keeps the run up to update {updates}."
+
+
 LOSS_NAMES = {"loss": "next-token loss", "masks": "loss per mask", "head": "with the draft head"}
 """What an update's figures are called where there are no held-out records."""
 
