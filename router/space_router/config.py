@@ -62,7 +62,8 @@ class ServeConfig:
     network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME,
     or OWNER/NAME:FILE.gguf)"""
     served_model_name: str | None = _model(None, text("NAME"))
-    """name clients use in `model`; default: the last part of --model, without .gguf"""
+    """name clients use in `model`; default: the last part of --model, without .gguf; of RUN/model, which training
+    writes, RUN"""
     revision: str | None = _model(None, text("REVISION"))
     """branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is served
     cannot change"""
@@ -279,6 +280,8 @@ class ServeConfig:
         if self.model == "demo":
             return "spaceserve-demo"
         last = self.model.rstrip("/").rsplit("/", 1)[-1]
+        if last == "model" and (folder := Path(self.model)).is_dir():
+            return folder.resolve().parent.name or last  # each training run has its checkpoint in a folder `model`
         return last[: -len(".gguf")].rpartition(":")[2] if last.lower().endswith(".gguf") else last
 
     @property

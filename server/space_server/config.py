@@ -49,6 +49,10 @@ class ModelSource:
             for name, place in self._adapters
         }
 
+    def local_adapters(self) -> list[str]:
+        """Return the adapters' folders that are on this machine."""
+        return [place for _, place in self._adapters if Path(place).exists()]
+
     def fetch(self, model: str) -> Path:
         """Return the folder of a hub id, or the file of the default model's weights.
         The configured revision applies to the model only, not to its base or adapters."""

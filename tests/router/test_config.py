@@ -86,9 +86,17 @@ def test_adapters_come_from_one_flag_several_times_or_from_one_variable(monkeypa
     assert build({}, {"SPACESERVE_ADAPTER": "code=/a=b, team/prose=c"}).adapter == found[0].adapter
 
 
+def test_a_training_runs_model_is_named_after_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    assert build({"model": f"{tmp_path}/mine/model/"}, {}).model_name == "mine"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert build({"model": "model"}, {}).model_name == "mine"
+
+
 def test_the_model_is_called_by_the_last_part_of_its_path() -> None:
     assert build({"model": "/data/models/llama/"}, {}).model_name == "llama"
     assert build({"model": "org/llama", "served_model_name": "mine"}, {}).model_name == "mine"
+    assert build({"model": "org/model"}, {}).model_name == "model"
     assert build({"model": "demo"}, {}).model_name == "spaceserve-demo"
     assert build({}, {}).model_name == "smollm2"
 

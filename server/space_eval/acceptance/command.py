@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from space_eval.acceptance.generation import (
 )
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
 from space_eval.data import load_conversations
-from space_eval.flags import given, whole
+from space_eval.flags import FlagError, given, whole
 from space_eval.report import columns_table, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
@@ -143,6 +144,11 @@ def run(options: argparse.Namespace) -> int:
 def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
     """Measure all settings of the options over all prompts."""
     model = load_model(options.model, **given(options, "dtype", "weights", "kv_dtype", "num_threads"))
+    if not model.facts.num_masks:
+        raise FlagError(
+            f"{options.model} has no masks, so it drafts nothing whose acceptance could be measured. spaceserve train "
+            "gives it masks; spaceserve eval speed measures what drafts from the text so far gain."
+        )
     tokenizer = load_tokenizer(options.model)
     loaded = load_conversations(options.prompts, options.limit)
     prompts = encode_conversations(
@@ -179,13 +185,18 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
     return rows, facts
 
 
+def _figure(value: float) -> str:
+    """Two decimals, or a dash where nothing was counted, such as for outputs that do not loop where all do."""
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
 COLUMNS: Sequence[tuple[str, Callable[[AcceptanceRow], str]]] = (
     ("T", lambda row: f"{row.temperature:g}"),
     ("k", lambda row: str(row.max_drafts)),
     ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
-    ("not looping", lambda row: f"{row.tokens_per_step_not_looping:.2f}"),
+    ("not looping", lambda row: _figure(row.tokens_per_step_not_looping)),
     ("no blanks", lambda row: f"{row.tokens_per_step_no_blanks:.2f}"),
-    ("accepted at 1, 2, …", lambda row: " ".join(f"{share:.2f}" for share in row.accepted_by_position)),
+    ("accepted at 1, 2, …", lambda row: " ".join(map(_figure, row.accepted_by_position))),
     ("repeated 4-grams", lambda row: f"{row.repeated_4grams:.2f}"),
     ("looping", lambda row: f"{row.looping:.0%}"),
     ("chars/step", lambda row: f"{row.characters_per_step:.1f}"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from space_common import default_model
 from space_model.loading.load import load_model
 from space_train.training.published_options import EVALUATION_OPTIONS, TRAINING_OPTIONS, options_table
 from tqdm import tqdm
@@ -19,15 +20,18 @@ from space_eval.paper import table
 from space_eval.paper.protocol import (
     FAMILIES,
     TASKS,
+    TEMPLATE,
     MeasuredQuestion,
     PaperProtocol,
     PaperTask,
     PromptedModel,
+    PromptFamily,
     family_of,
     load_questions,
     open_journal,
     place_and_split,
     run_task,
+    template_of,
     weights_digest,
 )
 from space_eval.paper.table import PUBLISHED, PaperRow, PublishedModel, TaskQuality, published_for
@@ -71,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tasks", default="xsum,human_eval,cip", metavar="T[,T...]", help=tasks)
     data = "JSONL, or hub id[:config][@split]"
     add("--data", action="append", default=[], metavar="T=SOURCE[,T=SOURCE]", help=data)
-    add("--family", choices=["auto", *FAMILIES], default="auto", help="how it is prompted [by its name]")
+    how = "how it is prompted [by its name, else its chat template, else as plain text]"
+    add("--family", choices=["auto", TEMPLATE, *FAMILIES], default="auto", help=how)
     add("--published", choices=list(PUBLISHED), help="row of Table 1 to show beside [by family and size]")
     add("--k", type=int, default=5, help="most drafts per step [5, as published]")
     add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served [full]")
@@ -131,7 +136,9 @@ def run(options: argparse.Namespace) -> int:
     protocol, facts = _prepare(options)
     family = protocol.model.family
     published = PUBLISHED[options.published] if options.published else published_for(family.name, options.model)
-    settings = {name: facts[name] for name in ("weights", "base weights", "family", "k", "layout", "temperature")}
+    settings = {name: facts.get(name) for name in ("weights", "base weights", "family", "k", "layout", "temperature")}
+    # The report names a model by the hash that the other commands show; the journal also compares its weights.
+    facts = {name: value for name, value in facts.items() if name not in {"weights", "base weights"}}
     settings |= {"seed": options.seed, "rounds": options.rounds, "dtype": facts["dtype"]}
 
     journal = open_journal(options.out / "answers.jsonl", settings)
@@ -174,7 +181,7 @@ def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, obje
             f"--k is {options.k}; {options.model} has {model.facts.num_masks} masks. Give --k of at most that, or a "
             "checkpoint with masks: spaceserve train makes one, --mask-ids and --num-masks declare a published one's."
         )
-    family = family_of(options.model) if options.family == "auto" else FAMILIES[options.family]
+    family = _family(options.family, options.model)
     decoder = PairedDecoder(model, [options.k], layout=options.layout)
     prompted = PromptedModel(decoder, load_tokenizer(options.model), family)
     base: PromptedModel | None = None
@@ -188,14 +195,30 @@ def _prepare(options: argparse.Namespace) -> tuple[PaperProtocol, dict[str, obje
     protocol = PaperProtocol(prompted, options.k, options.rounds, options.temperature, options.seed, base, num_samples)
     facts: dict[str, object] = {
         "model": options.model,
+        "model hash": model.facts.model_hash[:12],
         "weights": weights_digest(options.model),
         "base": options.base or "the model itself",
+        **({} if base is None else {"base hash": base.decoder.model.facts.model_hash[:12]}),
         "base weights": None if base is None else weights_digest(options.base),
         "family": family.name,
         "batch": 1,
         **given(options, "k", "temperature", "rounds", "layout"),
     }
     return protocol, facts | environment_facts(model)
+
+
+def _family(asked: str, model: str) -> PromptFamily:
+    """Return the prompt format: of the paper where the model's name is one of its families, else the model's own."""
+    if asked not in {"auto", TEMPLATE}:
+        return FAMILIES[asked]
+    named = family_of(model)
+    # The tiny embedded model completes code; its chat template is a makeshift.
+    if asked == "auto" and (named.is_chat or model == default_model.FALLBACK):
+        return named
+    own = template_of(model)
+    if own is None and asked == TEMPLATE:
+        raise FlagError(f"{model} has no chat template. Give another --family.")
+    return own or named
 
 
 def _problems(task: PaperTask, source: str) -> dict[str, CodingProblem]:

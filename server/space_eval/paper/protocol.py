@@ -13,6 +13,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from space_train.run_folder import fingerprint, parts_digest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from space_eval.acceptance.generation import text_behind
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer
@@ -149,12 +150,20 @@ class PromptFamily:
     turn: str  # with {} for the user's message
     between: str = ""  # after an answer, before the next turn
     is_chat: bool = True  # False: the text is continued as it is
+    render: Callable[[list[dict[str, str]]], str] | None = None  # a chat template, instead of the words above
 
     def prompt(self, turns: Sequence[str], answers: Sequence[str]) -> str:
         """Return the text before answer number `len(answers)`; `turns` has one more item than `answers`.
 
         As published, the parts are joined by newlines, even if `system` is empty.
         """
+        if self.render is not None:
+            messages = []
+            for asked, answer in zip(turns, [*answers, None], strict=False):
+                messages.append({"role": "user", "content": asked})
+                if answer is not None:
+                    messages.append({"role": "assistant", "content": answer})
+            return self.render(messages)
         if not self.is_chat:
             parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
             return "".join([*(f"{part}\n" for part in parts), turns[len(answers)]])
@@ -185,6 +194,21 @@ FAMILIES = {
 }
 
 _IN_NAMES = ("vicuna", "chatglm", "internlm", "qwen", "falcon")
+
+
+TEMPLATE = "template"  # the name of the family that has the model's own chat template
+
+
+def template_of(model: str) -> PromptFamily | None:
+    """Return the family of a model's own chat template, or None if it has none."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(model).folder), local_files_only=True)
+    if tokenizer.chat_template is None:
+        return None
+
+    def render(messages: list[dict[str, str]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+    return PromptFamily(TEMPLATE, "", "", render=render)
 
 
 def family_of(model_name: str) -> PromptFamily:
@@ -271,7 +295,8 @@ class PromptedModel:
         """
         window = self.decoder.model.facts.window
         turns = question.turns if self.family.is_chat else question.plain_turns
-        ids = self.tokenizer.encode(self.family.prompt(turns, answers)).ids
+        text = self.family.prompt(turns, answers)
+        ids = self.tokenizer.encode(text, add_special_tokens=self.family.render is None).ids
         kept = ids[-max(window - max_tokens, window // 2) :]
         return FittedPrompt(kept, len(kept) < len(ids), min(max_tokens, window - len(kept)))
 

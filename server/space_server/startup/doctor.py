@@ -22,7 +22,8 @@ from space_kernels.attention_backends import AttentionNeed, UnusableAttention, a
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint, read_object, with_quantization
+from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_object, with_quantization
+from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
@@ -258,6 +259,8 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         else:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
         asked = AskedModel.of(config, checkpoint)
+        if not (missing and missing.num_files):
+            _check_adapters(config, checkpoint, asked)
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
@@ -293,6 +296,17 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         yield Finding("model", "fail", str(error))
         return
     yield _memory(config, need)
+
+
+def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: AskedModel) -> None:
+    """Raise ModelError for an adapter that was made for other weights, as loading does. Those of the hub are checked
+    when they are here."""
+    asked.section.check_base(checkpoint.name, checkpoint.weights_sha256)
+    for place in ModelSource(config).local_adapters():
+        _, section = adapter_section(place)
+        SpaceSection.parse(section, mask_ids=None, num_masks=None, vocab_size=int(asked.config.vocab_size)).check_base(
+            checkpoint.name, checkpoint.weights_sha256
+        )
 
 
 def _without_weights(name: str, folder: Path) -> Checkpoint:

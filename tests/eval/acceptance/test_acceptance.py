@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from space_eval.__main__ import main
-from space_eval.acceptance import paired_decoding, speed
+from space_eval.acceptance import command, paired_decoding, speed
 from space_eval.acceptance.command import AcceptanceRow
 from space_eval.acceptance.generation import (
     AssistedDecoder,
@@ -46,6 +46,24 @@ def test_a_row_counts_tokens_per_step_and_acceptance_by_position() -> None:
     assert row.accepted_by_position == (3 / 4, 1 / 3)
     assert (row.num_outputs, row.num_tokens, row.looping) == (2, 8, 0)
     assert row.speedup == 1 / (4 / 8)
+
+
+def test_a_model_without_masks_is_refused_with_what_gives_it_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_checkpoint(tmp_path / "model", num_layers=1, num_masks=0)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "def add(a, b):"}\n', encoding="utf-8")
+    assert main(["acceptance", "--model", str(model), "--prompts", str(tmp_path / "one.jsonl")]) == 2
+    assert "has no masks, so it drafts nothing" in (said := capsys.readouterr().err)
+    assert "spaceserve train gives it masks" in said
+
+
+def test_what_was_not_counted_is_a_dash_and_not_nan() -> None:
+    loops = CompletionOutput([0], first=[1], steps=[DecodeStep((1,), 0, 0)] * 9, decode_seconds=9.0)
+    row = AcceptanceRow.of([loops], [loops], lambda ids: "x" * len(ids), temperature=0.0, max_drafts=2)
+    page = command.to_markdown([row], {})
+    assert "nan" not in page
+    assert "–" in page
 
 
 def test_the_command_prints_a_table_and_writes_it_with_its_record(

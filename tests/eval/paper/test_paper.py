@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.paired_decoding import TimedAnswer
-from space_eval.flags import JournalError, RecordError
+from space_eval.flags import FlagError, JournalError, RecordError
 from space_eval.paper import command
 from space_eval.paper import table as table_module
+from space_eval.paper.command import _family
 from space_eval.paper.protocol import (
     FAMILIES,
     TASKS,
@@ -44,6 +45,7 @@ from space_eval.quality.humaneval import FLAG
 from space_model.testing import tiny_checkpoint
 from space_train.training.published_options import EVALUATION_OPTIONS
 from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer
 
 ADD = {
     "task_id": "t/0",
@@ -90,6 +92,29 @@ def test_the_second_turn_holds_the_first_answer() -> None:
         .endswith("[INST]One? [/INST]\n1. </s><s>\n[INST]And two? [/INST]")
     )
     assert FAMILIES["plain"].prompt(turns, ["1."]) == "One?\n1.\nAnd two?"
+
+
+def test_a_chat_model_of_no_family_is_asked_through_its_own_template(tmp_path: Path) -> None:
+    """Its folder may have any name; a model without a template continues text."""
+    chat = tiny_checkpoint(tmp_path / "mine" / "model", num_layers=1)
+    family = _family("auto", str(chat))
+    assert family.name == "template"
+    assert family.is_chat
+    own = AutoTokenizer.from_pretrained(chat)
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert family.prompt(["a", "c"], ["b"]) == own.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        file = chat / name
+        if file.is_file() and file.suffix == ".json":
+            file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": None}))
+        else:
+            file.unlink(missing_ok=True)
+    assert _family("auto", str(chat)).name == "plain"
+    assert _family("auto", "demo").name == "plain"
+    with pytest.raises(FlagError, match="has no chat template"):
+        _family("template", str(chat))
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,24 @@ def test_what_keeps_a_worker_from_starting_is_found_and_a_worker_says_so_too(
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_an_adapter_of_another_base_is_found_and_a_worker_says_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint's own, beside weights that it was not made for, and one that a flag gives."""
+    own = tiny_checkpoint(tmp_path / "own", adapter_rank=2)
+    config = json.loads((own / "config.json").read_text())
+    config["space"]["base_sha256"] = "0" * 64
+    (own / "config.json").write_text(json.dumps(config))
+    base = tiny_checkpoint(tmp_path / "base", num_masks=0)
+    for words in (["--model", str(own)], ["--model", str(base), "--adapter", f"mine={own}"]):
+        findings = failures(*words)
+        assert [finding.part for finding in findings] == ["model"]
+        assert "The adapter was made for weights with the sha256 0000" in findings[0].fact
+        capsys.readouterr()
+        assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
+        assert "The adapter was made for weights" in capsys.readouterr().err
+
+
 def test_the_default_model_is_judged_before_it_is_here(tmp_path: Path) -> None:
     findings = list(examine(parse([*LISTEN, "--download-folder", str(tmp_path)])))
     assert [finding for finding in findings if finding.state == "fail"] == []
