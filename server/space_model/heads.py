@@ -196,11 +196,11 @@ SECONDS, MOST_SECONDS = 0.3, 1.0  # time limits for starting a round: normally, 
 
 def head_rows(logits: Callable[[Tensor], Tensor], base: BaseSpec, clock: Callable[[], float] | None = None) -> int:
     """Return the most rows [R, hidden_size] whose `logits` take at most twice as long as two rows; 0 if none do.
-    `clock` in seconds; None: with one thread its CPU time, which other load hardly affects; with several, wall time."""
+    `clock` in seconds; None: the CPU time of all threads, which other load hardly affects."""
     if torch.device(base.device).type != "cpu":
         return UNMEASURED
     if clock is None:
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        clock = time.process_time
     rows = torch.zeros(max(TRIED), base.hidden_size, dtype=base.dtype, device=base.device)
     logits(rows[:BASE])  # warm-up
     least: dict[int, float] = {}

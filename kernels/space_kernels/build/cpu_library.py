@@ -239,6 +239,20 @@ class LogitsStruct(Structure):
     )
 
 
+class SamplingStruct(Structure):
+    """`Sampling` of cpu/choice.h."""
+
+    _fields_ = (
+        ("sampled", c_void_p),
+        ("divisors", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("log_min_p", c_void_p),
+        ("keys", c_void_p),
+        ("positions", c_void_p),
+    )
+
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent.with_name("cpu")
@@ -314,6 +328,7 @@ class CpuLibrary:
         self.attend = function("attend", rows, heads, attention, c_int)
         self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
         self.argmax = function("argmax", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
+        self.sample = function("sample", POINTER(LogitsStruct), POINTER(SamplingStruct), c_void_p, c_void_p, c_int)
         self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)

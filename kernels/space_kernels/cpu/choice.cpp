@@ -3,6 +3,7 @@
 #include "team.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -95,7 +96,209 @@ struct Best {
     std::vector<int32_t> order;
 };
 
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;
+constexpr double GUMBEL_MIN = -3.129994641;  // lower bound of the noise
+constexpr double LOUD_NOISE = 6.0;
+constexpr uint32_t LOUD_BITS = 4284334321u;  // ceil(2^32 exp(-exp(-LOUD_NOISE))): fewer bits give less noise than that
+constexpr int64_t GROUP = 64;                // ids whose greatest logit and bits are kept, to find the few that matter
+
+inline uint64_t finalise(uint64_t word) {  // of SplitMix64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBull;
+    return word ^ (word >> 31);
+}
+
+inline uint32_t bits_of(uint64_t stream, int64_t id) {
+    return uint32_t(finalise(stream + (uint64_t(id) + 1) * GOLDEN) >> 32);
+}
+
+inline double gumbel(uint32_t bits) { return -std::log(-std::log((double(bits) + 0.5) * 0x1p-32)); }
+
+// exp(x) for x <= 0, within two units of the last place; 0 below -708. Without branches, so that it is vectorised.
+inline double exponential(double x) {
+    constexpr double SHIFT = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer in the low bits
+    const double clamped = x < -708.0 ? -708.0 : x;
+    const double shifted = clamped * 1.4426950408889634 + SHIFT, n = shifted - SHIFT;
+    const double r = (clamped - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;  // ln 2 in two parts
+    double e = 1.0 / 6227020800;
+    e = e * r + 1.0 / 479001600;
+    e = e * r + 1.0 / 39916800;
+    e = e * r + 1.0 / 3628800;
+    e = e * r + 1.0 / 362880;
+    e = e * r + 1.0 / 40320;
+    e = e * r + 1.0 / 5040;
+    e = e * r + 1.0 / 720;
+    e = e * r + 1.0 / 120;
+    e = e * r + 1.0 / 24;
+    e = e * r + 1.0 / 6;
+    e = e * r + 0.5;
+    e = e * r + 1.0;
+    e = e * r + 1.0;
+    uint64_t exponent, bits;
+    std::memcpy(&exponent, &shifted, 8);
+    std::memcpy(&bits, &e, 8);
+    bits += exponent << 52;
+    std::memcpy(&e, &bits, 8);
+    return x < -708.0 ? 0.0 : e;
+}
+
+// Sampling of one row after the other; the buffers are kept between rows.
+struct Sampler {
+    void row(const float* x, int64_t vocabulary, const Sampling& sampling, int64_t number, int64_t* id, bool* valid) {
+        V = vocabulary;
+        read(x, sampling.sampled[number] ? sampling.divisors[number] : 1.0f);
+        const int64_t group = std::max_element(group_best.begin(), group_best.end()) - group_best.begin();
+        const int32_t high = group_best[group];
+        int64_t where = group * GROUP;
+        while (where < V && rank_of(z[where]) != high) ++where;
+        *id = where;
+        *valid = high > LEAST && high < MOST && low >= LEAST;
+        if (!*valid || !sampling.sampled[number]) return;
+        best = z[where];
+        const uint64_t key = finalise(uint64_t(sampling.keys[number]));
+        stream = finalise(key + (uint64_t(sampling.positions[number]) + 1) * GOLDEN);
+        winner = where, highest = -INFINITY;
+        floor = double(best) + sampling.log_min_p[number];
+        const int64_t top_k = sampling.top_k[number] > 0 ? std::min(sampling.top_k[number], V) : V;
+        if (top_k < V || sampling.top_p[number] < 1.0)
+            of_first(top_k, sampling.top_p[number]);
+        else
+            of_all();
+        *id = winner;
+    }
+
+   private:
+    int64_t V;
+    std::vector<float> z;             // [V] divided logits
+    std::vector<uint32_t> bits;       // [V] random bits
+    std::vector<int32_t> group_best;  // greatest rank of each group
+    std::vector<uint32_t> group_bits;
+    std::vector<std::pair<int32_t, int32_t>> order;  // inverted rank and id: the first in order is smallest
+    int32_t low;
+    float best;
+    uint64_t stream;
+    double floor;  // the lowest logit that min_p keeps
+    int64_t winner;
+    double highest;
+
+    void read(const float* x, float divisor) {
+        const int64_t num_groups = (V + GROUP - 1) / GROUP;
+        z.resize(V), group_best.resize(num_groups);
+        low = std::numeric_limits<int32_t>::max();
+        for (int64_t group = 0; group < num_groups; ++group) {
+            const int64_t first = group * GROUP, count = std::min(GROUP, V - first);
+            float* y = z.data() + first;
+            for (int64_t i = 0; i < count; ++i) y[i] = x[first + i] / divisor;
+            group_best[group] = greatest(y, count);
+            low = std::min(low, smallest(y, count));
+        }
+    }
+
+    void score(int64_t id, uint32_t random) {
+        if (double(z[id]) < floor) return;
+        const double value = double(z[id]) + gumbel(random);
+        if (value > highest || (value == highest && id < winner)) highest = value, winner = id;
+    }
+
+    // Among all ids. Noise is computed for few: first where the random bits are high, one id in 400; then for the
+    // others that could still beat the best of these.
+    void of_all() {
+        const int64_t num_groups = int64_t(group_best.size());
+        bits.resize(V), group_bits.resize(num_groups);
+        for (int64_t group = 0; group < num_groups; ++group) {
+            const int64_t first = group * GROUP, count = std::min(GROUP, V - first);
+            uint32_t* random = bits.data() + first;
+            uint32_t most = 0;
+            for (int64_t i = 0; i < count; ++i) random[i] = bits_of(stream, first + i);
+            for (int64_t i = 0; i < count; ++i) most = std::max(most, random[i]);
+            group_bits[group] = most;
+        }
+        for (int64_t group = 0; group < num_groups; ++group) {
+            if (group_bits[group] < LOUD_BITS) continue;
+            const int64_t behind = std::min((group + 1) * GROUP, V);
+            for (int64_t id = group * GROUP; id < behind; ++id)
+                if (bits[id] >= LOUD_BITS && z[id] > -INFINITY) score(id, bits[id]);
+        }
+        const double enough = std::max(highest, double(best) + GUMBEL_MIN) - LOUD_NOISE - 0.01;
+        const float bound = std::nextafter(float(enough), -INFINITY);
+        const int32_t least = rank_of(bound);
+        for (int64_t group = 0; group < num_groups; ++group) {
+            if (group_best[group] < least) continue;
+            const int64_t behind = std::min((group + 1) * GROUP, V);
+            for (int64_t id = group * GROUP; id < behind; ++id)
+                if (z[id] >= bound && bits[id] < LOUD_BITS) score(id, bits[id]);
+        }
+    }
+
+    double weight(float x) const { return exponential(double(x) - double(best)); }
+
+    double sum_of_weights() const {
+        double lanes[LANES] = {};
+        int64_t i = 0;
+        for (; i + LANES <= V; i += LANES)
+            for (int lane = 0; lane < LANES; ++lane) lanes[lane] += weight(z[i + lane]);
+        double sum = 0;
+        for (; i < V; ++i) sum += weight(z[i]);
+        for (double lane : lanes) sum += lane;
+        return sum;
+    }
+
+    // Among the top_k first, and of these those before which less than top_p of their probability lies. They are put
+    // in order band by band from the greatest logit downwards, as far as needed.
+    void of_first(int64_t top_k, double top_p) {
+        const bool by_share = top_p < 1.0;
+        const double sum = by_share ? sum_of_weights() : 1.0;
+        order.clear();
+        double reached = 0;  // before `kept` ids
+        size_t kept = 0;
+        float above = INFINITY;
+        for (float width = 4; above > -INFINITY; width *= 2) {
+            const float under = width > 100 ? -INFINITY : best - width;
+            const size_t known = order.size();
+            collect(under, above);
+            std::sort(order.begin() + known, order.end());
+            above = under;
+            if (top_k < V && int64_t(order.size()) >= top_k) {
+                order.resize(top_k);
+                break;
+            }
+            if (by_share && top_k == V) {
+                while (kept < order.size() && reached < top_p) reached += weight(z[order[kept++].second]) / sum;
+                if (kept < order.size() || reached >= top_p) break;
+            }
+        }
+        if (!by_share) {
+            kept = order.size();
+        } else if (top_k < V) {
+            double total = 0;
+            for (auto [rank, id] : order) total += weight(z[id]) / sum;
+            for (; kept < order.size() && reached < top_p * total; ++kept)
+                reached += weight(z[order[kept].second]) / sum;
+        }
+        for (size_t i = 0; i < kept; ++i) score(order[i].second, bits_of(stream, order[i].second));
+    }
+
+    // Adds the ids with under <= z < above; for under = -infinity those with -infinity < z < above.
+    void collect(float under, float above) {
+        const int32_t least = rank_of(under);
+        for (int64_t group = 0; group < int64_t(group_best.size()); ++group) {
+            if (group_best[group] < least) continue;
+            const int64_t behind = std::min((group + 1) * GROUP, V);
+            for (int64_t id = group * GROUP; id < behind; ++id)
+                if (z[id] >= under && z[id] < above && z[id] > -INFINITY) order.push_back({~rank_of(z[id]), int32_t(id)});
+        }
+    }
+};
+
 }  // namespace
+
+void sample(const Logits& logits, const Sampling& sampling, int64_t* ids, bool* valid, int num_threads) {
+    share_out(num_threads, logits.rows, [&](int64_t first, int64_t last, bool) {
+        thread_local Sampler sampler;
+        for (int64_t row = first; row < last; ++row)
+            sampler.row(ban(logits, row), logits.vocabulary, sampling, row, ids + row, valid + row);
+    });
+}
 
 void argmax(const Logits& logits, int64_t* ids, bool* valid, int num_threads) {
     share_out(num_threads, logits.rows, [&](int64_t first, int64_t last, bool) {
@@ -120,6 +323,10 @@ extern "C" {
 
 void EXPORT(argmax)(const Logits* logits, int64_t* ids, bool* valid, int num_threads) {
     argmax(*logits, ids, valid, num_threads);
+}
+
+void EXPORT(sample)(const Logits* logits, const Sampling* sampling, int64_t* ids, bool* valid, int num_threads) {
+    sample(*logits, *sampling, ids, valid, num_threads);
 }
 
 void EXPORT(best_of)(const Logits* logits, int64_t count, int64_t* ids, float* offsets, int num_threads) {

@@ -1,4 +1,4 @@
-// Argmax and top-k over the vocabulary.
+// Argmax, top-k and sampling over the vocabulary.
 
 #pragma once
 
@@ -19,5 +19,19 @@ void argmax(const Logits& logits, int64_t* ids, bool* valid, int num_threads);
 
 // Each row's `count` best ids, ascending, and an offset for each: -inf where the logit is, else 0. Ties: the lower ids.
 void best_of(const Logits& logits, int64_t count, int64_t* ids, float* offsets, int num_threads);
+
+// How each row is sampled from its logits, in the order of sampling/sampler.py.
+struct Sampling {
+    const bool* sampled;      // false: the greatest logit, and nothing below matters
+    const float* divisors;    // the temperature
+    const int64_t* top_k;     // the k most probable ids are kept; 0: all
+    const double* top_p;      // of these, the first that together reach this share of them; 1: all
+    const double* log_min_p;  // of these, those whose logit is at most this far (<= 0) below the greatest
+    const int64_t *keys, *positions;  // of the noise (sampling/noise.py)
+};
+
+// Each row's argmax of logit / temperature plus noise over the ids that are kept, and whether it is valid as above. A
+// row's result depends on nothing but its logits and parameters; all kinds give the same.
+void sample(const Logits& logits, const Sampling& sampling, int64_t* ids, bool* valid, int num_threads);
 
 }  // namespace KIND

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.build.cpu_library import CpuLibrary, LogitsStruct, cpu_library
+from space_kernels.build.cpu_library import CpuLibrary, LogitsStruct, SamplingStruct, cpu_library
 from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow, SamplingRows, TokenListTensors
 from space_kernels.sampling.sampling_params import TokenCounts as TokenCounts
@@ -40,7 +40,8 @@ def process(logits: Tensor, rows: Sequence[SamplingRow] | SamplingRows, banned_i
     runs = SamplingRows.of(rows)
     edit(logits, runs, banned_ids)
     divide(logits, runs)
-    truncate(logits, runs)
+    if runs.run_params.truncates:
+        truncate(logits, runs.batch_params())
     return logits
 
 
@@ -134,48 +135,41 @@ def _penalise(logits: Tensor, edited: list[tuple[int, SamplingRow]]) -> None:
     penalised = [(number, row) for number, row in edited if row.sampling_params.penalises]
     if not penalised:
         return
-    device = logits.device
-    counts = [row.counts or TokenCounts(row.ids, row.num_prompt, logits.shape[1], device) for _, row in penalised]
-    output = torch.stack([of_row.output for of_row in counts])  # [P, V]
-    seen = torch.stack([of_row.seen for of_row in counts])
-    ahead = [(p, id_) for p, (_, row) in enumerate(penalised) for id_ in row.tail]
-    if ahead:
-        at = _cells(ahead, device)
-        output.index_put_(at, torch.ones(len(ahead), dtype=output.dtype, device=device), accumulate=True)
-        seen[at] = True
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits.dtype, device=device)[:, None]
-
-    repetition = column([row.sampling_params.repetition_penalty for _, row in penalised])
-    presence = column([row.sampling_params.presence_penalty for _, row in penalised])
-    frequency = column([row.sampling_params.frequency_penalty for _, row in penalised])
-    numbers = [number for number, _ in penalised]
-    z = logits[numbers]
-    z = torch.where(seen, torch.where(z > 0, z / repetition, z * repetition), z)
-    z = z - presence * (output > 0)
-    logits[numbers] = z - frequency * output
+    for number, row in penalised:
+        counts = row.counts or TokenCounts(row.ids, row.num_prompt, logits.shape[1], logits.device)
+        output, seen = counts.output, counts.seen
+        if row.tail:
+            ahead = torch.tensor(row.tail, dtype=torch.int64, device=logits.device)
+            output = output.index_add(0, ahead, torch.ones_like(ahead))
+            seen = seen.index_fill(0, ahead, True)
+        ids = seen.nonzero()[:, 0]  # the others stay as they are
+        params, z, count = row.sampling_params, logits[number, ids], output[ids]
+        z = torch.where(z > 0, z / params.repetition_penalty, z * params.repetition_penalty)
+        z = z - params.presence_penalty * (count > 0)
+        logits[number, ids] = z - params.frequency_penalty * count
 
 
 def divide(logits: Tensor, rows: SamplingRows) -> None:
     """Divide by the temperature, in place; rows at temperature 0 stay unchanged."""
     if rows.run_params.divides:
-        divisors = [params.divisor for params in rows.batch_params()]
-        logits /= torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
+        logits /= _divisors(rows.batch_params(), logits)
 
 
-def truncate(z: Tensor, rows: SamplingRows) -> None:
-    """Apply top-k, top-p, min-p and typical-p, in place, to logits already divided by the temperature."""
-    if not rows.run_params.truncates:
-        return
-    if nucleus := rows.numbers(_has_nucleus):
-        z[nucleus] = _keep_first(z[nucleus], rows.batch_params(_has_nucleus))
-    if floored := rows.numbers(_has_floor):
-        z[floored] = _keep_probable(z[floored], [params.min_p for params in rows.batch_params(_has_floor)])
-    if typical := rows.numbers(_is_typical):
-        typical_p = [params.typical_p for params in rows.batch_params(_is_typical)]
-        mass = torch.tensor(typical_p, dtype=torch.float64, device=z.device)[:, None]
-        z[typical] = keep_typical(z[typical], mass)
+def _divisors(batch_params: Sequence[SamplingParams], logits: Tensor) -> Tensor:
+    """[N, 1], of the logits' dtype"""
+    divisors = [params.divisor for params in batch_params]
+    return torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
+
+
+def truncate(z: Tensor, batch_params: Sequence[SamplingParams]) -> None:
+    """Apply top-k, top-p, min-p and typical-p, in place, to logits already divided by the temperature: z [N, V]."""
+    if nucleus := [number for number, params in enumerate(batch_params) if _has_nucleus(params)]:
+        z[nucleus] = _keep_first(z[nucleus], [batch_params[number] for number in nucleus])
+    if floored := [number for number, params in enumerate(batch_params) if _has_floor(params)]:
+        z[floored] = _keep_probable(z[floored], [batch_params[number].min_p for number in floored])
+    if typical := [number for number, params in enumerate(batch_params) if _is_typical(params)]:
+        typical_p = [batch_params[number].typical_p for number in typical]
+        z[typical] = keep_typical(z[typical], torch.tensor(typical_p, dtype=torch.float64, device=z.device)[:, None])
 
 
 _edits = attrgetter("edits")
@@ -270,6 +264,7 @@ _LOUD_BITS = math.ceil(2.0**32 * math.exp(-math.exp(-_LOUD_NOISE)))
 """Random bits below this give noise below _LOUD_NOISE (399 of 400 cells)."""
 _CELLS_AT_ONCE = 1 << 18
 """Cells drawn at a time, to stay in a core's cache."""
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 _NO_ID = torch.iinfo(torch.int64).max
 
 
@@ -285,8 +280,11 @@ def sample_rows(logits: Tensor, rows: Sequence[SamplingRow] | SamplingRows, bann
     """Sample one id per row with the row's sampling parameters.
     logits [N, V] float32 raw (overwritten), banned_ids [B] int64: never sampled."""
     runs = SamplingRows.of(rows)
-    if runs.run_params.is_plain_argmax and (library := library_for_logits(logits)) is not None:
-        return SampledTokens(*argmax(library, logits, banned_ids))
+    if (library := library_for_logits(logits)) is not None:
+        if runs.run_params.is_plain_argmax:
+            return SampledTokens(*argmax(library, logits, banned_ids))
+        edit(logits, runs, banned_ids)
+        return SampledTokens(*_sample(library, logits, runs.batch_params(), runs.positions()))
     process(logits, runs, banned_ids)
     first = logits.argmax(dim=1, keepdim=True)  # the first of equal values; a NaN if there is one
     valid = logits.gather(1, first)[:, 0].isfinite()
@@ -402,6 +400,40 @@ def argmax(library: CpuLibrary, logits: Tensor, banned_ids: Tensor) -> tuple[Ten
     ids, valid = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
     library.argmax(byref(_struct(logits, banned_ids)), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads())
     return ids, valid
+
+
+def _sample(
+    library: CpuLibrary, logits: Tensor, batch_params: list[SamplingParams], positions: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Return each row's sampled id [N] int64, and whether it is valid [N] bool, from edited logits [N, V] (overwritten
+    where typical-p, which has no compiled form, is on)."""
+    if typical := [number for number, params in enumerate(batch_params) if params.truncates and _is_typical(params)]:
+        some = [batch_params[number] for number in typical]
+        z = logits[typical] / _divisors(some, logits)
+        truncate(z, some)
+        logits[typical] = z
+        batch_params = list(batch_params)
+        for number in typical:
+            batch_params[number] = _divided_and_truncated(batch_params[number])
+    sampled = np.array([not params.greedy for params in batch_params])
+    divisors = np.array([params.divisor for params in batch_params], dtype=np.float32)
+    top_k = np.array([params.top_k for params in batch_params], dtype=np.int64)
+    top_p = np.array([params.top_p for params in batch_params], dtype=np.float64)
+    log_min_p = np.array([math.log(p.min_p) if p.min_p > 0 else _NEVER for p in batch_params], dtype=np.float64)
+    keys = np.array([params.key for params in batch_params], dtype=np.int64)
+    at = np.array(positions, dtype=np.int64)
+    arrays = (sampled, divisors, top_k, top_p, log_min_p, keys, at)
+    ids, valid = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+    struct = SamplingStruct(*(array.ctypes.data for array in arrays))
+    library.sample(
+        byref(_struct(logits, _NO_IDS)), byref(struct), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads()
+    )
+    return ids, valid
+
+
+def _divided_and_truncated(params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a row to which these have been applied, up to the noise."""
+    return SamplingParams(key=params.key)
 
 
 def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -238,3 +239,74 @@ def test_the_best_ids_come_in_their_order(library: CpuLibrary, num_ids: int, cou
     order = edited.sort(dim=1, descending=True, stable=True).indices[:, : min(count, num_ids)]
     assert torch.equal(ids, order.sort(dim=1).values)
     assert torch.equal(offsets, torch.where(edited.gather(1, ids) > -math.inf, 0.0, -math.inf))
+
+
+COMPILED_SAMPLERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1e-5),
+    SamplingParams(temperature=40.0),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=5, temperature=0.9),
+    SamplingParams(top_k=600),
+    SamplingParams(top_k=10**6),
+    SamplingParams(top_p=0.1),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=1 - 1e-12),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(top_k=30, top_p=0.6, temperature=1.3),
+    SamplingParams(min_p=0.05),
+    SamplingParams(min_p=1.0),
+    SamplingParams(top_k=50, top_p=0.95, min_p=0.02, temperature=0.6),
+    SamplingParams(typical_p=0.6),
+    SamplingParams(typical_p=0.9, top_p=0.95, temperature=0.7),
+    SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2, temperature=0.8),
+    SamplingParams(temperature=0.0, frequency_penalty=0.7),
+]
+
+
+@pytest.mark.parametrize("kind", own_kinds())
+@pytest.mark.parametrize("grain", [0.0, 0.5], ids=["random", "with ties"])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 3e7])
+@pytest.mark.parametrize("vocabulary", [1, 17, 700])
+def test_compiled_sampling_chooses_what_torch_chooses(
+    vocabulary: int, spread: float, grain: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: library_for(kind))
+    repeats, generator = 6, torch.Generator().manual_seed(vocabulary)
+    rows = [
+        SamplingRow(replace(params, key=17 * n - 5), ids=(0, vocabulary - 1, 0) * (n + 1), num_prompt=1, tail=(0,) * n)
+        for params in COMPILED_SAMPLERS
+        for n in range(repeats)
+    ]
+    raw = torch.randn(len(rows), vocabulary, generator=generator) * spread
+    if grain:
+        raw = (raw / (grain * spread + 1e-9)).round()
+    raw[::4, 1::2] = -math.inf
+    raw[5::repeats, : vocabulary - 1] = -math.inf
+    raw[7], raw[13, vocabulary // 2], raw[25, vocabulary // 3] = -math.inf, math.nan, math.inf
+    ours = sample_rows(raw.clone(), rows, NO_IDS)
+    alone = [sample_rows(raw[n : n + 1].clone(), [row], NO_IDS).ids.item() for n, row in enumerate(rows)]
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: None)
+    theirs = sample_rows(raw.clone(), rows, NO_IDS)
+    assert ours.valid.tolist() == theirs.valid.tolist()
+    assert not ours.valid[[7, 13, 25]].any()
+    assert ours.ids[ours.valid].tolist() == theirs.ids[ours.valid].tolist()
+    assert [id_ for id_, valid in zip(alone, ours.valid, strict=True) if valid] == ours.ids[ours.valid].tolist()
+
+
+@pytest.mark.parametrize("kind", own_kinds()[:1])
+@pytest.mark.parametrize("params", COMPILED_SAMPLERS)
+def test_compiled_sampling_of_a_whole_vocabulary(
+    params: SamplingParams, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: library_for(kind))
+    raw = torch.randn(24, 50_257, generator=torch.Generator().manual_seed(1)) * 3
+    rows = [SamplingRow(replace(params, key=n * 99), (5, 6, 7), 1, (n,)) for n in range(24)]
+    ours = sample_rows(raw.clone(), rows, NO_IDS)
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: None)
+    theirs = sample_rows(raw.clone(), rows, NO_IDS)
+    assert ours.ids.tolist() == theirs.ids.tolist()
+    assert ours.valid.all()
+    if params.temperature > 0.1 and params.top_k != 1 and params.top_p > 1e-6 and params.min_p < 1:
+        assert len(set(ours.ids.tolist())) > 4

@@ -59,6 +59,14 @@ def test_a_head_that_takes_few_rows_alone_takes_none_at_once() -> None:
     assert head_rows(logits, SPEC, steep) == 0
 
 
+def test_the_clock_is_this_process_s_own_time_whatever_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = FakeHead(1e-3, 0.07e-3)
+    monkeypatch.setattr("time.process_time", head)
+    for clock in ("time.perf_counter", "time.thread_time"):  # busy neighbours, one thread
+        monkeypatch.setattr(clock, lambda: pytest.fail("another clock is read"))
+    assert head_rows(head.logits, SPEC) == 16
+
+
 def test_one_hiccup_does_not_hide_the_rows_behind_it() -> None:
     head = FakeHead(1e-3, 1e-5)
     steady, hiccups = head.logits, iter([False, True, *[False] * 10_000])
