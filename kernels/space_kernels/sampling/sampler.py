@@ -376,7 +376,7 @@ def log_probabilities(raw: Tensor, ids: Sequence[int], num_top: int) -> list[IdL
     """Return float32 log-probabilities of raw logits [N, V] at `ids` [N], and each row's `num_top` most probable ids.
     Most probable first, ties by the lower id."""
     logprobs = torch.log_softmax(raw.to(torch.float32), dim=1)
-    columns = first_columns(logprobs, min(num_top, raw.shape[1]))
+    columns = _top_columns(logprobs, min(num_top, raw.shape[1]))
     chosen = logprobs.gather(1, torch.tensor(ids, dtype=torch.int64, device=raw.device)[:, None])[:, 0]
     top = logprobs.gather(1, columns)
     return [
@@ -385,6 +385,16 @@ def log_probabilities(raw: Tensor, ids: Sequence[int], num_top: int) -> list[IdL
             ids, chosen.tolist(), columns.tolist(), top.tolist(), strict=True
         )
     ]
+
+
+def _top_columns(values: Tensor, count: int) -> Tensor:
+    """Return what `first_columns` does, without sort keys of every column where the compiled library is there."""
+    library = library_for_logits(values) if count else None
+    if library is None:
+        return first_columns(values, count) if count else values.new_empty((len(values), 0), dtype=torch.int64)
+    ids, _ = best_of(library, values, _NO_IDS, count)  # ascending: a stable sort keeps the lower of equal ones first
+    order = values.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)
 
 
 def library_for_logits(logits: Tensor) -> CpuLibrary | None:

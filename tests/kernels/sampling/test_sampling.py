@@ -310,3 +310,24 @@ def test_compiled_sampling_of_a_whole_vocabulary(
     assert ours.valid.all()
     if params.temperature > 0.1 and params.top_k != 1 and params.top_p > 1e-6 and params.min_p < 1:
         assert len(set(ours.ids.tolist())) > 4
+
+
+@pytest.mark.parametrize("kind", own_kinds())
+@pytest.mark.parametrize("vocabulary", [3, 700, 5000])
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_the_most_probable_ids_are_those_of_the_whole_order(
+    num_top: int, vocabulary: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = (
+        torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(num_top)).mul(4).round().div(2)
+    )  # with ties
+    raw[2, 1:] = -math.inf
+    raw[3, ::2] = -math.inf
+    raw[4] = 0.0
+    raw[5, ::3] = -0.0
+    ids = [n % vocabulary for n in range(9)]
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: library_for(kind))
+    ours = log_probabilities(raw, ids, num_top)
+    monkeypatch.setattr(sampling, "library_for_logits", lambda logits: None)
+    assert ours == log_probabilities(raw, ids, num_top)
+    assert all(len(one.top_ids) == min(num_top, vocabulary) for one in ours)
