@@ -70,12 +70,19 @@ class RunClock:
         counters = self.counters
         last_look = 0.0 if is_looked_at else counters.look_seconds
         return self.budget.progress(
-            counters.seconds + last_look + counters.seconds_per_update / 2,
+            counters.seconds + last_look + self._steady_seconds / 2,
             counters.num_tokens,
             step=counters.step,
             epoch=counters.step / self.epoch_updates,
             flops=counters.flops,
         )
+
+    @property
+    def _steady_seconds(self) -> float:
+        """Seconds of an update; 0 before two of them, because a first one is slower than what comes."""
+        if len(self._here) > 1:
+            return self.seconds_per_update
+        return 0.0 if self._here or self.counters.step < 2 else self.counters.seconds_per_update
 
     @property
     def seconds_per_update(self) -> float:

@@ -30,6 +30,7 @@ class Simulated:
     left: dict[int, float] = field(default_factory=dict)  # what the run said behind each update, and when
     said_at: dict[int, float] = field(default_factory=dict)
     totals: dict[int, int] = field(default_factory=dict)
+    shares: list[float] = field(default_factory=list)
 
     def go(self, counters: Counters | None = None, stop: int | None = None) -> Counters:
         if counters is None:
@@ -49,6 +50,7 @@ class Simulated:
             counters.flops += 1e6
             clock.update_took(took)
             self.said_at[counters.step] = self.now
+            self.shares.append(clock.progress(is_looked_at=True))
             self.left[counters.step] = clock.seconds_left(max(1, self.evaluations + 1 - looks), 1) or 0.0
             self.totals[counters.step] = clock.total_updates() or 0
             if counters.seconds - saved > 60:
@@ -98,6 +100,13 @@ def test_a_budget_in_minutes_ends_at_the_update_nearest_to_it(minutes: float) ->
     run = Simulated(Budget(minutes=minutes))
     run.go()
     assert run.now == pytest.approx(60 * minutes, abs=run.first / 2 + run.save + 1)
+
+
+@pytest.mark.parametrize("first", [25.0, 60.0])
+def test_a_slow_first_update_neither_ends_a_run_nor_turns_it_back(first: float) -> None:
+    run = Simulated(Budget(minutes=2), first=first)
+    assert run.go().step >= 5
+    assert run.shares == sorted(run.shares)
 
 
 def test_a_run_that_used_its_minutes_up_is_not_begun_again() -> None:
