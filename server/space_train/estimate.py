@@ -25,7 +25,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from space_train.data.train_batch import TrainBatch
-from space_train.networks.trainee import CHUNK, Trainee
+from space_train.networks.losses import CHUNK, LOGITS_AT_ONCE
+from space_train.networks.trainee import Trainee
 from space_train.train_plan import Anchors, HeadForm, InvalidPlan, Method, TrainPlan
 
 
@@ -278,7 +279,7 @@ def fitted(shape: ModelShape, plan: TrainPlan, memory: float, *, cpu: bool = Fal
     return None
 
 
-PART_TOKENS = 1024
+PART_TOKENS = 4096
 """Real tokens that a part of an update needs on a CPU to compute at full speed; larger parts only take memory."""
 
 
@@ -312,10 +313,13 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
     }
     if plan.scheduled_drafting and head:
         flops["own drafts"] = (2 * head + forward) * masks
-    # Each loss runs the teacher again, and the backward pass recomputes the logits of many rows.
-    recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
-    if masks * _tokens_at_once(plan) > CHUNK:
-        recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
+    recomputed = 0.0
+    # Unless the output is frozen and distilled, whose gradients come with the losses, each loss runs the teacher again,
+    # and the backward pass recomputes the logits of many rows.
+    if plan.trains_base or not plan.distill:
+        recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
+        if masks * _tokens_at_once(plan) > CHUNK:
+            recomputed += num_losses * (1 + int(plan.distill)) * forward * masks
     if plan.trains_base and _tokens_at_once(plan) > CHUNK:
         recomputed += forward
     if plan.activation_checkpointing and plan.trains_base:
@@ -407,22 +411,23 @@ FLOAT32_ROWS, FLOAT32_TRAINED_ROWS = 2.5, 1.4
 
 
 def _on_cpu(shape: ModelShape, plan: TrainPlan, memory: dict[str, float]) -> dict[str, float]:
-    """Return the bytes of a run on a CPU, by part, from those on a GPU. There a frozen base is in float32, with a copy
-    in half precision of each matrix that the backward pass needs; attention keeps keys for each query head and its mask
-    in numbers; and each adapter keeps its own copy of its input."""
+    """Return the bytes of a run on a CPU, by part, from those on a GPU. A frozen base is in half precision there too,
+    if its products are; else it is in float32, and attention keeps keys for each query head and its mask in numbers."""
     num_real = _tokens_at_once(plan)
     num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
     is_half = plan.precision != "no"
     found = dict(memory) | {"allowance": CPU_ALLOWANCE}
     if not plan.trains_base:
-        found["frozen weights"] = 2 * memory.get("frozen weights", 0.0)
-        if is_half and plan.method is Method.GATED_LORA:
-            found["half-precision copies"] = 2.0 * (shape.body + 2 * shape.output)
-    if (num_masks or num_real) > CHUNK:
+        found["frozen weights"] = (1 if is_half else 2) * memory.get("frozen weights", 0.0)
+    is_fused = plan.distill and not plan.trains_base
+    if is_fused:
+        found["logits"] = 2 * (2 if is_half else 6) * min(num_masks * shape.vocab_size, LOGITS_AT_ONCE["cpu"])
+    elif (num_masks or num_real) > CHUNK:
         found["logits"] = CPU_CHUNKS * memory["logits"]
     row = 2.0 * plan.length * (plan.method is Method.SFT or 1 + masks_per_token(plan)) + 8 * shape.hidden_size
     if num_masks and not plan.trains_base:  # keys of the real rows, and of the masks
-        row += 4 * shape.num_heads * shape.head_dim * (num_real + num_masks) / num_masks
+        row += 4 * shape.num_kv_heads * shape.head_dim * (num_real + num_masks) / num_masks
+        row -= 2.0 * plan.length * (1 + masks_per_token(plan))  # attention by blocks keeps no mask
     learning = {Method.GATED_LORA: num_masks, Method.HEAD: 0.0}.get(plan.method, num_real + num_masks)
     more = (learning if not plan.activation_checkpointing else 0.0) * row * shape.num_layers
     rows = CPU_SPARE * (memory.get("activations", 0.0) + more)

@@ -218,11 +218,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
-    """Load the model as saved, but in float32 if its weights are trained, if matmuls are float32 or on a CPU."""
+    """Load the model as saved, but in float32 if its weights are trained or if matmuls are float32, and else on a CPU
+    in bfloat16, which its products take."""
     config = family.read_config(checkpoint)
-    as_saved = not plan.trains_base and plan.precision == "bf16" and torch.cuda.is_available()
+    dtype = torch.float32 if plan.trains_base or plan.precision != "bf16" else torch.bfloat16
+    as_saved = dtype is torch.bfloat16 and torch.cuda.is_available()
     if checkpoint.gguf is not None:
-        made, found = stream_model(checkpoint, config, config.dtype if as_saved else torch.float32, _CPU, copies=True)
+        made, found = stream_model(checkpoint, config, config.dtype if as_saved else dtype, _CPU, copies=True)
         check_found(checkpoint, made, found)
         return made
     try:
@@ -230,7 +232,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
         model, found = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.folder),
             config=config,
-            dtype="auto" if as_saved else torch.float32,
+            dtype="auto" if as_saved else dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,

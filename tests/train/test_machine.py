@@ -87,8 +87,8 @@ def test_the_memory_of_a_run_on_a_cpu_is_that_of_its_process(
 
 
 def test_updates_come_in_parts_that_a_cpu_computes_at_full_speed() -> None:
-    assert parts_on_cpu(TrainPlan()) == 8, "a row of 1024 is enough"
-    assert parts_on_cpu(TrainPlan(length=256)) == 2
+    assert parts_on_cpu(TrainPlan()) == 2, "four rows of 1024 are enough"
+    assert parts_on_cpu(TrainPlan(length=256)) == 1
     assert parts_on_cpu(TrainPlan(length=48)) == 1
     assert parts_on_cpu(TrainPlan(rows_per_step=6, length=300)) == 1
     assert parts_on_cpu(TrainPlan(rows_per_step=1)) == 1

@@ -226,6 +226,24 @@ class BuffersStruct(Structure):
     )
 
 
+class DistillationStruct(Structure):
+    """`Distillation` of cpu/train.h."""
+
+    _fields_ = (
+        ("teacher", c_void_p),
+        ("student", c_void_p),
+        ("rows", c_int64),
+        ("vocabulary", c_int64),
+        ("scale", c_float),
+        ("entropy", c_float),
+        ("rejection", c_float),
+        ("surprisal", c_float),
+        ("moves", c_bool),
+        ("crosses", c_void_p),
+        ("accepted", c_void_p),
+    )
+
+
 class LogitsStruct(Structure):
     """`Logits` of cpu/choice.h."""
 
@@ -292,6 +310,7 @@ _SOURCE_FILES = (
     "network.cpp",
     "draft.cpp",
     "choice.cpp",
+    "train.cpp",
     "api.cpp",
     "probe.cpp",
 )
@@ -333,6 +352,12 @@ class CpuLibrary:
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)
         self.mark = function("mark", c_void_p, c_int64, c_int)
+        number, place = c_int64, c_void_p
+        self.distill = function("distill", POINTER(DistillationStruct), c_int)
+        self.attention_back = function("attention_back", place, place, place, number, number, c_float, c_int)
+        self.norm_back = function("norm_back", place, place, place, number, number, c_float, place, c_int)
+        self.swiglu = function("swiglu", place, place, number, place, c_int)
+        self.swiglu_back = function("swiglu_back", place, place, place, number, place, place, c_int)
         self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
 
 

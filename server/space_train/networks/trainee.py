@@ -8,215 +8,26 @@ Letters: `B` texts, `R` rows, `K` keys, `N` rows of a loss, `E` hidden size, `V`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from space_model.adapters import GatedLora
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, causal
-from space_train.train_plan import HeadForm, Method, TrainPlan
-
-CHUNK = 4096  # rows whose logits are in memory at once
-
-Logits = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Sums in nats."""
-
-    next_token: Tensor
-    masks: Tensor  # masks alone
-    head: Tensor  # masks with the draft head
-
-    def __add__(self, other: Losses) -> Losses:
-        return Losses(self.next_token + other.next_token, self.masks + other.masks, self.head + other.head)
-
-    @classmethod
-    def zero(cls, device: torch.device) -> Losses:
-        return cls(*(torch.zeros((), device=device) for _ in range(3)))
-
-
-def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of -log q(label) over rows: hidden [N, E], labels [N]."""
-
-    def part(rows: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(logits(rows), wanted, reduction="sum")
-
-    return _in_chunks(part, hidden, labels)
-
-
-def soft(logits: Logits, hidden: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of -w·Σ p·log q over rows: hidden [N, E]; p from the teacher's hidden rows [N, E]; weights [N]."""
-
-    def part(rows: Tensor, teachers: Tensor, some: Tensor) -> Tensor:
-        with torch.no_grad():
-            p = logits(teachers).softmax(-1)
-        return -((p * F.log_softmax(logits(rows), dim=-1)).sum(-1) * some).sum()
-
-    return _in_chunks(part, hidden, teacher, weights)
-
-
-def weighted(logits: Logits, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of -w·log q(label) over rows."""
-
-    def part(rows: Tensor, wanted: Tensor, some: Tensor) -> Tensor:
-        return (F.cross_entropy(logits(rows), wanted, reduction="none") * some).sum()
-
-    return _in_chunks(part, hidden, labels, weights)
-
-
-@torch.no_grad()
-def chances(logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
-    """[N] log-probability of each row's id, from `hidden` [N, E]."""
-    parts = zip(torch.split(hidden, CHUNK), torch.split(ids, CHUNK), strict=True)
-    return torch.cat([logits(rows).log_softmax(-1).gather(1, some[:, None])[:, 0] for rows, some in parts])
-
-
-@torch.no_grad()
-def best(logits: Logits, hidden: Tensor) -> Tensor:
-    """[N] most likely id of each row."""
-    return torch.cat([logits(rows).argmax(-1) for rows in torch.split(hidden, CHUNK)])
-
-
-def survival(chance: Tensor, depth: Tensor) -> Tensor:
-    """[B, M] probability that all drafts before each mask are accepted: the product of the teacher's in its group.
-    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on."""
-    chance = chance.double()  # cumulative sums over a whole row lose precision in float32
-    before = chance.cumsum(1) - chance
-    first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)
-    return (before - before.gather(1, first)).exp().float()
-
-
-def _in_chunks(part: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:
-    """Return the sum of `part` over chunks of rows; with several chunks, the backward pass recomputes their logits."""
-    if len(hidden) <= CHUNK:
-        return part(hidden, *others)
-    pieces = zip(*(torch.split(tensor, CHUNK) for tensor in (hidden, *others)), strict=True)
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for piece in pieces:
-        total = total + checkpoint(part, *piece, use_reentrant=False)
-    return total
-
-
-class AdaptedLinear(nn.Module):
-    """W·x, plus scale·B·A·x while the gate is on."""
-
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, gate: Gate) -> None:
-        super().__init__()
-        self.linear, self.scale, self.gate = linear, scale, gate
-        self.a = nn.Parameter(torch.zeros(rank, linear.in_features, device=linear.weight.device))
-        self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=linear.weight.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        if not self.gate.is_on:
-            return y
-        # A frozen base may be in half precision; the adapters are in float32.
-        return y + self.scale * F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
-
-
-class Gate:
-    """Switch that is on while the rows of the current pass are masks."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Switch the adapters on inside the block."""
-        self.is_on = True
-        try:
-            yield
-        finally:
-            self.is_on = False
-
-
-class Adapters(nn.Module):
-    """The adapters of one model, and the input embeddings of its masks."""
-
-    def __init__(self, model: PreTrainedModel, *, rank: int, alpha: float, num_masks: int) -> None:
-        """Put an adapter on every linear of the decoder layers of `model`, in place."""
-        super().__init__()
-        self.gate, self.rank, self.alpha = Gate(), rank, alpha
-        hidden, device = int(model.config.hidden_size), model.get_input_embeddings().weight.device
-        self.mask_embeddings = nn.Parameter(torch.zeros(num_masks, hidden, device=device))
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and ".layers." in f".{name}"
-        }
-        self._adapted: dict[str, AdaptedLinear] = {}
-        for name, linear in linears.items():
-            parent, _, leaf = name.rpartition(".")
-            adapted = AdaptedLinear(linear, rank, alpha / rank, self.gate)
-            setattr(model.get_submodule(parent), leaf, adapted)
-            self._adapted[name] = adapted
-        self.pairs = nn.ParameterList([part for adapted in self._adapted.values() for part in (adapted.a, adapted.b)])
-
-    def initialise(self, generator: torch.Generator, mean: Tensor, spread: float) -> None:
-        """Initialise A randomly, B to zero, and mask inputs near `mean` [E]."""
-        with torch.no_grad():
-            for adapted in self._adapted.values():
-                noise = torch.randn(adapted.a.shape, generator=generator)
-                adapted.a.copy_(noise * adapted.a.shape[1] ** -0.5)
-            noise = torch.randn(self.mask_embeddings.shape, generator=generator)
-            self.mask_embeddings.copy_(mean + spread * noise.to(mean.device))
-
-    def export(self, dtype: torch.dtype) -> GatedLora:
-        """Return the adapter in the form used for serving."""
-        pairs = {
-            name: (adapted.a.detach().to(dtype), adapted.b.detach().to(dtype))
-            for name, adapted in self._adapted.items()
-        }
-        masks = self.mask_embeddings.detach().to(dtype)
-        return GatedLora(mask_embeddings=masks, pairs=pairs, scale=self.alpha / self.rank)
-
-    def take(self, adapter: GatedLora) -> None:
-        """Load the weights of a trained adapter, rescaled to this alpha."""
-        with torch.no_grad():
-            self.mask_embeddings.copy_(adapter.mask_embeddings)
-            for name, (a, b) in adapter.pairs.items():
-                self._adapted[name].a.copy_(a)
-                self._adapted[name].b.copy_(b * (adapter.scale * self.rank / self.alpha))
-
-
-class DraftHead(nn.Module):
-    """The hidden row of a mask, corrected by the token before its target. mlp: h' = h + W2·silu(W1·[h ; s·e(previous)])
-    low-rank: h' = h + W2·W1·(s·e(previous))"""
-
-    def __init__(
-        self, hidden_size: int, width: int = 384, embedding_scale: float = 8.0, form: HeadForm = HeadForm.MLP
-    ) -> None:
-        super().__init__()
-        inputs = 2 * hidden_size if form is HeadForm.MLP else hidden_size
-        self.w1 = nn.Parameter(torch.zeros(width, inputs))
-        self.w2 = nn.Parameter(torch.zeros(hidden_size, width))
-        self.embedding_scale, self.form = embedding_scale, form
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Initialise W1 randomly and W2 to zero, so that the head starts as the identity."""
-        with torch.no_grad():
-            self.w1.copy_(torch.randn(self.w1.shape, generator=generator) * self.w1.shape[1] ** -0.5)
-            self.w2.zero_()
-
-    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Correct `hidden` [..., E] (after the final norm) by the embedding `previous` [..., E]; returns [..., E]."""
-        scaled = self.embedding_scale * previous.to(hidden.dtype)
-        w1, w2 = self.w1.to(hidden.dtype), self.w2.to(hidden.dtype)
-        if self.form is HeadForm.LOW_RANK:
-            return hidden + F.linear(F.linear(scaled, w1), w2)
-        return hidden + F.linear(F.silu(F.linear(torch.cat((hidden, scaled), dim=-1), w1)), w2)
+from space_train.networks import mask_attention
+from space_train.networks.adapters import Adapters, DraftHead
+from space_train.networks.frozen_layers import speed_up
+from space_train.networks.losses import FrozenOutput, Losses, best, chances, distilled, hard, soft, survival, weighted
+from space_train.networks.mask_attention import RowBlock, in_blocks, mask_blocks, real_blocks
+from space_train.train_plan import Method, TrainPlan
 
 
 class Decoder(nn.Module):
@@ -232,6 +43,9 @@ class Decoder(nn.Module):
         if attention != config._attn_implementation:
             model.set_attn_implementation(attention)
         self.attention = attention
+        self._has_blocks = attention == "sdpa" and not compile
+        if self._has_blocks:  # the same, and faster in the passes of a frozen base on a CPU
+            model.set_attn_implementation(mask_attention.NAME)
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
         self._windows = _windows(config)
         self._entering: Tensor | None = None  # first-layer inputs that replace the embeddings of the current pass
@@ -254,29 +68,55 @@ class Decoder(nn.Module):
         self,
         ids: Tensor,
         positions: Tensor,
-        visible: Tensor,
+        visible: Tensor | Sequence[RowBlock],
         *,
         key_positions: Tensor | None = None,
         cache: DynamicCache | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R]. `visible` [B, R,
-        K] bool; `key_positions` [B, K], if keys are not the rows themselves. Keys of `cache` come first, and the rows'
-        own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`."""
+        """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R]. `visible`: [B, R,
+        K] bool, or blocks, where `takes_blocks`; `key_positions` [B, K], if keys are not the rows themselves. Keys of
+        `cache` come first, and the rows' own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`."""
         keys = positions if key_positions is None else key_positions
+        blocks = None if isinstance(visible, Tensor) else visible
         arguments = {
             "input_ids": ids,
             "position_ids": positions,
-            "attention_mask": self._masks(visible, positions, keys),
+            "attention_mask": self._masks(visible, positions, keys) if isinstance(visible, Tensor) else _ANY,
             "past_key_values": cache,
             "use_cache": cache is not None,
         }
         self._entering = inputs
         try:
-            hidden: Tensor = self._body(**arguments).last_hidden_state
+            with in_blocks(blocks):
+                hidden: Tensor = self._body(**arguments).last_hidden_state
         finally:
             self._entering = None
         return hidden
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether the attention of a frozen base can go by blocks: on a CPU, full attention with one head size."""
+        alike = getattr(self.model.config, "v_head_dim", None) is None
+        return self._has_blocks and not self._windows and alike and self.embedding.device.type == "cpu"
+
+    @property
+    def heads_per_key(self) -> int:
+        """Query heads that share a key head."""
+        config = self.model.config
+        heads = int(config.num_attention_heads)
+        return heads // int(getattr(config, "num_key_value_heads", None) or heads)
+
+    @property
+    def frozen_output(self) -> FrozenOutput | None:
+        """The output head, if it is a plain linear that is not trained; else None."""
+        output = self.model.get_output_embeddings()
+        if type(output) is not nn.Linear or output.weight.requires_grad or isinstance(output.weight, DTensor):
+            return None
+        kind, bias = output.weight.device.type, output.bias
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else output.weight.dtype
+        weight = output.weight.to(dtype)
+        return FrozenOutput(weight, None if bias is None else bias.to(dtype), self._scale, self._softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] float32, with the family's scale and soft cap."""
@@ -313,6 +153,9 @@ class Decoder(nn.Module):
             scores = torch.zeros(visible.shape, dtype=self.embedding.dtype, device=visible.device)
             return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)[:, None]
         return visible[:, None]
+
+
+_ANY = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # a mask that transformers passes on and blocks do not read
 
 
 def check_is_trainable(model: PreTrainedModel) -> None:
@@ -370,6 +213,8 @@ class Trainee(nn.Module):
         super().__init__()
         self.plan, self.mask_ids = plan, mask_ids
         model.requires_grad_(plan.trains_base)
+        if not plan.trains_base and not plan.compile and model.device.type == "cpu":
+            speed_up(model)
         self.adapters: Adapters | None = None
         if not mask_ids and plan.has_masks:
             self.adapters = Adapters(model, rank=plan.lora_rank, alpha=plan.lora_alpha, num_masks=plan.num_masks)
@@ -430,38 +275,52 @@ class Trainee(nn.Module):
         if plan.survival:
             chance = chances(self.decoder.logits, teacher.flatten(0, 1), labels.flatten()).view_as(weights)
             weights = survival(chance, anchors.depth)
-        mask_loss = zero.masks
-        if plan.mask_loss_weight and (plan.method is not Method.HEAD):
-            mask_loss = self._learn(masks[learns], teacher[learns], labels[learns], weights[learns])
-        if self.head is None:
-            return Losses(next_token, mask_loss, zero.head)
-        previous = texts.ids.gather(1, source)
-        if own_draft_rows is not None:
-            previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
-        guided = self.head(masks, self.decoder.embed(previous))
-        head_loss = self._learn(guided[learns], teacher[learns], labels[learns], weights[learns])
-        return Losses(next_token, mask_loss, head_loss)
+        students = dict[str, Tensor]()
+        if plan.mask_loss_weight and plan.method is not Method.HEAD:
+            students["masks"] = masks[learns]
+        if self.head is not None:
+            previous = texts.ids.gather(1, source)
+            if own_draft_rows is not None:
+                previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
+            students["head"] = self.head(masks, self.decoder.embed(previous))[learns]
+        sums = self._learn(list(students.values()), teacher[learns], labels[learns], weights[learns])
+        found = dict(zip(students, sums, strict=True))
+        return Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head))
 
     def hidden_rows(self, texts: Texts, anchors: AnchorRows) -> tuple[Tensor, Tensor]:
         """Return hidden rows of the real tokens [B, L, E] and of the masks [B, M, E]. A trained base runs both in one
         pass. A frozen base runs real rows once without gradients, and only mask rows are differentiated."""
-        positions, seen = self._positions(texts), causal(texts.document)
-        visible = anchors.visible(texts.document)
+        positions, document = self._positions(texts), texts.document
         if self.plan.trains_base:
-            L, M = seen.shape[1], visible.shape[1]
-            whole = torch.cat((torch.cat((seen, seen.new_zeros(len(seen), L, M)), dim=2), visible), dim=1)
+            seen, masks_see = causal(document), anchors.visible(document)
+            L, M = seen.shape[1], masks_see.shape[1]
+            whole = torch.cat((torch.cat((seen, seen.new_zeros(len(seen), L, M)), dim=2), masks_see), dim=1)
             ids = torch.cat((texts.ids, self._mask_ids(anchors)), dim=1)
             hidden = self.decoder.rows(ids, torch.cat((positions, anchors.positions), dim=1), whole)
             return hidden[:, :L], hidden[:, L:]
         cache = DynamicCache()
+        real_see, visible = self._visible(document, anchors)
         with torch.no_grad():
-            real = self.decoder.rows(texts.ids, positions, seen, cache=cache)
+            real = self.decoder.rows(texts.ids, positions, real_see, cache=cache)
         with self._mask_rows():
             ids, keys = self._mask_ids(anchors), torch.cat((positions, anchors.positions), dim=1)
             inputs = None if self.adapters is None else self.adapters.mask_embeddings[anchors.depth - 1]
             placed = ids, anchors.positions, visible
             masks = self.decoder.rows(*placed, key_positions=keys, cache=cache, inputs=inputs)
         return real, masks
+
+    def _visible(
+        self, document: Tensor, anchors: AnchorRows
+    ) -> tuple[Tensor | list[RowBlock], Tensor | list[RowBlock]]:
+        """Return what real rows and mask rows see, in blocks where the decoder takes them."""
+        decoder = self.decoder
+        if not decoder.takes_blocks:
+            return causal(document), anchors.visible(document)
+        kind, dtype = document.device.type, decoder.embedding.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        shape = document, decoder.heads_per_key, dtype
+        return real_blocks(*shape), mask_blocks(anchors, *shape)
 
     @contextmanager
     def _mask_rows(self) -> Iterator[None]:
@@ -471,10 +330,15 @@ class Trainee(nn.Module):
         with gate, torch.set_grad_enabled(learning):
             yield
 
-    def _learn(self, hidden: Tensor, teacher: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        if self.plan.distill:
-            return soft(self.decoder.logits, hidden, teacher, weights)
-        return weighted(self.decoder.logits, hidden, labels, weights)
+    def _learn(self, students: list[Tensor], teacher: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
+        """Return the loss of each student's rows, summed."""
+        logits, output = self.decoder.logits, self.decoder.frozen_output
+        if not self.plan.distill:
+            return [weighted(logits, student, labels, weights) for student in students]
+        if output is None:
+            return [soft(logits, student, teacher, weights) for student in students]
+        values, _ = distilled(output, teacher, students)
+        return list(values @ weights)
 
     def _next_token(self, real: Tensor, texts: Texts) -> Tensor:
         target = texts.is_ordinary_target[:, 1:]

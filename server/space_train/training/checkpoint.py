@@ -24,7 +24,8 @@ from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from space_train.networks.trainee import DraftHead, Trainee
+from space_train.networks.adapters import DraftHead
+from space_train.networks.trainee import Trainee
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 
 HEAD_FILE = "draft_head.safetensors"

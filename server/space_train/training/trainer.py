@@ -34,7 +34,9 @@ from transformers import PreTrainedModel
 from space_train.data.rows import MixedRows
 from space_train.data.train_batch import Texts, anchor_rows, causal, train_batch, within_documents
 from space_train.estimate import ModelCost, flops_of
-from space_train.networks.trainee import Trainee, best
+from space_train.networks.losses import best
+from space_train.networks.memory import keep_freed_memory
+from space_train.networks.trainee import Trainee
 from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.run_folder import (
     MODEL,
@@ -277,6 +279,8 @@ class TrainingRun:
         plan.check_divides_among(self.accelerator.num_processes)
         if beside is not None and self.accelerator.num_processes > 1:
             raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
+        if self.device.type == "cpu":
+            keep_freed_memory()
         trainee = starting_point(model, self.checkpoint, plan, tokenizer_size, given_mask_ids)
         self.cost = ModelCost.of(trainee)
         self.trainee = trainee.train(plan.trains_base)

@@ -16,24 +16,22 @@ from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import random_gated_lora, tiny_checkpoint
-from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch
-from space_train.networks import trainee
-from space_train.networks.trainee import (
-    AdaptedLinear,
-    Adapters,
-    Decoder,
-    Gate,
+from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch, within_documents
+from space_train.networks import losses
+from space_train.networks.adapters import AdaptedLinear, Adapters, Gate
+from space_train.networks.losses import (
+    CROSS_ENTROPY,
+    FrozenOutput,
     Losses,
-    Trainee,
-    attention_for,
     best,
-    block_mask,
     chances,
+    distilled,
     hard,
     soft,
     survival,
     weighted,
 )
+from space_train.networks.trainee import Decoder, Trainee, attention_for, block_mask
 from space_train.train_plan import Method, TrainPlan
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -100,7 +98,7 @@ def test_losses_do_not_depend_on_rows_at_once(chunk: int, hidden: Tensor, monkey
         return total.detach(), rows.grad, chances(logits, hidden, LABELS), best(logits, hidden)
 
     whole = found()
-    monkeypatch.setattr(trainee, "CHUNK", chunk)
+    monkeypatch.setattr(losses, "CHUNK", chunk)
     for one, other in zip(found(), whole, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -483,3 +481,91 @@ def test_activation_checkpointing_changes_no_gradient(checkpoint_of: Checkpoints
         found.append({name: p.grad for name, p in trainee.trained.items() if p.grad is not None})
     for name, gradient in found[0].items():
         torch.testing.assert_close(gradient, found[1][name])
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_loss_of_a_frozen_output_and_its_gradients_are_those_of_autograd(softcap: float | None) -> None:
+    """In several chunks, the last one shorter; both students of one teacher."""
+    rng = torch.Generator().manual_seed(0)
+    weight, bias, teacher = (torch.randn(*size, generator=rng) for size in ((48, E), (48,), (N, E)))
+    output = FrozenOutput(weight, None if softcap else bias, 0.7, softcap)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        found = 0.7 * torch.nn.functional.linear(hidden, weight, output.bias)
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    students = [torch.randn(N, E, generator=rng).requires_grad_() for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(losses.LOGITS_AT_ONCE, "cpu", 4 * 48)
+        values, accepted = distilled(output, teacher, students, CROSS_ENTROPY)
+    found = torch.autograd.grad((values @ WEIGHTS).sum(), students)
+    expected = [soft(logits_of, student, teacher, WEIGHTS) for student in students]
+    torch.testing.assert_close(values @ WEIGHTS, torch.stack(expected))
+    torch.testing.assert_close(found, torch.autograd.grad(sum(expected), students))
+    p, q = (logits_of(rows).softmax(-1) for rows in (teacher, students[1]))
+    torch.testing.assert_close(accepted[1], torch.minimum(p, q).sum(-1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_in_blocks_and_fused_losses_learn_what_the_dense_pass_learns(
+    packed: bool, checkpoint_of: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and gradients in float32, of texts longer than a block, alone or several in a row."""
+    length = 300
+    ids = torch.tensor([random_ids(length, seed) for seed in (1, 2)])
+    document = torch.zeros_like(ids)
+    if packed:
+        document[0, 90:], document[0, 200:], document[1, 280:] = 1, 2, -1
+    texts = Texts(ids, document >= 0, document, torch.ones(2, dtype=torch.bool))
+    places = [[(m, 1 + m % NUM_MASKS) for m in range(first, length - 4, 3)] for first in (1, 1)]
+    anchors = within_documents(anchor_rows(places, texts.is_target.numpy()), texts)
+    batch = TrainBatch(None, texts, anchors)
+    found = []
+    for in_blocks in (True, False):
+        trainee = trainee_of(checkpoint_of("llama", 4), tiny_plan(lora_rank=4, lora_alpha=8.0))
+        assert trainee.decoder.takes_blocks
+        with torch.no_grad():
+            trainee.head.initialise(torch.Generator().manual_seed(3))
+            trainee.head.w2.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(4))
+        if not in_blocks:
+            monkeypatch.setattr(Decoder, "takes_blocks", False)
+            monkeypatch.setattr(Decoder, "frozen_output", None)
+        found.append((losses := trainee(batch), gradients_of(trainee, losses)))
+    (one, moves), (other, expected) = found
+    torch.testing.assert_close((one.masks, one.head), (other.masks, other.head), rtol=1e-5, atol=1e-5)
+    assert moves.keys() == expected.keys()
+    for name, move in moves.items():
+        torch.testing.assert_close(move, expected[name], rtol=1e-3, atol=1e-3 * float(expected[name].abs().max()))
+
+
+def gradients_of(trainee: Trainee, losses: Losses) -> dict[str, Tensor]:
+    trained = trainee.trained
+    found = torch.autograd.grad(losses.masks + losses.head, list(trained.values()))
+    return dict(zip(trained, found, strict=True))
+
+
+def test_gradients_in_bfloat16_are_those_of_float32_up_to_rounding(checkpoint_of: Checkpoints) -> None:
+    """By the compiled operations, where this processor has them, on a base held in bfloat16."""
+    length = 120
+    ids = torch.tensor([random_ids(length, seed) for seed in (1, 2)])
+    every = torch.ones_like(ids, dtype=torch.bool)
+    texts = Texts(ids, every, torch.zeros_like(ids), torch.ones(2, dtype=torch.bool))
+    anchors = anchor_rows([[(m, NUM_MASKS) for m in range(1, length - 4, 2)]] * 2, every.numpy())
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        trainee = trainee_of(checkpoint_of("llama", 4), tiny_plan(lora_rank=4, lora_alpha=8.0))
+        trainee.decoder.model.to(dtype)
+        for parameter in trainee.adapters.parameters():
+            parameter.data = parameter.data.float()
+        with torch.no_grad():
+            trainee.head.initialise(torch.Generator().manual_seed(3))
+            trainee.head.w2.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(4))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            losses = trainee(TrainBatch(None, texts, anchors))
+        found.append((losses, gradients_of(trainee, losses)))
+    (exact, expected), (rounded, moves) = found
+    torch.testing.assert_close(rounded.masks, exact.masks, rtol=0.01, atol=0)
+    torch.testing.assert_close(rounded.head, exact.head, rtol=0.01, atol=0)
+    for name, move in moves.items():
+        error = (move - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
+        assert float(error) < 0.08, name

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from space_train.data.rows import PackedTokens
+from space_train.networks.adapters import DraftHead
 from space_train.networks.network import NetworkShape, TrainNetwork
-from space_train.networks.trainee import DraftHead
 from space_train.run_folder import Measures
 from space_train.train_plan import Budget, HeadForm
 from space_train.training.pretrain import PretrainPlan, StagePace, bits_per_byte, pretrain

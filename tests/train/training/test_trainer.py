@@ -14,7 +14,8 @@ from doubles.training import random_examples, random_ids, rows_for, run, tiny_pl
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts, TrainBatch
-from space_train.networks.trainee import Losses, Trainee
+from space_train.networks.losses import Losses
+from space_train.networks.trainee import Trainee
 from space_train.run_folder import STATE_FILE, Measures, load_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.optimiser import Diverged

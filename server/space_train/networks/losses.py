@@ -1,0 +1,181 @@
+"""Losses of hidden rows, as sums over rows, so that parts of an update and processes add up exactly.
+
+Letters: `N` rows of a loss, `S` students of the same rows, `E` hidden size, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from space_kernels.training import DraftLoss, distill
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 4096  # rows whose logits are in memory at once
+
+LOGITS_AT_ONCE = {"cpu": 25 << 20, "cuda": 1 << 26}
+"""Logits of a frozen output that are in memory at once, for teacher and student each."""
+
+CROSS_ENTROPY = DraftLoss()
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Sums in nats."""
+
+    next_token: Tensor
+    masks: Tensor  # masks alone
+    head: Tensor  # masks with the draft head
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(self.next_token + other.next_token, self.masks + other.masks, self.head + other.head)
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Losses:
+        return cls(*(torch.zeros((), device=device) for _ in range(3)))
+
+
+def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of -log q(label) over rows: hidden [N, E], labels [N]."""
+
+    def part(rows: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(logits(rows), wanted, reduction="sum")
+
+    return _in_chunks(part, hidden, labels)
+
+
+def soft(logits: Logits, hidden: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of -w·Σ p·log q over rows: hidden [N, E]; p from the teacher's hidden rows [N, E]; weights [N]."""
+
+    def part(rows: Tensor, teachers: Tensor, some: Tensor) -> Tensor:
+        with torch.no_grad():
+            p = logits(teachers).softmax(-1)
+        return -((p * F.log_softmax(logits(rows), dim=-1)).sum(-1) * some).sum()
+
+    return _in_chunks(part, hidden, teacher, weights)
+
+
+def weighted(logits: Logits, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of -w·log q(label) over rows."""
+
+    def part(rows: Tensor, wanted: Tensor, some: Tensor) -> Tensor:
+        return (F.cross_entropy(logits(rows), wanted, reduction="none") * some).sum()
+
+    return _in_chunks(part, hidden, labels, weights)
+
+
+@torch.no_grad()
+def chances(logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
+    """[N] log-probability of each row's id, from `hidden` [N, E]."""
+    parts = zip(torch.split(hidden, CHUNK), torch.split(ids, CHUNK), strict=True)
+    return torch.cat([logits(rows).log_softmax(-1).gather(1, some[:, None])[:, 0] for rows, some in parts])
+
+
+@torch.no_grad()
+def best(logits: Logits, hidden: Tensor) -> Tensor:
+    """[N] most likely id of each row."""
+    return torch.cat([logits(rows).argmax(-1) for rows in torch.split(hidden, CHUNK)])
+
+
+def survival(chance: Tensor, depth: Tensor) -> Tensor:
+    """[B, M] probability that all drafts before each mask are accepted: the product of the teacher's in its group.
+    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on."""
+    chance = chance.double()  # cumulative sums over a whole row lose precision in float32
+    before = chance.cumsum(1) - chance
+    first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)
+    return (before - before.gather(1, first)).exp().float()
+
+
+def _in_chunks(part: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:
+    """Return the sum of `part` over chunks of rows; with several chunks, the backward pass recomputes their logits."""
+    if len(hidden) <= CHUNK:
+        return part(hidden, *others)
+    pieces = zip(*(torch.split(tensor, CHUNK) for tensor in (hidden, *others)), strict=True)
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for piece in pieces:
+        total = total + checkpoint(part, *piece, use_reentrant=False)
+    return total
+
+
+@dataclass(frozen=True)
+class FrozenOutput:
+    """An output head that is not trained: logits are cap(scale·W·h)."""
+
+    weight: Tensor  # [V, E]
+    bias: Tensor | None  # [V]
+    scale: float
+    softcap: float | None
+
+    def logits(self, hidden: Tensor, room: Tensor) -> Tensor:
+        """[N, E] -> [N, V], before `scale` where there is no cap; `room` [at least N, V] may be overwritten."""
+        found = torch.mm(hidden, self.weight.T, out=room[: len(hidden)])
+        if self.bias is not None:
+            found += self.bias
+        if self.softcap is None:
+            return found
+        return found.float().mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+
+    @property
+    def factor(self) -> float:
+        """What multiplies `logits`."""
+        return self.scale if self.softcap is None else 1.0
+
+    def to_hidden(self, gradient: Tensor, capped: Tensor | None) -> Tensor:
+        """Return the gradient of hidden rows [N, E] for that of factor·logits [N, V], which may be overwritten.
+        `capped`: the logits, if there is a cap."""
+        if self.softcap is not None and capped is not None:
+            gradient = gradient * (1.0 - (capped / self.softcap).square())
+        if self.scale != 1.0:
+            gradient *= self.scale
+        return gradient.to(self.weight.dtype) @ self.weight
+
+
+def distilled(
+    output: FrozenOutput, teacher: Tensor, students: Sequence[Tensor], loss: DraftLoss = CROSS_ENTROPY
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each student's rows, and Σ min(p, q) without gradients, [S, N] each: teacher [N, E], students
+    [N, E] each.
+
+    The gradient of a student's row is computed with the loss, so that no logits are kept or computed again.
+    """
+    dtype = output.weight.dtype
+    wanted = (student.to(dtype) for student in students)
+    found: tuple[Tensor, Tensor] = _Distilled.apply(output, loss, teacher.detach().to(dtype), *wanted)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Distilled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: FrozenOutput, loss: DraftLoss, teacher: Tensor, *students: Tensor) -> Any:
+        kind, num_rows = teacher.device.type, len(teacher)
+        step = max(1, LOGITS_AT_ONCE.get(kind, LOGITS_AT_ONCE["cuda"]) // len(output.weight))
+        values, accepted = torch.zeros(2, len(students), num_rows, device=teacher.device).unbind()
+        moves = [torch.empty_like(student) for student in students]
+        of_teacher, of_student = teacher.new_empty(2, min(step, num_rows), len(output.weight)).unbind()
+        for begin in range(0, num_rows, step):
+            rows = slice(begin, begin + step)
+            with torch.autocast(kind, enabled=False):
+                teaching = output.logits(teacher[rows], of_teacher)
+                for number, student in enumerate(students):
+                    logits, wanted = output.logits(student[rows], of_student), ctx.needs_input_grad[3 + number]
+                    capped = None if output.softcap is None else logits.clone()
+                    crosses, agreed, gradient = distill(teaching, logits, loss, output.factor, moves=wanted)
+                    values[number, rows], accepted[number, rows] = loss.of(crosses, agreed), agreed
+                    if gradient is not None:
+                        moves[number][rows] = output.to_hidden(gradient, capped)
+        ctx.save_for_backward(*moves)
+        ctx.mark_non_differentiable(accepted)
+        return values, accepted
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:]
+        pairs = zip(ctx.saved_tensors, gradient, needed, strict=True)
+        moved = (move * row[:, None].to(move.dtype) if wanted else None for move, row, wanted in pairs)
+        return None, None, None, *moved
