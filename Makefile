@@ -32,7 +32,7 @@ types: install  ## mypy --strict on every package
 	@echo "mypy --strict" && $(PYTHON_IN_VENV) -m mypy
 
 unit: install  ## the fast tests only
-	@echo "pytest" && $(PYTEST) -n 2 --dist loadgroup -m "not slow and not gpu"
+	@echo "pytest" && $(PYTEST) -n 2 --dist loadgroup --durations 40 --durations-min 3 -m "not slow and not gpu"
 
 matrix: install  ## the slow tests: exactness over the whole product of models, samplers, batches and failures
 	@echo "pytest -m slow" && $(PYTEST) -n 2 --dist loadgroup -m slow
