@@ -17,6 +17,7 @@ from space_train.train_plan import (
     PUBLISHED_SIZES,
     Anchors,
     Budget,
+    DraftObjective,
     HeadForm,
     InvalidPlan,
     Method,
@@ -120,6 +121,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mask-loss-weight", type=float, help=f"against the ordinary loss's 1 (default: {own.mask_loss_weight})")
     add("--head-loss-weight", type=float, help=f"of the draft head's loss (default: {own.head_loss_weight})")
     add("--no-distill", action="store_true", help="learn the text's token, not the model's own distribution")
+    add(
+        "--loss",
+        choices=[o.value for o in DraftObjective],
+        help="against the model's own distribution: cross-entropy, the chance that a sampled draft is rejected, minus "
+        "the log of its acceptance, cross-entropy plus that, or minus a step's expected accepted drafts "
+        "(default: cross-entropy)",
+    )
+    add("--focal", action="store_true", default=None, help="weigh a mask by its own chance that it is reached")
     add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
     add("--self-generate", type=int, default=0, help="texts the model writes itself to learn from (default: 0)")
     add("--self-generate-tokens", type=int, default=256, help="ids of each (default: 256)")
@@ -174,11 +183,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def plan_of(options: argparse.Namespace) -> TrainPlan:
     """Return the plan of the options: the preset, overridden by every flag given."""
     plan = paper(TrainPlan(**PUBLISHED_SIZES)) if options.preset == "paper" else TrainPlan()
-    names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors"}
+    names = set(TrainPlan.__dataclass_fields__) - {"budget", "method", "head", "anchors", "loss"}
     if options.precision == "auto":  # chosen at the start of the run, by machine
         names.remove("precision")
     given = {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
-    for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors)):
+    for name, kind in (("method", Method), ("head", HeadForm), ("anchors", Anchors), ("loss", DraftObjective)):
         value = getattr(options, name)
         if value is not None:
             given[name] = kind(value)

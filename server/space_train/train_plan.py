@@ -83,6 +83,16 @@ class HeadForm(StrEnum):
     NONE = "none"
 
 
+class DraftObjective(StrEnum):
+    """What masks and draft head learn from the model's own distribution p, with their own q."""
+
+    CROSS_ENTROPY = "cross-entropy"  # -Σ p·log q
+    ACCEPTANCE = "acceptance"  # 1 - Σ min(p, q), the chance that a sampled draft is rejected
+    LOG_ACCEPTANCE = "log-acceptance"  # -log Σ min(p, q)
+    MIXED = "mixed"  # cross-entropy + log-acceptance
+    EXPECTED = "expected"  # minus the expected accepted drafts of a group: Σ_j Π_{i≤j} Σ min(p_i, q_i)
+
+
 class Anchors(StrEnum):
     """Which places of a text get masks."""
 
@@ -121,6 +131,8 @@ class TrainPlan:
     mask_loss_weight: float = 1.0
     head_loss_weight: float = 1.0
     distill: bool = True  # learn the model's own distribution, not only the text's token
+    loss: DraftObjective = DraftObjective.CROSS_ENTROPY  # with distill, over a frozen base
+    focal: bool = False  # weigh a mask by the chance, by its own drafts, that those before it are accepted
     survival: bool = False  # weigh a mask by the chance that the drafts before it stand (PARD-2, arXiv 2605.08632)
     # Draft head
     head: HeadForm = HeadForm.MLP
@@ -176,6 +188,11 @@ class TrainPlan:
             raise InvalidPlan("Nothing would be learnt: give mask_loss_weight, or a draft head.")
         if self.anchors is Anchors.ONE and self.pack:
             raise InvalidPlan("One cut a text needs rows of one text each: leave packing off.")
+        other = self.focal or self.loss is not DraftObjective.CROSS_ENTROPY
+        if other and (self.trains_base or not self.distill):
+            raise InvalidPlan("--loss and --focal need the model's own distribution over a frozen base: gated-lora.")
+        if self.focal and self.loss is DraftObjective.EXPECTED:
+            raise InvalidPlan("--loss expected weighs each mask itself: leave --focal out.")
         if self.precision not in {"bf16", "no"}:
             raise InvalidPlan(f"precision is bf16 or no; got {self.precision!r}.")
         if self.optimiser not in {"adamw", "muon"}:

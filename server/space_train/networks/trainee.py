@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from space_kernels.training import DraftLoss
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from space_train.networks.adapters import Adapters, DraftHead
 from space_train.networks.frozen_layers import speed_up
 from space_train.networks.losses import FrozenOutput, Losses, best, chances, distilled, hard, soft, survival, weighted
 from space_train.networks.mask_attention import RowBlock, in_blocks, mask_blocks, real_blocks
-from space_train.train_plan import Method, TrainPlan
+from space_train.train_plan import DraftObjective, Method, TrainPlan
 
 
 class Decoder(nn.Module):
@@ -202,6 +203,14 @@ def _windows(config: Any) -> dict[str, int | None]:
     return {}
 
 
+OBJECTIVES = {
+    DraftObjective.CROSS_ENTROPY: DraftLoss(),
+    DraftObjective.ACCEPTANCE: DraftLoss(entropy=0.0, rejection=1.0),
+    DraftObjective.LOG_ACCEPTANCE: DraftLoss(entropy=0.0, surprisal=1.0),
+    DraftObjective.MIXED: DraftLoss(entropy=1.0, surprisal=1.0),
+    DraftObjective.EXPECTED: DraftLoss(entropy=0.0, rejection=1.0),
+}
+
 T = TypeVar("T")
 
 
@@ -283,7 +292,7 @@ class Trainee(nn.Module):
             if own_draft_rows is not None:
                 previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
             students["head"] = self.head(masks, self.decoder.embed(previous))[learns]
-        sums = self._learn(list(students.values()), teacher[learns], labels[learns], weights[learns])
+        sums = self._learn(list(students.values()), teacher, labels, weights, anchors)
         found = dict(zip(students, sums, strict=True))
         return Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head))
 
@@ -330,15 +339,32 @@ class Trainee(nn.Module):
         with gate, torch.set_grad_enabled(learning):
             yield
 
-    def _learn(self, students: list[Tensor], teacher: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
-        """Return the loss of each student's rows, summed."""
-        logits, output = self.decoder.logits, self.decoder.frozen_output
+    def _learn(
+        self, students: list[Tensor], teacher: Tensor, labels: Tensor, weights: Tensor, anchors: AnchorRows
+    ) -> list[Tensor]:
+        """Return the loss of each student's learning rows [N, E], summed. `teacher` [B, M, E], `labels` and `weights`
+        [B, M] are of all rows."""
+        learns = anchors.learns
+        logits, output, some = self.decoder.logits, self.decoder.frozen_output, weights[learns]
         if not self.plan.distill:
-            return [weighted(logits, student, labels, weights) for student in students]
+            return [weighted(logits, student, labels[learns], some) for student in students]
         if output is None:
-            return [soft(logits, student, teacher, weights) for student in students]
-        values, _ = distilled(output, teacher, students)
-        return list(values @ weights)
+            return [soft(logits, student, teacher[learns], some) for student in students]
+        values, accepted = distilled(output, teacher[learns], students, OBJECTIVES[self.plan.loss])
+        if self.plan.loss is DraftObjective.EXPECTED:
+            chances_of = [1.0 - row for row in values]
+            return [-(self._reached(row, anchors) * row * some).sum() for row in chances_of]
+        if self.plan.focal:
+            return [(row * self._reached(own, anchors) * some).sum() for row, own in zip(values, accepted, strict=True)]
+        return list(values @ some)
+
+    @staticmethod
+    def _reached(accepted: Tensor, anchors: AnchorRows) -> Tensor:
+        """[N] the chance that all drafts before each learning mask are accepted, from their own `accepted` [N]."""
+        learns = anchors.learns
+        whole = torch.zeros(learns.shape, dtype=accepted.dtype, device=accepted.device)
+        whole = whole.masked_scatter(learns, accepted.clamp(min=1e-6).log())
+        return survival(whole, anchors.depth)[learns]
 
     def _next_token(self, real: Tensor, texts: Texts) -> Tensor:
         target = texts.is_ordinary_target[:, 1:]

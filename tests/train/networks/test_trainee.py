@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from space_train.networks.losses import (
     weighted,
 )
 from space_train.networks.trainee import Decoder, Trainee, attention_for, block_mask
-from space_train.train_plan import Method, TrainPlan
+from space_train.train_plan import DraftObjective, HeadForm, Method, TrainPlan
+from space_train.training.expected_accepted import expected_accepted
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as transformers_flex
@@ -569,3 +571,68 @@ def test_gradients_in_bfloat16_are_those_of_float32_up_to_rounding(checkpoint_of
     for name, move in moves.items():
         error = (move - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
         assert float(error) < 0.08, name
+
+
+@pytest.mark.parametrize("loss", list(DraftObjective))
+def test_an_objective_is_what_it_says_of_the_acceptances_of_each_group(
+    loss: DraftObjective, checkpoint_of: Checkpoints
+) -> None:
+    texts = two_texts()
+    anchors = anchors_of(texts)
+    folder = checkpoint_of("llama", 4)
+    trainee = trainee_of(folder, tiny_plan(lora_rank=4, lora_alpha=8.0, head=HeadForm.NONE, loss=loss))
+    found = trainee(TrainBatch(None, texts, anchors))
+    real, masks = trainee.hidden_rows(texts, anchors)
+    source = anchors.positions.clamp(max=LENGTH - 1)
+    expected = torch.zeros(())
+    for text, row in enumerate(ANCHORS):
+        reached, before = torch.ones(()), -1
+        for place, group in enumerate(anchors.group[text].tolist()):
+            if group != before:
+                reached, before = torch.ones(()), group
+            if not anchors.learns[text, place]:
+                continue
+            p = trainee.decoder.logits(real[text, source[text, place]]).softmax(-1)
+            q = trainee.decoder.logits(masks[text, place]).softmax(-1)
+            accepted, cross = torch.minimum(p, q).sum(), -(p * q.log()).sum()
+            reached = reached * accepted
+            expected = (
+                expected
+                + {
+                    DraftObjective.CROSS_ENTROPY: cross,
+                    DraftObjective.ACCEPTANCE: 1 - accepted,
+                    DraftObjective.LOG_ACCEPTANCE: -accepted.log(),
+                    DraftObjective.MIXED: cross - accepted.log(),
+                    DraftObjective.EXPECTED: -reached,
+                }[loss]
+            )
+        assert row
+    torch.testing.assert_close(found.masks, expected, rtol=1e-4, atol=1e-4)
+    trained = list(trainee.adapters.parameters())
+    moves = [torch.autograd.grad(total, trained, retain_graph=True) for total in (found.masks, expected)]
+    for move, wanted in zip(*moves, strict=True):
+        torch.testing.assert_close(move, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
+
+def test_the_focal_weight_is_the_chance_that_the_drafts_before_are_accepted(checkpoint_of: Checkpoints) -> None:
+    texts = two_texts()
+    anchors = anchors_of(texts)
+    plan = tiny_plan(lora_rank=4, lora_alpha=8.0, head=HeadForm.NONE, loss=DraftObjective.ACCEPTANCE)
+    folder, sums = checkpoint_of("llama", 4), {}
+    for focal in (False, True):
+        trainee = trainee_of(folder, replace(plan, focal=focal))
+        sums[focal] = trainee(TrainBatch(None, texts, anchors)).masks.item()
+    accepted = torch.full((int(anchors.learns.sum()),), 0.5)
+    depth = anchors.depth[anchors.learns]
+    torch.testing.assert_close(Trainee._reached(accepted, anchors), 0.5 ** (depth - 1).float())
+    assert 0 < sums[True] < sums[False]
+
+
+def test_expected_accepted_drafts_are_products_of_acceptances(checkpoint_of: Checkpoints) -> None:
+    trainee = trainee_of(checkpoint_of("llama", 4), tiny_plan(lora_rank=4, lora_alpha=8.0, head=HeadForm.NONE))
+    greedy, sampled = expected_accepted(trainee, two_texts(), (0.0, 1.0))
+    assert greedy.num_groups == sampled.num_groups == 10
+    for one in (greedy, sampled):
+        assert 0 <= one.low <= one.mean <= one.high <= NUM_MASKS
+        assert one.mean <= sum(one.by_depth)
+    assert sampled.mean > 0
