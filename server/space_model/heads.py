@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from space_kernels.build.cpu_library import cpu_library
-from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.linear.cpu_linear import CompiledLinear, torch_linear
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.linear.int8_linear import Int8Linear
+from space_kernels.linear.group_weights import group_form
 from space_kernels.linear.packed_linear import PackedLinear, pad_rows
 from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor, nn
@@ -40,13 +40,13 @@ class OutputHead:
         scale: float = 1.0,
         softcap: float | None = None,
         packed: bool = True,
-        int8: bool = False,
+        weights: str = "plain",
         keeps_rows: bool = True,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
         """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy. `packed` False: no
-        copy, for a head with gathered rows only; `int8`: the copy is int8 with scales; `keeps_rows` False: no gathered
-        rows are needed. `linear` replaces the full matmul."""
+        copy, for a head with gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False:
+        no gathered rows are needed. `linear` replaces the full matmul."""
         self.weight = weight.detach() if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
@@ -58,9 +58,10 @@ class OutputHead:
             padded = F.pad(weight.detach(), (0, 0, 0, missing))
             library = cpu_library() if CompiledLinear.takes(padded) else None
             if library is not None:
-                self._linear = CompiledLinear(library, padded, padded_bias, wide=True, int8=int8)
-            elif int8:
-                self._linear = Int8Linear(padded, padded_bias, wide=True)
+                form = group_form(weights, head=True)
+                self._linear = CompiledLinear(library, padded, padded_bias, wide=True, weights=form or weights)
+            elif weights in ("int8", "int4"):
+                self._linear = torch_linear(weights, head=True)(padded, padded_bias, wide=True)
             else:
                 self._linear = PackedLinear(padded, padded_bias)
             let_go(weight)

@@ -79,9 +79,9 @@ class ModelFacts:
         return FORMAT if self.fp8_kv else self.dtype
 
     @property
-    def int8(self) -> bool:
-        """Return whether linears and the output head are int8 with scales."""
-        return self.weights == "int8"
+    def quantizes_head(self) -> bool:
+        """Return whether the output head is held in fewer bits, too, as linears are."""
+        return self.weights in ("int8", "int4")
 
     @property
     def most_masks(self) -> int:

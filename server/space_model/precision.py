@@ -29,8 +29,8 @@ def refuse_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-WEIGHTS = ("plain", "int8", "fp8")
-"""Storage of linears' weights: plain dtype, int8 with scales, or fp8 with scales (which saves nothing on a CPU)."""
+WEIGHTS = ("plain", "int8", "fp8", "int4")
+"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), or int4 in groups."""
 
 KV_DTYPES = ("auto", "fp8")  # storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)
 
@@ -48,11 +48,11 @@ def choose_dtype(
     weights, such as Q4_K, in which case `stored` is a dtype that is finer."""
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
-        raise InvalidSetting(f"weights must be plain, int8 or fp8; got {weights!r}.")
+        raise InvalidSetting(f"weights must be plain, int8, int4 or fp8; got {weights!r}.")
     if weights != "plain":
-        if weights == "int8" and device.type != "cpu":
-            cure = "take --weights fp8" if device.type == "cuda" else "leave out --weights int8"
-            raise InvalidSetting(f"int8 weights are for CPUs, and the device is {device}; {cure}.")
+        if weights in ("int8", "int4") and device.type != "cpu":
+            cure = "take --weights fp8" if device.type == "cuda" else f"leave out --weights {weights}"
+            raise InvalidSetting(f"{weights} weights are for CPUs, and the device is {device}; {cure}.")
         if dtype not in ("auto", "bfloat16"):
             raise InvalidSetting(f"{weights} weights are multiplied in bfloat16; leave out --dtype {dtype}.")
         return torch.bfloat16, f"what {weights} weights are multiplied in"

@@ -72,7 +72,10 @@ def test_it_is_so_with_compiled_operations_and_without(
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
-@pytest.mark.parametrize(("weights", "attention"), [("int8", "auto"), ("int8", "torch"), ("fp8", "auto")])
+@pytest.mark.parametrize(
+    ("weights", "attention"),
+    [("int8", "auto"), ("int8", "torch"), ("fp8", "auto"), ("int4", "auto"), ("int4", "torch")],
+)
 def test_it_is_so_with_weights_of_eight_bits(
     model: str, cell: Cell, weights: str, attention: str, subject_of: Subjects
 ) -> None:
@@ -96,7 +99,9 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
 @pytest.mark.parametrize(
     ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of
 )
-@pytest.mark.parametrize("held", [{"weights": "int8"}, {"weights": "fp8"}, {"weights": "fp8", "kv_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "held", [{"weights": "int8"}, {"weights": "fp8"}, {"weights": "fp8", "kv_dtype": "fp8"}, {"weights": "int4"}]
+)
 def test_every_two_conditions_with_eight_bits(
     model: str, cell: Cell, held: dict[str, str], subject_of: Subjects
 ) -> None:

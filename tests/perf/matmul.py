@@ -60,7 +60,7 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
     ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
-    eight = [CompiledLinear(library, weight, None, int8=True) for _ in range(2 * copies)]
+    eight = [CompiledLinear(library, weight, None, weights="int8") for _ in range(2 * copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
     wide = [weight.float() for _ in range(copies)]
@@ -94,7 +94,7 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
     wanted = x.double() @ weight.double().T
 
     def error(*, int8: bool) -> float:
-        found = CompiledLinear(library, weight, None, wide=True, int8=int8)(x).double()
+        found = CompiledLinear(library, weight, None, wide=True, weights="int8" if int8 else "plain")(x).double()
         return float((found - wanted).abs().max() / wanted.abs().max())
 
     def over(arm: str, *names: str) -> float:

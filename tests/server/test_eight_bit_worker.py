@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_it_says_so_and_keeps_figures_of_its_own(weights: str, path: Path, tmp_path: Path) -> None:
     plain, eight = (load_model(path, dtype="bfloat16", weights=held) for held in ("plain", weights))
     worker = Worker(eight, num_blocks=8, block_size=16)
@@ -54,17 +54,23 @@ def test_it_needs_less_and_is_named_as_a_cure(path: Path) -> None:
     check_fits(eight, between, "it")
     with pytest.raises(NotEnoughMemory, match="--weights int8"):
         check_fits(plain, between, "it")
+    four = ModelNeed.asked(parse([*words, "--weights", "int4"]), checkpoint)
+    assert four.head * 32 == plain.head * 17
+    linears = 6 * (4 * 128 * 128 + 3 * 128 * read_config(checkpoint).intermediate_size)
+    assert (eight.weights - four.weights) * 32 == linears * 12  # 20 bytes for 32 weights
+    with pytest.raises(NotEnoughMemory, match="--weights int4"):
+        check_fits(plain, FreeMemory((four.least + eight.least) // 2, "the machine"), "it")
 
 
 def test_on_a_gpu_it_is_linears_alone_with_a_floating_point(path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     config = read_config(checkpoint)
     plain = ModelNeed.of(checkpoint, config, torch.bfloat16, torch.device("cuda"), window=256)
-    eight = plain.with_int8_weights()
+    eight = plain.with_weights("fp8")
     assert eight is not None
     linears = 6 * (4 * 128 * 128 + 3 * 128 * config.intermediate_size)
     assert plain.weights - eight.weights == linears
-    assert (eight.head, eight.held, eight.with_int8_weights()) == (0, "fp8", None)
+    assert (eight.head, eight.held, eight.with_weights("fp8")) == (0, "fp8", None)
     assert "weights in bfloat16, linears in fp8" in eight.parts()
     between = FreeMemory((eight.least + plain.least) // 2, "the GPU")
     with pytest.raises(NotEnoughMemory, match="--weights fp8"):

@@ -38,7 +38,14 @@ class LinearStruct(Structure):
         ("panels", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("groups", c_int),
     )
+
+
+class GroupWeightsStruct(Structure):
+    """`GroupWeights` of cpu/linear.h."""
+
+    _fields_ = (("numbers", c_void_p), ("scale", c_void_p), ("min", c_void_p))
 
 
 class MatmulStruct(Structure):
@@ -275,12 +282,15 @@ _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent.with_name("cpu")
 
+_AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
+
 KINDS = {
     "x86_64": {
-        "amx_bf16": "-mamx-tile -mamx-bf16 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
-        "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512bf16 -mavx512vbmi -mavx2 -mfma",
-        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma",
-        "avx2": "-mavx2 -mfma",
+        "amx_bf16": f"-mamx-tile -mamx-bf16 -mavx512vnni {_AVX512}",
+        "avx512_bf16": f"-mavx512bf16 -mavx512vbmi -mavx512vnni {_AVX512}",
+        "avx512_vnni": f"-mavx512vnni {_AVX512}",
+        "avx512": _AVX512,
+        "avx2": "-mavx2 -mfma -mf16c",
     },
     "aarch64": {"neon_bf16": "-march=armv8.2-a+bf16"},
 }
@@ -292,11 +302,14 @@ per cycle (measured on Emerald Rapids). Kinds differ in the last bits of their r
 and not a benchmark, whose outcome could vary from start to start.
 """
 
+_NEEDS_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"}
+
 _NEEDS = {
-    "amx_bf16": {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "avx2", "fma"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma"},
-    "avx2": {"avx2", "fma"},
+    "amx_bf16": {"amx_tile", "amx_bf16", "avx512_vnni", *_NEEDS_AVX512},
+    "avx512_bf16": {"avx512_bf16", "avx512vbmi", "avx512_vnni", *_NEEDS_AVX512},
+    "avx512_vnni": {"avx512_vnni", *_NEEDS_AVX512},
+    "avx512": _NEEDS_AVX512,
+    "avx2": {"avx2", "fma", "f16c"},
     "neon_bf16": {"asimd", "bf16"},
 }
 """The CPU flags each kind requires, as Linux names them."""
@@ -304,6 +317,7 @@ _NEEDS = {
 _SOURCE_FILES = (
     "team.cpp",
     "linear.cpp",
+    "linear_groups.cpp",
     "linear_lanes.cpp",
     "linear_tiles.cpp",
     "attention.cpp",
@@ -340,6 +354,9 @@ class CpuLibrary:
         rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
         self.pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
         self.pack8 = function("pack8", c_void_p, c_int64, c_int64, c_void_p)
+        self.quantize = function("quantize", c_void_p, c_int64, c_int64, c_int, POINTER(GroupWeightsStruct), c_int)
+        self.pack_groups = function("pack_groups", POINTER(GroupWeightsStruct), c_int64, c_int64, c_int, c_void_p)
+        self.panel_bytes = function("panel_bytes", c_int64, c_int, result=c_int64)
         self.padded = function("padded", c_int64, c_bool, result=c_int64)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(MatmulStruct), c_int)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)

@@ -3,6 +3,7 @@
 #include "draft.h"
 #include "export.h"
 #include "network.h"
+#include "team.h"
 #include "train.h"
 
 using namespace KIND;
@@ -16,6 +17,19 @@ void EXPORT(pack)(const bf16* weight, int64_t outputs, int64_t inputs, bf16* pan
 void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels) {
     pack(weight, outputs, inputs, panels);
 }
+
+void EXPORT(quantize)(const bf16* weight, int64_t outputs, int64_t inputs, int groups, const Quantized* to,
+                      int num_threads) {
+    share_out(num_threads, outputs, [&](int64_t first, int64_t last, bool) {
+        quantize(weight, inputs, Groups(groups), *to, first, last);
+    });
+}
+
+void EXPORT(pack_groups)(const GroupWeights* weight, int64_t outputs, int64_t inputs, int groups, uint8_t* panels) {
+    pack(*weight, outputs, inputs, Groups(groups), panels);
+}
+
+int64_t EXPORT(panel_bytes)(int64_t inputs, int groups) { return panel_bytes(inputs, Groups(groups)); }
 
 int64_t EXPORT(padded)(int64_t inputs, bool codes) { return padded(inputs, codes); }
 

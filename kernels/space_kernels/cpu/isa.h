@@ -12,6 +12,8 @@
 #define KIND amx_bf16
 #elif defined(__AVX512BF16__)
 #define KIND avx512_bf16
+#elif defined(__AVX512VNNI__)
+#define KIND avx512_vnni
 #elif defined(__AVX512F__)
 #define KIND avx512
 #elif defined(__AVX2__)

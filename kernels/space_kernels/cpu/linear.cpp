@@ -2,11 +2,16 @@
 
 namespace KIND {
 
-// Whether a matmul is by AMX. Not for int8: converting its codes to tiles is slower for one row.
-static bool by_tiles(const Linear& w) { return TILES && !w.scale; }
+// Whether a matmul is by AMX in bfloat16. Not for int8: converting its codes to tiles is slower for one row.
+static bool by_tiles(const Linear& w) { return TILES && !w.scale && w.groups == Groups::NONE; }
 
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
-    (by_tiles(w) ? multiply_by_tiles : multiply_by_lanes)(w, p, first, last, fresh);
+    if (w.groups != Groups::NONE)
+        multiply_by_groups(w, p, first, last, fresh);
+    else if (by_tiles(w))
+        multiply_by_tiles(w, p, first, last, fresh);
+    else
+        multiply_by_lanes(w, p, first, last, fresh);
 }
 
 #if !TILES

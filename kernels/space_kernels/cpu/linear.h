@@ -6,7 +6,7 @@
 //
 // Weights are bfloat16, or int8 with a scale for each output. int8 numbers (codes) are converted to bfloat16, exactly,
 // and the sum is multiplied by the scale. Their panels hold two pairs of k together, in the order that suits this kind
-// of processor. Inputs are padded with 0.
+// of processor. Inputs are padded with 0. Weights with a scale for each group of 32 inputs: see linear_groups.cpp.
 //
 // Each output of each row is one sum over ascending pairs of k (AMX: over groups of sixteen pairs). So a row's bits do
 // not depend on the other rows, their number, or the thread.
@@ -32,14 +32,24 @@ constexpr int64_t padded(int64_t inputs, bool codes) {
 
 enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 
+// Weights in groups of 32 inputs, named as in a GGUF: four or eight bits with a scale; Q4_1 with a minimum, too.
+enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };
+
 // The operands of a matmul and its destination.
 struct Linear {
-    const void* weight;  // panels: bf16, or codes where there is a scale
+    const void* weight;  // panels: bf16, or codes where there is a scale, or groups
     const float* scale;  // [panels·16], or null
     const float* bias;   // [panels·16], or null
     int64_t panels;
     int64_t inputs;  // even
     int64_t outputs;  // of W, without padding
+    Groups groups;
+};
+
+// Unpacked weights in groups: float16 bits, and a byte a number. Inputs are padded to whole groups.
+struct GroupWeights {
+    const uint8_t* numbers;      // [outputs, groups·32]
+    const uint16_t *scale, *min;  // [outputs, groups]; min: of Q4_1
 };
 
 // The columns of B that a panel of outputs has.
@@ -86,12 +96,16 @@ void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
     }
 }
 
-// By vector instructions, and by tiles (AMX): `multiply`, and its part that adds B·low to the sums of the gated rows
+// By vector instructions, by tiles (AMX), and by integers: `multiply`, and its part that adds B·low to the sums of the gated rows
 // among [row, row + rows), rows of `count` panels from `panel` on.
 void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 void multiply_by_tiles(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
+void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
 void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
+
+// Prepare the rows of A·x for add_deltas_by_lanes: tile n has rows [bounds[n], bounds[n + 1]).
+void lay_out_low(const Matmul& p, const int64_t* bounds, int64_t num_tiles);
 
 // Finish and store such sums.
 void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
@@ -101,5 +115,16 @@ void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);
 
 // Convert int8 numbers [out, in] to panels of codes.
 void pack(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels);
+
+// Quantise outputs [first, last) of W [out, in] bfloat16 to the nearest weights in groups.
+struct Quantized {  // as GroupWeights
+    uint8_t* numbers;
+    uint16_t *scale, *min;
+};
+void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized& to, int64_t first, int64_t last);
+
+// Convert weights in groups to panels, of so many bytes each.
+void pack(const GroupWeights& weight, int64_t outputs, int64_t inputs, Groups groups, uint8_t* panels);
+int64_t panel_bytes(int64_t inputs, Groups groups);
 
 }  // namespace KIND

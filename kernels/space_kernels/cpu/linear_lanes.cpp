@@ -143,6 +143,16 @@ void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows,
     });
 }
 
+void lay_out_low(const Matmul& p, const int64_t* bounds, int64_t num_tiles) {
+    if (!p.num_gated) return;
+    if (int64_t(laid_low.size()) < p.rows * p.low_stride) laid_low.resize(p.rows * p.low_stride);
+    for (int64_t n = 0; n < num_tiles; ++n)
+        each_gated(p, bounds[n], bounds[n + 1] - bounds[n], [&](const Delta& d, int64_t first, int64_t num_gated) {
+            const int64_t at = first * p.low_stride, ranks = d.a.outputs;
+            lay_out(p.low + at, p.low_stride, num_gated, ranks, ranks / 2, laid_low.data() + at);
+        });
+}
+
 // Four panels stay in the cache while all row tiles use them; the next four are prefetched meanwhile.
 //
 //            panels 0..3          panels 4..7
@@ -163,18 +173,14 @@ void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, 
     const int64_t steps = padded(w.inputs, sizeof(Weight) == 1) / 2, width = 2 * steps;
     if (fresh) {
         if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
-        if (p.num_gated && int64_t(laid_low.size()) < p.rows * p.low_stride) laid_low.resize(p.rows * p.low_stride);
         bounds.assign(num_tiles + 1, 0);
     }
     for (int64_t n = 0; fresh && n < num_tiles; ++n) {  // evenly, so that no tile has a single row
         const int64_t row = bounds[n], rows = (p.rows - row + num_tiles - n - 1) / (num_tiles - n);
         bounds[n + 1] = row + rows;
         lay_out(p.x + row * p.x_stride, p.x_stride, rows, w.inputs, steps, laid_out.data() + row * width);
-        each_gated(p, row, rows, [&](const Delta& d, int64_t first, int64_t num_gated) {
-            const int64_t at = first * p.low_stride, ranks = d.a.outputs;
-            lay_out(p.low + at, p.low_stride, num_gated, ranks, ranks / 2, laid_low.data() + at);
-        });
     }
+    if (fresh) lay_out_low(p, bounds.data(), num_tiles);
     const int64_t size = steps * STEP;  // of a panel
     if (sizeof(Weight) == 1 && !one_tile && int64_t(widened.size()) < GROUP * size) widened.resize(GROUP * size);
     for (int64_t panel = first; panel < last;) {

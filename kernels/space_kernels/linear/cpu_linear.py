@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, pointer
 from enum import IntEnum
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ from space_kernels.build.cpu_library import (
     CpuLibrary,
     DeltaStruct,
     GatedRowsStruct,
+    GroupWeightsStruct,
     LinearStruct,
     MatmulStruct,
     cpu_library,
 )
+from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, group_form
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
@@ -45,25 +48,35 @@ class CompiledLinear(nn.Module):
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Tensor,
+        weight: Tensor | GroupWeights,
         bias: Tensor | None,
         *,
         wide: bool = False,
-        int8: bool = False,
+        weights: str | GroupForm = "plain",
     ) -> None:
         """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
 
-        `wide`: results are float32; `int8`: the copy is quantised to int8. Raises ValueError for other weights.
+        `wide`: results are float32; `weights`: the copy is quantised to int8 or int4, or to a form of groups, unless it
+        is in groups already. Raises ValueError for other weights.
         """
         super().__init__()
-        if not self.takes(weight):
+        if isinstance(weight, GroupWeights):
+            self.out_features, self.in_features = len(weight.numbers), weight.in_features
+        elif self.takes(weight):
+            self.out_features, self.in_features = weight.shape
+        else:
             got = f"{weight.dtype}, {tuple(weight.shape)}"
             raise ValueError(f"The compiled matmul takes bfloat16 weights with even inputs; got {got}.")
-        self.out_features, self.in_features = weight.shape
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)
         self.scale: Tensor | None = None
-        if int8:
+        groups = 0
+        form = weights if isinstance(weights, GroupForm) else group_form(weights)
+        if not isinstance(weight, Tensor) or form is not None:
+            grouped = GroupWeights.of(weight, form) if isinstance(weight, Tensor) and form is not None else weight
+            assert isinstance(grouped, GroupWeights)
+            self.weight, groups = self._packed(grouped, num_panels), grouped.form
+        elif weights == "int8":
             kept = Int8Weights.of(weight)
             self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, True), dtype=torch.uint8)
             library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
@@ -80,8 +93,18 @@ class CompiledLinear(nn.Module):
             num_panels,
             self.in_features,
             self.out_features,
+            groups,
         )
         self._here = byref(self.struct)
+
+    def _packed(self, kept: GroupWeights, num_panels: int) -> Tensor:
+        """[panels, bytes of a panel]"""
+        packed = torch.empty(num_panels, self._library.panel_bytes(self.in_features, kept.form), dtype=torch.uint8)
+        numbers, scale, mins = kept.numbers.contiguous(), kept.scale.contiguous(), kept.min
+        mins = None if mins is None else mins.contiguous()
+        struct = GroupWeightsStruct(numbers.data_ptr(), scale.data_ptr(), _address(mins))
+        self._library.pack_groups(byref(struct), self.out_features, self.in_features, kept.form, packed.data_ptr())
+        return packed
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -200,9 +223,16 @@ DeltaRows = tuple[CompiledDelta, slice]
 """The rows that a delta is added to."""
 
 
-def cpu_linear(weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> nn.Module:
-    """Return the fastest linear layer for this weight on this processor; `int8`: quantise to int8."""
+def cpu_linear(weight: Tensor, bias: Tensor | None, *, weights: str = "plain") -> nn.Module:
+    """Return the fastest linear layer for this weight on this processor; `weights`: quantise to int8 or int4."""
     library = cpu_library() if CompiledLinear.takes(weight) else None
     if library is not None:
-        return CompiledLinear(library, weight, bias, int8=int8)
-    return Int8Linear(weight, bias) if int8 else PackedLinear(weight, bias)
+        return CompiledLinear(library, weight, bias, weights=weights)
+    return torch_linear(weights)(weight, bias)
+
+
+def torch_linear(weights: str, *, head: bool = False) -> Callable[..., Int8Linear | PackedLinear]:
+    """Return the class of linears, or of the output head, by torch alone."""
+    if (form := group_form(weights, head=head)) is not None:
+        return partial(GroupLinear, form=form)
+    return Int8Linear if weights == "int8" else PackedLinear

@@ -20,12 +20,12 @@ class RowInvariantExperts(nn.Module):
     """
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, int8: bool = False
+        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, weights: str = "plain"
     ) -> None:
-        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `int8`: quantise them to int8."""
+        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `weights`: int8 or int4."""
         super().__init__()
-        self.gate_up = nn.ModuleList(cpu_linear(weight, None, int8=int8) for weight in gate_up)
-        self.down = nn.ModuleList(cpu_linear(weight, None, int8=int8) for weight in down)
+        self.gate_up = nn.ModuleList(cpu_linear(weight, None, weights=weights) for weight in gate_up)
+        self.down = nn.ModuleList(cpu_linear(weight, None, weights=weights) for weight in down)
         self.activation = activation
 
     def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:

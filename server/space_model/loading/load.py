@@ -74,7 +74,7 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
 
-    `dtype` auto, float32, bfloat16 or float16; `weights` plain, or 8-bit: int8 on a CPU, fp8 on a GPU (on a CPU fp8
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, int4 or int8 on a CPU, fp8 on a GPU (on a CPU fp8
     computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu, cuda, …;
     `mask_ids` (one shared, or one per position) and `num_masks` override the checkpoint's own; `max_model_len` shortens
     the window; `num_threads` of a CPU matmul (None: torch's setting), for the whole process and fixed from then on,
@@ -188,8 +188,8 @@ def _assemble(
     wanted = reference(model, facts)
     base, output = model.base_model, model.get_output_embeddings()
     scale, softcap = family.head_scale(config), family.head_softcap(config)
-    keeps_rows = facts.has_any_draft_head or not facts.int8
-    form: dict[str, Any] = {"int8": facts.int8, "keeps_rows": keeps_rows, "linear": ops.linear}
+    keeps_rows = facts.has_any_draft_head or not facts.quantizes_head
+    form: dict[str, Any] = {"weights": facts.weights, "keeps_rows": keeps_rows, "linear": ops.linear}
     head = OutputHead(output.weight, output.bias, scale=scale, softcap=softcap, **form)
     if facts.most_masks:
         facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
@@ -201,7 +201,7 @@ def _assemble(
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
         if facts.device.type == "cpu":
-            make_row_invariant(base, facts.num_threads, int8=facts.int8)
+            make_row_invariant(base, facts.num_threads, weights=facts.weights)
         elif ops.is_exact:
             raise InvalidSetting(
                 f"Models of type {config.model_type!r} as this one is held are not exact on a GPU, for their norms and "

@@ -283,7 +283,7 @@ class CompiledLlama(LlamaParts):
 def _take_apart(
     source: LlamaSource, library: CpuLibrary, layer: nn.Module, path: str, window: int | None
 ) -> CompiledLayer:
-    pack: Pack[CompiledLinear] = partial(CompiledLinear, library, int8=source.int8)
+    pack: Pack[CompiledLinear] = partial(CompiledLinear, library, weights=source.weights)
     fields = layer_fields(
         source, layer, path, window, partial(packed, pack), delta=partial(CompiledDelta, library), interleaved=True
     )

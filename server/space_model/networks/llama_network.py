@@ -16,6 +16,7 @@ from space_kernels.attention.torch_backend import space_attention
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.dispatch import Ops
 from space_kernels.layers.layers import silu
+from space_kernels.linear.cpu_linear import torch_linear
 from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import ROW_TILE, PackedLinear, can_pack
@@ -58,7 +59,7 @@ class LlamaNetwork(LlamaParts):
 
     def __init__(self, source: LlamaSource) -> None:
         super().__init__(source)
-        pack: Pack[Linear] = Int8Linear if source.int8 else PackedLinear
+        pack: Pack[Linear] = torch_linear(source.weights)
         self._heads = (source.num_heads, source.kv_heads, source.head_dim)
         self._rotary = source.base.rotary_emb
         take = partial(packed, pack)
@@ -168,7 +169,7 @@ def compact_network(
 ) -> Network | None:
     """Take `base` apart and return its compact network; None, with `base` unchanged, if there is none."""
     sizes = facts.num_heads, facts.kv_heads, facts.head_dim
-    source = LlamaSource(base, *sizes, adapters, prefix, ranks, facts.int8)
+    source = LlamaSource(base, *sizes, adapters, prefix, ranks, facts.weights)
     if facts.device.type == "cpu":
         library = cpu_library() if ops.attention == "compiled" else None
         if library is not None and CompiledLlama.fits(base, facts.dtype, facts.head_dim):

@@ -40,7 +40,7 @@ class LlamaSource:
     adapters: Sequence[GatedLora] = ()
     prefix: str = "model"  # path of `base` in the whole model
     ranks: Ranks | None = None  # that hold parts of the same layers (heads, inner columns); None: no tensor parallelism
-    int8: bool = False  # linears become int8 with scales
+    weights: str = "plain"  # int8 or int4: linears are quantised
 
     def layers(self) -> list[tuple[nn.Module, str, int | None]]:
         """Return each decoder layer, its path in the whole model, and its sliding window."""

@@ -288,22 +288,22 @@ class TransformersNetwork:
         return hidden
 
 
-def make_row_invariant(base: nn.Module, num_threads: int, *, int8: bool = False) -> None:
+def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "plain") -> None:
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
     routers.
 
-    `int8`: linears and experts become int8 with scales.
+    `weights`: int8 or int4: linears and experts are quantised.
 
     One module at a time, so that only one weight is in memory twice.
     """
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
-            setattr(base, name, cpu_linear(child.weight, child.bias, int8=int8))
+            setattr(base, name, cpu_linear(child.weight, child.bias, weights=weights))
             let_go(child.weight)
         elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
-            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, int8=int8))
+            setattr(base, name, cpu_linear(weight.t().contiguous(), bias, weights=weights))
             let_go(weight)
         elif isinstance(child, nn.SiLU | nn.GELU) or type(child).__module__ == "transformers.activations":
             setattr(base, name, row_invariant(child, num_threads))
@@ -314,10 +314,10 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, int8: bool = False)
                     f"({', '.join(sorted(_STANDARD_EXPERTS))} are). Serve the model on a GPU."
                 )
             activation = row_invariant(child.get_submodule("act_fn"), num_threads)
-            weights = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
-            setattr(base, name, RowInvariantExperts(*weights, activation, int8=int8))
+            gate_up, down = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
+            setattr(base, name, RowInvariantExperts(gate_up, down, activation, weights=weights))
         else:
-            make_row_invariant(child, num_threads, int8=int8)
+            make_row_invariant(child, num_threads, weights=weights)
             own = child._parameters.get("weight")
             if own is not None and own.dim() == 2 and not isinstance(child, nn.Embedding):
                 setattr(base, name, RowInvariantRouter(child))  # it has its own matrix

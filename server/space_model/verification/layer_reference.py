@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from space_kernels.fp8 import FORMAT, nearest
 from space_kernels.linear.cuda_linear import Fp8Linear
+from space_kernels.linear.group_weights import GroupWeights, group_form, rounded
 from space_kernels.linear.int8_linear import Int8Weights
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -152,6 +154,7 @@ class _Walk:
         self._has_head = isinstance(getattr(head, "weight", None), Tensor) and head.weight.device.type != "meta"
         vocab_size = len(head.weight) if self._has_head else len(embedding)
         self._head_ids = _spread(vocab_size, facts.device)
+        self._rounded = _RoundedInputs()
 
     def run(self) -> Reference:
         rows, parts = self._rows, len(self._layers)
@@ -220,7 +223,7 @@ class _Walk:
         return torch.cat([normed[:whole], normed[whole:] * sizes[:, None]]).to(self._dtype)
 
     def _held(self, number: int, dtype: torch.dtype) -> AbstractContextManager[None]:
-        return _held(self._layers[number], self._dtype, dtype, int8=self._facts.int8)
+        return _held(self._layers[number], self._dtype, dtype, self._facts.weights, self._rounded)
 
     def _pass(self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor]) -> Tensor | None:
         """Return the logits of the head's input. Appends the final norm's output to `norms`, the exact one first."""
@@ -258,17 +261,22 @@ class _Walk:
         embedding.padding_idx = None
         if self._has_head:
             weight = head.weight[self._head_ids]
-            if self._facts.int8:
-                weight = Int8Weights.of(weight).dense()
+            if self._facts.quantizes_head:
+                weight = _dequantized(weight, self._facts.weights, head=True)
             swaps.put(head._parameters, "weight", weight.to(dtype))
+            if dtype is self._dtype and group_form(self._facts.weights) is not None:
+                self._rounded.take(head.weight)
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
         for module in self._model.modules():
             if module not in inside and module is not embedding and module is not head:
                 swaps.widen(module, self._dtype, dtype)
         try:
-            yield
+            with self._rounded:
+                yield
         finally:
+            if self._has_head:
+                self._rounded.drop(head.weight)
             swaps.undo()
             embedding.padding_idx = padding
 
@@ -382,29 +390,66 @@ class _Dense(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class _RoundedInputs(TorchFunctionMode):
+    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int4 linears do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: set[int] = set()
+
+    def take(self, weight: Tensor) -> None:
+        self._storages.add(weight.untyped_storage().data_ptr())
+
+    def drop(self, weight: Tensor) -> None:
+        self._storages.discard(weight.untyped_storage().data_ptr())
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and self._storages and args[1].untyped_storage().data_ptr() in self._storages:
+            x, *others = args
+            return F.linear(rounded(x).to(x.dtype), *others, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _dequantized(weight: Tensor, weights: str, *, head: bool = False) -> Tensor:
+    """Return a weight [out, in] as `--weights` would hold it, in float32."""
+    form = group_form(weights, head=head)
+    return Int8Weights.of(weight).dense() if form is None else GroupWeights.of(weight, form).dense()
+
+
 @contextmanager
-def _held(layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, *, int8: bool) -> Iterator[None]:
-    """Hold the layer's weights in `dtype`; 8-bit weights are dequantised."""
+def _held(
+    layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, weights: str, inputs: _RoundedInputs
+) -> Iterator[None]:
+    """Hold the layer's weights in `dtype`; quantised weights are dequantised. In the serving dtype the inputs of int4
+    linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
+    taken: list[Tensor] = []
     try:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            if int8:
+            if weights in ("int8", "int4"):
                 for name in _quantised(module):
                     weight = module.get_parameter(name)
-                    whole = [Int8Weights.of(part).dense().to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
+                    whole = [_dequantized(part, weights).to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
                     swaps.put(module._parameters, name, torch.stack(whole).view(weight.shape))
+                    if dtype is narrow and group_form(weights) is not None:
+                        taken.append(module.get_parameter(name))
+                        inputs.take(taken[-1])
             swaps.widen(module, narrow, dtype)
         yield
     finally:
+        for one in taken:
+            inputs.drop(one)
         swaps.undo()
 
 
 def _quantised(module: nn.Module) -> Sequence[str]:
-    """Return the names of the module's weights that int8 would quantise (see make_row_invariant)."""
+    """Return the names of the module's weights that int8 and int4 quantise (see make_row_invariant)."""
     if type(module) is nn.Linear:
         return ["weight"]
     return ["gate_up_proj", "down_proj"] if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from space_common.worker_client import WorkerClient
 from space_common.worker_settings import WorkerSettings
+from space_kernels.linear.group_weights import GROUP, INT4, INT4_HEAD
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
@@ -75,6 +76,15 @@ class AskedModel:
 
 
 @dataclass(frozen=True)
+class Small:
+    """Bytes of weights and head where linears are in fewer bits."""
+
+    held: str  # one of precision.WEIGHTS
+    weights: int
+    head: int
+
+
+@dataclass(frozen=True)
 class ModelNeed:
     """Bytes by purpose. Implements `PageNeed` of memory.py."""
 
@@ -86,7 +96,7 @@ class ModelNeed:
     window: int
     dtype: torch.dtype
     device: torch.device
-    small: tuple[str, int, int] | None = None  # name, weights and head with 8-bit linears
+    small: tuple[Small, ...] = ()  # with linears in fewer bits, the largest first
     held: str = "plain"  # one of precision.WEIGHTS
     fp8_kv: bool = False
 
@@ -134,7 +144,7 @@ class ModelNeed:
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
-        return need if config.weights == "plain" else need.with_int8_weights() or need
+        return need if config.weights == "plain" else need.with_weights(config.weights) or need
 
     @classmethod
     def of(
@@ -166,13 +176,18 @@ class ModelNeed:
         own = getattr(config, "dtype", None)
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
         on_cpu = device.type == "cpu"
-        small = None
+        small: tuple[Small, ...] = ()
         has_experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
         if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts):
             kinds = {"BF16"} if on_cpu else _NUMBERS
             linears = _in_linears(stored(checkpoint), kinds)
-            packed = vocab * hidden if on_cpu else 0
-            small = "int8" if on_cpu else "fp8", 2 * weights // dtype.itemsize - linears, packed
+            halves, packed = 2 * weights // dtype.itemsize, vocab * hidden
+            if on_cpu:
+                head = INT4_HEAD.bytes_of_group * packed // GROUP
+                less = linears * (2 * GROUP - INT4.bytes_of_group) // GROUP
+                small = Small("int8", halves - linears, packed), Small("int4", halves - less, head)
+            else:
+                small = (Small("fp8", halves - linears, 0),)
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
@@ -188,12 +203,13 @@ class ModelNeed:
             fp8_kv=fp8_kv,
         )
 
-    def with_int8_weights(self) -> ModelNeed | None:
-        """The same with 8-bit linears; None if unknown here, or already so."""
-        if self.small is None:
-            return None
-        name, weights, head = self.small
-        return replace(self.held_in(torch.bfloat16), weights=weights, head=head, small=None, held=name)
+    def with_weights(self, held: str) -> ModelNeed | None:
+        """The same with linears in fewer bits; None if unknown here, or already so."""
+        for one in self.small:
+            if one.held == held:
+                half = self.held_in(torch.bfloat16)
+                return replace(half, weights=one.weights, head=one.head, small=(), held=held)
+        return None
 
     def with_fp8_kv(self) -> ModelNeed | None:
         """The same with an 8-bit KV cache; None if already so, or unsupported by the device."""
@@ -255,11 +271,11 @@ def cure(need: ModelNeed, available: int) -> str:
             found.append(f"--dtype bfloat16 ({shown(half.least)})")
         elif not length and (length := half.longest(available)):
             found.append(f"--dtype bfloat16 --max-model-len {length}")
-    if (small := need.with_int8_weights()) is not None:
-        if small.least <= available:
-            found.append(f"--weights {small.held} ({shown(small.least)})")
-        elif not found and (length := small.longest(available)):
-            found.append(f"--weights {small.held} --max-model-len {length}")
+    smaller = [small for one in need.small if (small := need.with_weights(one.held)) is not None]
+    if fitting := next((small for small in smaller if small.least <= available), None):
+        found.append(f"--weights {fitting.held} ({shown(fitting.least)})")
+    elif smaller and not found and (length := smaller[-1].longest(available)):
+        found.append(f"--weights {smaller[-1].held} --max-model-len {length}")
     if (short := need.with_fp8_kv()) is not None and short.least <= available:
         found.append(f"--kv-dtype fp8 ({shown(short.least)})")
     if found:

@@ -11,7 +11,8 @@ import torch
 from space_kernels import dispatch
 from space_kernels.build import cpu_library
 
-XEON = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi", "sse4_2"}
+AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "sse4_2"}
+XEON = AVX512 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
 TILES = {"amx_tile", "amx_bf16", "amx_int8"}
 
 
@@ -29,17 +30,18 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("machine", "flags", "maker", "kinds"),
     [
-        ("x86_64", XEON, "GenuineIntel", ["avx512", "avx512_bf16", "avx2"]),
-        ("x86_64", XEON, "AuthenticAMD", ["avx512_bf16", "avx512", "avx2"]),
-        ("x86_64", XEON - {"avx512_bf16"}, "GenuineIntel", ["avx512", "avx2"]),
-        ("x86_64", XEON - {"avx512vbmi"}, "AuthenticAMD", ["avx512", "avx2"]),
+        ("x86_64", XEON, "GenuineIntel", ["avx512_vnni", "avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", XEON, "AuthenticAMD", ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512_bf16"}, "GenuineIntel", ["avx512_vnni", "avx512", "avx2"]),
+        ("x86_64", XEON - {"avx512vbmi"}, "AuthenticAMD", ["avx512_vnni", "avx512", "avx2"]),
         ("x86_64", XEON - {"avx512f"}, "GenuineIntel", ["avx2"]),
         ("x86_64", {"sse4_2"}, "GenuineIntel", []),
         ("aarch64", {"asimd", "bf16", "fp"}, "", ["neon_bf16"]),
         ("aarch64", {"asimd", "fp"}, "", []),
         ("arm64", set(), "", []),  # macOS
-        ("x86_64", XEON | TILES, "GenuineIntel", ["amx_bf16", "avx512", "avx512_bf16", "avx2"]),
-        ("x86_64", XEON | {"amx_tile"}, "GenuineIntel", ["avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", XEON | TILES, "GenuineIntel", ["amx_bf16", "avx512_vnni", "avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", XEON | {"amx_tile"}, "GenuineIntel", ["avx512_vnni", "avx512", "avx512_bf16", "avx2"]),
+        ("x86_64", AVX512, "GenuineIntel", ["avx512", "avx2"]),
     ],
 )
 def test_a_processor_is_of_the_kinds_whose_instructions_it_has(
@@ -65,7 +67,7 @@ def test_tiles_are_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPa
     flags = {"flags": " ".join(XEON | TILES), "vendor_id": "GenuineIntel"}
     monkeypatch.setattr(cpu_library, "cpu_fact", lambda *names: flags[names[0]])
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    for permitted, best in ((True, "amx_bf16"), (False, "avx512")):
+    for permitted, best in ((True, "amx_bf16"), (False, "avx512_vnni")):
         monkeypatch.setattr(cpu_library, "_may_use_tiles", lambda permitted=permitted: permitted)
         assert cpu_library.own_kinds()[0] == best
 

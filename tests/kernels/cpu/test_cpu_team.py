@@ -83,7 +83,7 @@ def test_a_product_has_the_same_bits_however_its_panels_fall_to_threads(
 ) -> None:
     draws = torch.Generator().manual_seed(rows)
     weight = (torch.randn(1200, 172, generator=draws) / 13).bfloat16()
-    linear = CompiledLinear(library, weight, None, int8=int8)
+    linear = CompiledLinear(library, weight, None, weights="int8" if int8 else "plain")
     x, before = torch.randn(rows, 172, generator=draws).bfloat16(), torch.get_num_threads()
     found = []
     try:

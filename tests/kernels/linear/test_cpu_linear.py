@@ -65,7 +65,9 @@ def test_processors_that_widen_agree_on_every_bit(int8: bool) -> None:
     if len(kinds) < 2:
         pytest.skip("this processor is of one kind that widens")
     weight, bias, x, _ = draw(256, 704)
-    one, other = (CompiledLinear(library_for(kind), weight, bias, int8=int8) for kind in kinds)
+    one, other = (
+        CompiledLinear(library_for(kind), weight, bias, weights="int8" if int8 else "plain") for kind in kinds
+    )
     for rows in (1, 3, 5, 9, 13, 70):
         assert torch.equal(one(x[:rows]), other(x[:rows])), rows
 
@@ -149,7 +151,7 @@ def test_deltas_join_the_sums_of_their_rows_alone(
 ) -> None:
     weight, _, x, other = draw(sum(sizes), 64)
     parts = weight.split(sizes)
-    linear = CompiledLinear(library, in_turn(*parts) if turns else weight, None, int8=int8)
+    linear = CompiledLinear(library, in_turn(*parts) if turns else weight, None, weights="int8" if int8 else "plain")
     pairs = [draw_pairs(ranks, sizes, seed) for seed in (1, 2)]
     deltas = [CompiledDelta(library, some, sizes, 2.0, turns=turns) for some in pairs]
     dense = [torch.zeros(sum(sizes), 64) for _ in pairs]

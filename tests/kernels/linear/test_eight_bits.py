@@ -27,7 +27,7 @@ def linear_of(request: pytest.FixtureRequest) -> Linear:
     """Each way to build an int8 linear layer from weight and bias."""
     if request.param == "torch":
         return Int8Linear
-    return partial(CompiledLinear, cpu_library.library_for(request.param), int8=True)
+    return partial(CompiledLinear, cpu_library.library_for(request.param), weights="int8")
 
 
 def draw(out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,7 +92,7 @@ def test_gate_and_up_in_turn(library: CpuLibrary, num_threads: int) -> None:
     gate, up = Int8Linear(weight[:176], bias[:176]), Int8Linear(weight[176:], bias[176:], wide=True)
     wanted = up.times(x, F.silu(Int8Linear(weight[:176], bias[:176], wide=True)(x)))
     both_biases = in_turn(bias[:176, None], bias[176:, None])[:, 0]
-    linear = CompiledLinear(library, in_turn(weight[:176], weight[176:]), both_biases, int8=True)
+    linear = CompiledLinear(library, in_turn(weight[:176], weight[176:]), both_biases, weights="int8")
     whole = linear.swiglu(x)
     torch.testing.assert_close(whole.float(), wanted, atol=1e-5, rtol=2**-8)
     torch.testing.assert_close(gate.silu(x).float(), F.silu(gate(x).float()), atol=1e-2, rtol=2**-7)
@@ -114,13 +114,13 @@ def test_what_is_not_a_number_stays_in_its_row(linear_of: Linear) -> None:
 
 def test_it_is_held_in_half_the_bytes(library: CpuLibrary) -> None:
     weight, bias, x, _ = draw(704, 256)
-    plain, eight = (CompiledLinear(library, weight, bias, int8=int8) for int8 in (False, True))
+    plain, eight = (CompiledLinear(library, weight, bias, weights=weights) for weights in ("plain", "int8"))
     assert eight.weight.nbytes * 2 == plain.weight.nbytes
     assert eight(x[:0]).shape == (0, 704)
 
 
 def test_the_best_there_is_for_a_weight() -> None:
     weight, bias, *_ = draw(64, 65)
-    assert type(cpu_linear(weight[:, :64], bias, int8=True)) is CompiledLinear
-    assert type(cpu_linear(weight, bias, int8=True)) is Int8Linear  # an odd number of inputs
+    assert type(cpu_linear(weight[:, :64], bias, weights="int8")) is CompiledLinear
+    assert type(cpu_linear(weight, bias, weights="int8")) is Int8Linear  # an odd number of inputs
     assert type(cpu_linear(weight, bias)) is PackedLinear

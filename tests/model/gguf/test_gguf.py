@@ -333,7 +333,7 @@ def test_memory_is_counted_as_the_numbers_are_held(words: list[str], file: Path,
     needs = []
     for model in (file, tmp_path / "plain"):
         config = parse([*WORDS, str(model), *words])
-        needs.append(dataclasses.replace(ModelNeed.asked(config, Checkpoint.open(model)), small=None))
+        needs.append(dataclasses.replace(ModelNeed.asked(config, Checkpoint.open(model)), small=()))
     assert needs[0] == needs[1]
 
 

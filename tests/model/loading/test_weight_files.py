@@ -289,7 +289,7 @@ def test_the_class_is_the_one_that_the_config_names(monkeypatch: pytest.MonkeyPa
 def test_what_is_packed_is_gone_before_the_next_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
-    def packed(weight: Tensor, bias: Tensor | None, *, int8: bool) -> nn.Module:
+    def packed(weight: Tensor, bias: Tensor | None, *, weights: str) -> nn.Module:
         assert not [one for one in seen if one() is not None]
         seen.append(weakref.ref(weight))
         return nn.Identity()

@@ -40,7 +40,7 @@ class OnOps:
         return True
 
     def __call__(self, source: LlamaSource) -> LlamaCudaNetwork:
-        assert not source.int8
+        assert source.weights == "plain"
         return LlamaCudaNetwork(source, self._ops)
 
 

@@ -13,6 +13,7 @@ import torch
 from space_kernels.dispatch import ops_for, triton_ops
 from space_kernels.fp8 import FORMAT, Fp8
 from space_kernels.linear.cuda_linear import Fp8Linear
+from space_kernels.linear.group_weights import INT4, INT4_HEAD, GroupForm, GroupWeights, rounded
 from space_kernels.linear.int8_linear import Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -39,6 +40,35 @@ def logits_of(model: SpaceModel, ids: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_int4_weights_are_those_of_their_groups(
+    family: str, attention: str, checkpoint_of: Callable[[str], Path]
+) -> None:
+    path = checkpoint_of(family)
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def held(weight: Tensor, form: GroupForm) -> Tensor:
+        return GroupWeights.of(weight.bfloat16(), form).dense()
+
+    head = oracle.get_output_embeddings()
+    for module in oracle.modules():
+        if isinstance(module, nn.Linear):
+            form = INT4_HEAD if module is head else INT4
+            module.weight = nn.Parameter(held(module.weight, form))
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0].bfloat16().float()),))
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            for weight in (module.gate_up_proj, module.down_proj):
+                weight.data = torch.stack([held(expert, INT4) for expert in weight.data])
+    with torch.inference_mode():
+        wanted = oracle(input_ids=torch.tensor([IDS])).logits[0]
+    model = load_model(path, weights="int4", attention=attention)
+    assert model.facts.number_format == "bfloat16 with int4 weights"
+    found = logits_of(model, IDS)
+    off = (found - wanted).abs().amax(dim=1) > 0.06 * wanted.abs().max()
+    assert int(off.sum()) <= (2 if family == "mixtral" else 0)  # near ties, other experts than in float32 are chosen
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_int8_weights_are_the_nearest_ones(family: str, attention: str, checkpoint_of: Callable[[str], Path]) -> None:
     path = checkpoint_of(family)
     oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -57,9 +87,10 @@ def test_int8_weights_are_the_nearest_ones(family: str, attention: str, checkpoi
     assert int(off.sum()) <= (2 if family == "mixtral" else 0)  # near ties, other experts than in float32 are chosen
 
 
-def test_a_prompt_in_parts_has_the_same_bits(llama: Path) -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_prompt_in_parts_has_the_same_bits(llama: Path, weights: str) -> None:
     for attention in ("auto", "torch"):
-        model = load_model(llama, weights="int8", attention=attention)
+        model = load_model(llama, weights=weights, attention=attention)
         whole = logits_of(model, IDS)
         for length in (1, 2, 5, 13, 39):
             assert torch.equal(logits_of(model, IDS[:length]), whole[:length])
@@ -88,9 +119,10 @@ def test_nothing_is_held_twice(tmp_path: Path) -> None:
 
 def test_an_adapter_drafts_beside_them(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, adapter_rank=4, dtype="bfloat16")
-    model = load_model(path, weights="int8")
-    assert model.facts.adapters
-    assert logits_of(model, IDS).isfinite().all()
+    for weights in ("int8", "int4"):
+        model = load_model(path, weights=weights)
+        assert model.facts.adapters
+        assert logits_of(model, IDS).isfinite().all()
 
 
 def test_what_they_cannot_be_had_with_is_said(llama: Path) -> None:
@@ -99,8 +131,8 @@ def test_what_they_cannot_be_had_with_is_said(llama: Path) -> None:
         load_model(path, weights="int8", dtype="float32")
     with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights int8"):
         load_model(path, weights="int8", device="meta")
-    with pytest.raises(InvalidSetting, match="weights must be plain, int8 or fp8; got 'int4'"):
-        load_model(path, weights="int4")
+    with pytest.raises(InvalidSetting, match="weights must be plain, int8, int4 or fp8; got 'int3'"):
+        load_model(path, weights="int3")
 
 
 def rounded_by_hand(path: Path) -> Tensor:

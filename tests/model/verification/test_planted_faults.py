@@ -406,7 +406,7 @@ BELOW_ROUNDING = {"activation is gelu"}
 
 def settings_of(form: str) -> dict[str, Any]:
     """For load_model: a dtype, weights of eight bits, or keys and values of eight bits."""
-    if form in ("int8", "fp8"):
+    if form in ("int8", "fp8", "int4"):
         return {"weights": form}
     return {"dtype": "bfloat16", "kv_dtype": "fp8"} if form == "fp8 keys and values" else {"dtype": form}
 
@@ -427,7 +427,7 @@ def test_every_planted_fault_is_caught(family: str, tmp_path: Path, monkeypatch:
     assert_caught(serve(lively_checkpoint(tmp_path, family), family, monkeypatch, dtype="bfloat16"))
 
 
-FORMS = ["float32", "bfloat16", "float16", "int8", "fp8", "fp8 keys and values"]
+FORMS = ["float32", "bfloat16", "float16", "int8", "fp8", "fp8 keys and values", "int4"]
 
 
 @pytest.mark.slow

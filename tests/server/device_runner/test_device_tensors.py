@@ -120,7 +120,7 @@ class OnTensors:
         return True
 
     def __new__(cls, source: LlamaSource) -> LlamaCudaNetwork:  # type: ignore[misc]
-        assert not source.int8
+        assert source.weights == "plain"
         return LlamaCudaNetwork(source, OPS)
 
 

@@ -1,0 +1,201 @@
+// Vectors of 64 bytes, and exact integer dot products of them: the same result on every kind of processor.
+
+#pragma once
+
+#include "isa.h"
+
+namespace KIND {
+
+constexpr int64_t VECTOR = 64;  // bytes of a vector: four numbers of each of sixteen lanes
+
+#if defined(__x86_64__)
+static inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, 0)); }  // to the nearest, ties to even
+static inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+static inline uint16_t most_of(__m256i sizes) {
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(sizes), _mm256_extracti128_si256(sizes, 1));
+    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));  // of the complements
+    return uint16_t(~_mm_extract_epi16(least, 0));
+}
+#else
+static inline uint16_t to_half(float x) {
+    const __fp16 half = __fp16(x);
+    uint16_t bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+static inline float from_half(uint16_t x) {
+    __fp16 half;
+    std::memcpy(&half, &x, 2);
+    return float(half);
+}
+#endif
+
+#if defined(__AVX512F__)
+
+struct Bytes {
+    __m512i v;
+};
+struct Ints {  // sixteen int32
+    __m512i v;
+};
+
+static inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline Bytes low_halves(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+static inline Bytes high_halves(Bytes a) {
+    return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+static inline Ints same_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline Lanes to_lanes(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline Lanes load_halves(const uint16_t* p) {  // float16
+    return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+// The greatest size of 32 numbers, as bits; at least those of infinity if one is not finite.
+static inline uint16_t most_of(const bf16* p) {
+    const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
+    return most_of(_mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1)));
+}
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
+static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
+    const __m512i first = _mm512_cvtps_epi32(mul(load(p), same(by)).v);
+    const __m512i second = _mm512_cvtps_epi32(mul(load(p + LANES), same(by)).v);
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128((__m128i*)(to + LANES), _mm512_cvtepi32_epi8(second));
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+}
+
+#if defined(__AVX512VNNI__)
+// sum + a[4i]·four[0] + … + a[4i+3]·four[3], a unsigned
+static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
+    // _mm512_dpbusd_epi32, which GCC 12 gives an instruction of its own for the broadcast
+    const int8_t(&operand)[4] = *(const int8_t(*)[4])four;
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(a.v), "m"(operand));
+    return sum;
+}
+#else
+static inline __m512i dot_halves(__m512i a, __m512i four, int times) {  // a below 16: sums of two fit in sixteen bits
+    return _mm512_madd_epi16(_mm512_maddubs_epi16(a, four), _mm512_set1_epi16(short(times)));
+}
+static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, 4);
+    const __m512i all = _mm512_set1_epi32(bits);
+    const __m512i low = dot_halves(low_halves(a).v, all, 1), high = dot_halves(high_halves(a).v, all, 16);
+    return {_mm512_add_epi32(sum.v, _mm512_add_epi32(low, high))};
+}
+#endif
+
+#elif defined(__AVX2__)
+
+struct Bytes {
+    __m256i low, high;
+};
+struct Ints {
+    __m256i low, high;
+};
+
+static inline Bytes load_bytes(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+static inline __m256i low_halves8(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+static inline __m256i high_halves8(__m256i a) { return low_halves8(_mm256_srli_epi16(a, 4)); }
+static inline Bytes low_halves(Bytes a) { return {low_halves8(a.low), low_halves8(a.high)}; }
+static inline Bytes high_halves(Bytes a) { return {high_halves8(a.low), high_halves8(a.high)}; }
+static inline Ints same_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Lanes to_lanes(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+static inline Lanes load_halves(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline __m256i load_sizes(const bf16* p) {
+    return _mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi16(0x7fff));
+}
+// The greatest size of 32 numbers, as bits; at least those of infinity if one is not finite.
+static inline uint16_t most_of(const bf16* p) {
+    return most_of(_mm256_max_epu16(load_sizes(p), load_sizes(p + LANES)));
+}
+static inline __m256i round_half(const bf16* p, float by, int8_t* to) {
+    const Lanes a = mul(load(p), same(by));
+    const __m256i first = _mm256_cvtps_epi32(a.low), second = _mm256_cvtps_epi32(a.high);
+    const __m256i sixteen = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(sixteen), _mm256_extracti128_si256(sixteen, 1));
+    _mm_storeu_si128((__m128i*)to, bytes);
+    return _mm256_add_epi32(first, second);
+}
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
+static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
+    const __m256i eight = _mm256_add_epi32(round_half(p, by, to), round_half(p + LANES, by, to + LANES));
+    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+static inline __m256i dot_halves8(__m256i a, __m256i four, int times) {  // a below 16: sums of two fit in sixteen bits
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(a, four), _mm256_set1_epi16(short(times)));
+}
+static inline __m256i dot_four8(__m256i sum, __m256i a, __m256i four) {
+    const __m256i low = dot_halves8(low_halves8(a), four, 1), high = dot_halves8(high_halves8(a), four, 16);
+    return _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
+}
+// sum + a[4i]·four[0] + … + a[4i+3]·four[3], a unsigned
+static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, 4);
+    const __m256i all = _mm256_set1_epi32(bits);
+    return {dot_four8(sum.low, a.low, all), dot_four8(sum.high, a.high, all)};
+}
+
+#else
+
+struct Bytes {
+    uint8x16_t v[4];
+};
+struct Ints {
+    int32x4_t v[4];
+};
+
+#define EACH(type, expression)                       \
+    type r;                                          \
+    for (int i = 0; i < 4; ++i) r.v[i] = expression; \
+    return r
+static inline Bytes load_bytes(const uint8_t* p) { EACH(Bytes, vld1q_u8(p + 16 * i)); }
+static inline Bytes low_halves(Bytes a) { EACH(Bytes, vandq_u8(a.v[i], vdupq_n_u8(15))); }
+static inline Bytes high_halves(Bytes a) { EACH(Bytes, vshrq_n_u8(a.v[i], 4)); }
+static inline Ints same_int(int32_t x) { EACH(Ints, vdupq_n_s32(x)); }
+static inline Lanes to_lanes(Ints a) { EACH(Lanes, vcvtq_f32_s32(a.v[i])); }
+static inline Lanes load_halves(const uint16_t* p) {
+    EACH(Lanes, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
+}
+// The greatest size of 32 numbers, as bits; at least those of infinity if one is not finite.
+static inline uint16_t most_of(const bf16* p) {
+    uint16x8_t most = vdupq_n_u16(0);
+    for (int i = 0; i < 4; ++i) most = vmaxq_u16(most, vandq_u16(vld1q_u16(p + 8 * i), vdupq_n_u16(0x7fff)));
+    return vmaxvq_u16(most);
+}
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
+static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int half = 0; half < 2; ++half) {
+        const Lanes a = mul(load(p + half * LANES), same(by));
+        for (int i = 0; i < 4; ++i) {
+            const int32x4_t whole = vcvtnq_s32_f32(a.v[i]);
+            sum = vaddq_s32(sum, whole);
+            const int16x4_t narrow = vmovn_s32(whole);
+            const int8x8_t bytes = vmovn_s16(vcombine_s16(narrow, narrow));
+            std::memcpy(to + half * LANES + 4 * i, &bytes, 4);
+        }
+    }
+    return vaddvq_s32(sum);
+}
+static inline int32x4_t pair_sums(uint8x8_t a, int16x8_t four) {  // a product is below 2^15
+    return vpaddlq_s16(vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(a)), four));
+}
+// sum + a[4i]·four[0] + … + a[4i+3]·four[3], a unsigned
+static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, 4);
+    const int16x8_t all = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bits)));
+    EACH(Ints, vaddq_s32(sum.v[i], vpaddq_s32(pair_sums(vget_low_u8(a.v[i]), all), pair_sums(vget_high_u8(a.v[i]), all))));
+}
+#undef EACH
+
+#endif
+
+}  // namespace KIND

@@ -1,0 +1,309 @@
+// The matmul by weights in groups: 32 inputs of an output share a scale, as in a GGUF's Q4_0, Q4_1 and Q8_0.
+//
+//     W[n, k] = scale[n, g]·(number[n, k] - offset) + min[n, g]        g = k / 32, number 0 .. 15 or 0 .. 255
+//     x[r, k] ≈ scale[r, g]·code[r, k]                                 code -127 .. 127, the nearest
+//
+// A panel has one block after the other:
+//
+//     scale of outputs 0 .. 15 | min of outputs 0 .. 15 | numbers of 32 inputs by 16 outputs       (float16, bytes)
+//
+// Products of numbers and codes are summed exactly in integers, and groups in ascending order in float32. So a row's
+// bits depend neither on the other rows, their number, or the thread, nor on the kind of processor.
+
+#include "linear.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "bytes.h"
+
+namespace KIND {
+
+namespace {
+
+constexpr int64_t SIZE = 32;        // inputs of a group
+constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
+constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
+constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones
+constexpr int64_t AHEAD = 2560;  // prefetch distance in bytes
+
+constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <= SUMS ? 2 : 1; }
+
+template <Groups GROUPS>
+struct Form {
+    static constexpr int BITS = GROUPS == Groups::Q8_0 ? 8 : 4;
+    static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1;
+    static constexpr int OFFSET = GROUPS == Groups::Q8_0 ? 128 : GROUPS == Groups::Q4_0 ? 8 : 0;
+    static constexpr int64_t HEAD = (HAS_MIN ? 2 : 1) * LANES * 2;          // bytes of scales and mins
+    static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
+    static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
+};
+
+// Some rows, rounded group by group. One group of all rows, then the next.
+struct Rounded {
+    int8_t* codes;    // [groups, rows, 32]
+    float* scale;     // [groups, rows]
+    float* total;     // [groups, rows]: scale · sum of the codes
+    int32_t* start;   // [groups, rows]: -offset · sum of the codes
+};
+
+// A thread's rows of the present job.
+struct ThreadRows {
+    std::vector<int8_t> codes;
+    std::vector<float> scale, total;
+    std::vector<int32_t> start;
+    std::vector<int64_t> bounds;
+    int64_t groups = 0;
+
+    Rounded from(int64_t row) {
+        const int64_t at = row * groups;
+        return {codes.data() + at * SIZE, scale.data() + at, total.data() + at, start.data() + at};
+    }
+};
+ThreadRows& thread_rows() {
+    static thread_local ThreadRows rows;
+    return rows;
+}
+
+// Rounds one group of a row to codes; returns their sum. If a number is not finite, the scale is NaN.
+int32_t round_group(const bf16* x, int8_t* codes, float* scale) {
+    const float most = widen(most_of(x));
+    if (!(most > FLOOR && most <= FLT_MAX)) {
+        std::memset(codes, 0, SIZE);
+        *scale = most > FLOOR || most != most ? NAN : 0.0f;
+        return 0;
+    }
+    *scale = most * (1.0f / 127.0f);
+    return round_all(x, 127.0f / most, codes);
+}
+
+void round_rows(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t groups, int offset,
+                const Rounded& to) {
+    for (int64_t i = 0; i < rows; ++i) {
+        const bf16* x = p.x + (row + i) * p.x_stride;
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t at = g * rows + i, left = inputs - g * SIZE;
+            bf16 last[SIZE] = {};
+            if (left < SIZE) std::memcpy(last, x + g * SIZE, left * sizeof(bf16));
+            const int32_t sum = round_group(left < SIZE ? last : x + g * SIZE, to.codes + at * SIZE, to.scale + at);
+            to.total[at] = to.scale[at] * float(sum);
+            to.start[at] = -offset * sum;
+        }
+    }
+}
+
+// Adds a group's product to the sum.
+template <Groups GROUPS>
+inline Lanes joined(Lanes sum, Ints product, Lanes scale, Lanes min, const Rounded& x, int64_t at) {
+    sum = fma(to_lanes(product), mul(scale, same(x.scale[at])), sum);
+    return Form<GROUPS>::HAS_MIN ? fma(min, same(x.total[at]), sum) : sum;
+}
+
+// Writes the sums of a tile of rows to `to`, in rows of `count` panels.
+template <Groups GROUPS, int ROWS, int PANELS>
+void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int count) {
+    using F = Form<GROUPS>;
+    const int64_t size = groups * F::BLOCK;
+    Lanes sum[ROWS][PANELS];
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
+    const uint8_t* block = panels;
+    const int8_t* codes = x.codes;
+    for (int64_t g = 0; g < groups; ++g, block += F::BLOCK, codes += ROWS * SIZE) {
+        const uint8_t* next = block + AHEAD + ((g + 1) * F::BLOCK + AHEAD > size ? (PANELS - 1) * size : 0);
+#pragma GCC unroll 4
+        for (int j = 0; j < PANELS; ++j)
+#pragma GCC unroll 9
+            for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(next + j * size + i);
+        Ints product[ROWS][PANELS];
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+            for (int j = 0; j < PANELS; ++j) product[i][j] = same_int(F::OFFSET ? x.start[g * ROWS + i] : 0);
+#pragma GCC unroll 8
+        for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v)
+#pragma GCC unroll 4
+            for (int j = 0; j < PANELS; ++j) {
+                const Bytes numbers = load_bytes(block + j * size + F::HEAD + v * VECTOR);
+                if constexpr (F::BITS == 4) {
+                    const Bytes low = low_halves(numbers), high = high_halves(numbers);
+#pragma GCC unroll 12
+                    for (int i = 0; i < ROWS; ++i)
+                        product[i][j] = dot_four(product[i][j], low, codes + i * SIZE + 4 * v);
+#pragma GCC unroll 12
+                    for (int i = 0; i < ROWS; ++i)
+                        product[i][j] = dot_four(product[i][j], high, codes + i * SIZE + SIZE / 2 + 4 * v);
+                } else {
+#pragma GCC unroll 12
+                    for (int i = 0; i < ROWS; ++i)
+                        product[i][j] = dot_four(product[i][j], numbers, codes + i * SIZE + 4 * v);
+                }
+            }
+#pragma GCC unroll 4
+        for (int j = 0; j < PANELS; ++j) {
+            const uint16_t* halves = (const uint16_t*)(block + j * size);
+            const Lanes scale = load_halves(halves), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i)
+                sum[i][j] = joined<GROUPS>(sum[i][j], product[i][j], scale, min, x, g * ROWS + i);
+        }
+    }
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < PANELS; ++j) to[i * count + j] = sum[i][j];
+}
+
+template <Groups GROUPS, int PANELS, int ROWS = SUMS / PANELS>
+void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
+    if (rows == ROWS) return sum_up<GROUPS, ROWS, PANELS>(panels, groups, x, to, count);
+    if constexpr (ROWS > 1) sum_up_of<GROUPS, PANELS, ROWS - 1>(rows, panels, groups, x, to, count);
+}
+
+template <Groups GROUPS>
+void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
+    const int width = std::min(count, panels_of(rows));
+    for (int j = 0; j < count; j += width) {
+        const uint8_t* here = panels + j * groups * Form<GROUPS>::BLOCK;
+        if (width == 4)
+            sum_up_of<GROUPS, 4>(rows, here, groups, x, to + j, count);
+        else if (width == 2)
+            sum_up_of<GROUPS, 2>(rows, here, groups, x, to + j, count);
+        else
+            sum_up_of<GROUPS, 1>(rows, here, groups, x, to + j, count);
+    }
+}
+
+// As `multiply_by` of the lanes: few rows form one tile; with several, four panels stay in the cache while all tiles
+// use them.
+template <Groups GROUPS>
+void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+    using F = Form<GROUPS>;
+    ThreadRows& rows = thread_rows();
+    if (!p.rows || first == last) return;
+    const int64_t groups = (w.inputs + SIZE - 1) / SIZE, size = groups * F::BLOCK;
+    if (fresh) {
+        const int64_t num_tiles = (p.rows + SUMS - 1) / SUMS;
+        rows.groups = groups;
+        if (int64_t(rows.scale.size()) < p.rows * groups) {
+            rows.codes.resize(p.rows * groups * SIZE);
+            rows.scale.resize(p.rows * groups), rows.total.resize(p.rows * groups), rows.start.resize(p.rows * groups);
+        }
+        rows.bounds.assign(num_tiles + 1, 0);
+        for (int64_t n = 0; n < num_tiles; ++n) {
+            const int64_t row = rows.bounds[n], count = (p.rows - row + num_tiles - n - 1) / (num_tiles - n);
+            rows.bounds[n + 1] = row + count;
+            round_rows(p, row, count, w.inputs, groups, F::OFFSET, rows.from(row));
+        }
+        lay_out_low(p, rows.bounds.data(), num_tiles);
+    }
+    const int64_t num_tiles = int64_t(rows.bounds.size()) - 1;
+    const int most = num_tiles > 1 ? TOGETHER : std::max(2, panels_of(p.rows));
+    Lanes sums[SUMS * TOGETHER];
+    for (int64_t panel = first; panel < last;) {
+        const int64_t left = last - panel;
+        const int count = left >= most ? most : left >= 2 ? 2 : 1;
+        for (int64_t n = 0; n < num_tiles; ++n) {
+            const int64_t row = rows.bounds[n], here = rows.bounds[n + 1] - row;
+            sum_up_of<GROUPS>(here, (const uint8_t*)w.weight + panel * size, groups, rows.from(row), sums, count);
+            finish(w, p, sums, row, here, panel, count);
+        }
+        panel += count;
+    }
+}
+
+// Quantises one group of weights to the nearest numbers.
+template <Groups GROUPS>
+void quantize_group(const float* w, uint8_t* numbers, uint16_t* scale, uint16_t* min) {
+    using F = Form<GROUPS>;
+    float least = w[0], most = w[0];
+    for (int64_t k = 1; k < SIZE; ++k) least = std::min(least, w[k]), most = std::max(most, w[k]);
+    float from = 0.0f, step;
+    if (GROUPS == Groups::Q4_1) {
+        *min = to_half(least), from = from_half(*min);
+        step = (most - from) / 15.0f;
+    } else if (GROUPS == Groups::Q4_0) {
+        step = (-least > most ? least : most) / -8.0f;
+    } else {
+        step = std::max(-least, most) / 127.0f;
+    }
+    *scale = to_half(step);
+    const float wide = from_half(*scale), divisor = wide == 0.0f ? 1.0f : wide;
+    constexpr float END = F::BITS == 4 ? 15.0f : 255.0f;
+    for (int64_t k = 0; k < SIZE; ++k) {
+        const float number = std::nearbyint((w[k] - from) / divisor) + float(F::OFFSET);
+        numbers[k] = uint8_t(number > 0.0f ? std::min(number, END) : 0.0f);
+    }
+}
+
+template <Groups GROUPS>
+void quantize_by(const bf16* weight, int64_t inputs, const Quantized& to, int64_t first, int64_t last) {
+    const int64_t groups = (inputs + SIZE - 1) / SIZE;
+    for (int64_t n = first; n < last; ++n)
+        for (int64_t g = 0; g < groups; ++g) {
+            float wide[SIZE] = {};
+            for (int64_t k = 0; k < std::min(SIZE, inputs - g * SIZE); ++k)
+                wide[k] = widen(weight[n * inputs + g * SIZE + k]);
+            const int64_t at = n * groups + g;
+            quantize_group<GROUPS>(wide, to.numbers + at * SIZE, to.scale + at, to.min + at);
+        }
+}
+
+template <Groups GROUPS>
+void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, uint8_t* panels) {
+    using F = Form<GROUPS>;
+    const int64_t groups = (inputs + SIZE - 1) / SIZE;
+    std::memset(panels, 0, (outputs + LANES - 1) / LANES * groups * F::BLOCK);
+    for (int64_t n = 0; n < outputs; ++n)
+        for (int64_t g = 0; g < groups; ++g) {
+            uint8_t* block = panels + (n / LANES * groups + g) * F::BLOCK;
+            const int64_t lane = n % LANES;
+            uint16_t* halves = (uint16_t*)block;
+            halves[lane] = from.scale[n * groups + g];
+            if (F::HAS_MIN) halves[LANES + lane] = from.min[n * groups + g];
+            for (int64_t k = 0; k < SIZE; ++k) {
+                const uint8_t number = from.numbers[(n * groups + g) * SIZE + k];
+                const int64_t place = k % (SIZE * F::BITS / 8) / 4 * VECTOR + lane * 4 + k % 4;
+                block[F::HEAD + place] |= uint8_t(F::BITS == 4 && k >= SIZE / 2 ? number << 4 : number);
+            }
+        }
+}
+
+}  // namespace
+
+void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+    if (w.groups == Groups::Q4_0)
+        multiply_by<Groups::Q4_0>(w, p, first, last, fresh);
+    else if (w.groups == Groups::Q4_1)
+        multiply_by<Groups::Q4_1>(w, p, first, last, fresh);
+    else
+        multiply_by<Groups::Q8_0>(w, p, first, last, fresh);
+}
+
+int64_t panel_bytes(int64_t inputs, Groups groups) {
+    const int64_t count = (inputs + SIZE - 1) / SIZE;
+    return count * (groups == Groups::Q4_0   ? Form<Groups::Q4_0>::BLOCK
+                    : groups == Groups::Q4_1 ? Form<Groups::Q4_1>::BLOCK
+                                             : Form<Groups::Q8_0>::BLOCK);
+}
+
+void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized& to, int64_t first, int64_t last) {
+    if (groups == Groups::Q4_0)
+        quantize_by<Groups::Q4_0>(weight, inputs, to, first, last);
+    else if (groups == Groups::Q4_1)
+        quantize_by<Groups::Q4_1>(weight, inputs, to, first, last);
+    else
+        quantize_by<Groups::Q8_0>(weight, inputs, to, first, last);
+}
+
+void pack(const GroupWeights& weight, int64_t outputs, int64_t inputs, Groups groups, uint8_t* panels) {
+    if (groups == Groups::Q4_0)
+        pack_by<Groups::Q4_0>(weight, outputs, inputs, panels);
+    else if (groups == Groups::Q4_1)
+        pack_by<Groups::Q4_1>(weight, outputs, inputs, panels);
+    else
+        pack_by<Groups::Q8_0>(weight, outputs, inputs, panels);
+}
+
+}  // namespace KIND
