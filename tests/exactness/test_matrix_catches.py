@@ -10,6 +10,7 @@ from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_common.worker_client import WorkerClientError
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.paging.step_rows import Ints, StepRows
+from space_kernels.sampling import sampler
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow, SamplingRows
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks import llama_network
@@ -122,6 +123,13 @@ def agreement_anywhere(patch: Patch) -> None:
 def one_seed_for_all(patch: Patch) -> None:
     """The batch shares the noise of its first row."""
     patch.setattr("space_kernels.sampling.sampler.row_streams", _shared_streams)
+    compiled = sampler._sample
+
+    def shared(library: Any, logits: Tensor, batch_params: list[Any], positions: list[int]) -> tuple[Tensor, Tensor]:
+        of_first = [replace(params, key=batch_params[0].key) for params in batch_params]
+        return compiled(library, logits, of_first, positions)
+
+    patch.setattr(sampler, "_sample", shared)
 
 
 def _shared_streams(keys: Tensor, positions: Tensor) -> Tensor:

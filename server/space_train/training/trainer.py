@@ -252,6 +252,17 @@ def on_cpu() -> bool:
     return bool(parse_flag_from_env("ACCELERATE_USE_CPU")) or not torch.accelerator.is_available()
 
 
+def peak_of_process() -> int:
+    """Return the peak memory of this process in bytes. Not `ru_maxrss` alone, which starts with that of the process
+    that started this one."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        lines = []
+    found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return (found[0] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
 class TrainingRun:
     """One run: its trainee, optimiser and progress."""
 
@@ -507,7 +518,7 @@ class TrainingRun:
         """Return the peak memory so far in bytes: of the GPU, or of this process."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak_of_process()
 
     @property
     def _has_looked(self) -> bool:

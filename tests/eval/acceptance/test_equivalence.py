@@ -51,7 +51,7 @@ def test_every_text_is_equal_and_every_accepted_length_occurred(
 def test_a_fault_ends_with_status_1_and_the_first_token_that_differs(
     folder: Path, prompts: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool]) -> list[int]:
+    def of_the_root(rows: SamplingRows, wanted: Callable[[SamplingParams], bool] = lambda _: True) -> list[int]:
         """A chain's rows share one noise."""
         runs = zip(rows.run_params, rows.run_positions, rows.run_counts, strict=True)
         return [first for sampling_params, first, count in runs if wanted(sampling_params) for _ in range(count)]

@@ -286,13 +286,13 @@ def test_compiled_sampling_chooses_what_torch_chooses(
     raw[5::repeats, : vocabulary - 1] = -math.inf
     raw[7], raw[13, vocabulary // 2], raw[25, vocabulary // 3] = -math.inf, math.nan, math.inf
     ours = sample_rows(raw.clone(), rows, NO_IDS)
-    alone = [sample_rows(raw[n : n + 1].clone(), [row], NO_IDS).ids.item() for n, row in enumerate(rows)]
+    alone = {n: sample_rows(raw[n : n + 1].clone(), [rows[n]], NO_IDS).ids.item() for n in range(0, len(rows), 5)}
     monkeypatch.setattr(sampling, "library_for_logits", lambda logits: None)
     theirs = sample_rows(raw.clone(), rows, NO_IDS)
     assert ours.valid.tolist() == theirs.valid.tolist()
     assert not ours.valid[[7, 13, 25]].any()
     assert ours.ids[ours.valid].tolist() == theirs.ids[ours.valid].tolist()
-    assert [id_ for id_, valid in zip(alone, ours.valid, strict=True) if valid] == ours.ids[ours.valid].tolist()
+    assert all(id_ == ours.ids[n] for n, id_ in alone.items() if ours.valid[n])
 
 
 @pytest.mark.parametrize("kind", own_kinds()[:1])
