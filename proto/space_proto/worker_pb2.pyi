@@ -652,8 +652,8 @@ class Hello(_message.Message):
     SYNTHETIC_ACCEPTANCE_FIELD_NUMBER: _builtins.int
     TAKES_GRAMMARS_FIELD_NUMBER: _builtins.int
     STEP_COST_SOURCE_FIELD_NUMBER: _builtins.int
-    LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     STEP_COST_REASON_FIELD_NUMBER: _builtins.int
+    LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -693,10 +693,10 @@ class Hello(_message.Message):
     """Sampling.grammar can be set: the checkpoint has a tokenizer whose bytes are known"""
     step_cost_source: _builtins.str
     """where the costs of steps came from at start: "file" (an earlier start), "measured" (this start) or "learned" (while serving); "": the worker does not say"""
-    lays_out_masks: _builtins.bool
-    """drafts come from masks, where there are some: Admit.num_forced_drafts can be set"""
     step_cost_reason: _builtins.str
     """why they are "learned", such as what else used the machine"""
+    lays_out_masks: _builtins.bool
+    """drafts come from masks, where there are some: Admit.num_forced_drafts can be set"""
     instruction_set: _builtins.str
     """of the products, such as amx_bf16 or sm_90: with others the last bits of a text's probabilities differ; "": the worker does not say"""
     @_builtins.property
@@ -741,8 +741,8 @@ class Hello(_message.Message):
         synthetic_acceptance: _abc.Iterable[_builtins.float] | None = ...,
         takes_grammars: _builtins.bool = ...,
         step_cost_source: _builtins.str = ...,
-        lays_out_masks: _builtins.bool = ...,
         step_cost_reason: _builtins.str = ...,
+        lays_out_masks: _builtins.bool = ...,
         instruction_set: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

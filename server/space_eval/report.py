@@ -256,6 +256,11 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def figure(value: float) -> str:
+    """Two decimals, or a dash where nothing was counted, such as for outputs that do not loop where all do."""
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
 def ratio(numerator: float, denominator: float) -> float:
     """Return the quotient, or nan if the denominator is 0."""
     return numerator / denominator if denominator else math.nan

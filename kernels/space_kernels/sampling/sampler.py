@@ -424,7 +424,7 @@ def _sample(
         logits[typical] = z
         batch_params = list(batch_params)
         for number in typical:
-            batch_params[number] = _divided_and_truncated(batch_params[number])
+            batch_params[number] = SamplingParams(key=batch_params[number].key)  # only the noise is left to add
     sampled = np.array([not params.greedy for params in batch_params])
     divisors = np.array([params.divisor for params in batch_params], dtype=np.float32)
     top_k = np.array([params.top_k for params in batch_params], dtype=np.int64)
@@ -439,11 +439,6 @@ def _sample(
         byref(_struct(logits, _NO_IDS)), byref(struct), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads()
     )
     return ids, valid
-
-
-def _divided_and_truncated(params: SamplingParams) -> SamplingParams:
-    """Return the parameters of a row to which these have been applied, up to the noise."""
-    return SamplingParams(key=params.key)
 
 
 def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -348,7 +348,8 @@ class Engine:
         self._release_followers(live)
 
     def _cannot_continue(self, live: RequestState) -> RequestFailed | None:
-        """Return the error of a request whose text was begun with an instruction set that no worker that is up has."""
+        """Return an error if the request has emitted tokens and no connected worker has the instruction set that
+        computed them, else None."""
         facts = [scheduler.facts for scheduler in self._schedulers()]
         if not live.num_generated or not facts or any(one.computes_like(live.instruction_set) for one in facts):
             return None

@@ -233,7 +233,8 @@ class Scheduler:
         self.num_prefill_ahead += self._prefill_share(sequence)
         self.pending_prefixes.add(sequence)
         live.phase = Phase.RUNNING
-        live.instruction_set = self.facts.instruction_set
+        if not live.num_generated:
+            live.instruction_set = self.facts.instruction_set
         self._commands.append(
             worker_messages.admit(
                 live,

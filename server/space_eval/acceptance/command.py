@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from space_eval.acceptance.generation import (
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
 from space_eval.data import load_conversations
 from space_eval.flags import FlagError, given, whole
-from space_eval.report import columns_table, markdown_facts, ratio, write_report
+from space_eval.report import columns_table, figure, markdown_facts, ratio, write_report
 
 DESCRIPTION = """\
 Runs every prompt alone through the worker's own step, plain and with k drafts in turn, so that the speed-up is a ratio
@@ -132,6 +131,7 @@ def _seconds_per_token(generations: Sequence[CompletionOutput]) -> float:
 def run(options: argparse.Namespace) -> int:
     """Print the table. Return exit status 0, or 1 if drafts change a text of the server at --url."""
     if options.url is not None:
+        _check_flags(options)
         return served.run(options)
     rows, facts = measure(options)
     page = to_markdown(rows, facts)
@@ -139,6 +139,18 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         write_report(options.out, "acceptance", page, {"facts": facts, "rows": [asdict(row) for row in rows]})
     return 0
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise FlagError for flags that are about a model that this process would load, beside --url."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name in ("model", "layout", "dtype", "weights", "kv_dtype", "num_threads"):
+        if getattr(options, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise FlagError(
+                f"{flag} goes with a model that is loaded here; the server at --url has its own. Leave it out."
+            )
 
 
 def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str, object]]:
@@ -185,18 +197,13 @@ def measure(options: argparse.Namespace) -> tuple[list[AcceptanceRow], dict[str,
     return rows, facts
 
 
-def _figure(value: float) -> str:
-    """Two decimals, or a dash where nothing was counted, such as for outputs that do not loop where all do."""
-    return "–" if math.isnan(value) else f"{value:.2f}"
-
-
 COLUMNS: Sequence[tuple[str, Callable[[AcceptanceRow], str]]] = (
     ("T", lambda row: f"{row.temperature:g}"),
     ("k", lambda row: str(row.max_drafts)),
     ("tokens/step", lambda row: f"{row.tokens_per_step:.2f}"),
-    ("not looping", lambda row: _figure(row.tokens_per_step_not_looping)),
+    ("not looping", lambda row: figure(row.tokens_per_step_not_looping)),
     ("no blanks", lambda row: f"{row.tokens_per_step_no_blanks:.2f}"),
-    ("accepted at 1, 2, …", lambda row: " ".join(map(_figure, row.accepted_by_position))),
+    ("accepted at 1, 2, …", lambda row: " ".join(map(figure, row.accepted_by_position))),
     ("repeated 4-grams", lambda row: f"{row.repeated_4grams:.2f}"),
     ("looping", lambda row: f"{row.looping:.0%}"),
     ("chars/step", lambda row: f"{row.characters_per_step:.1f}"),

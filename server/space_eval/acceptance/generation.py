@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,6 +190,18 @@ def load_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
+RenderChat = Callable[[list[dict[str, str]]], str]
+"""Renders messages (role, content) to the text before the next answer; its control tokens are in the text."""
+
+
+def load_chat_template(model: str) -> RenderChat | None:
+    """Return the checkpoint's chat template, or None if it has none."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(model).folder), local_files_only=True)
+    if tokenizer.chat_template is None:
+        return None
+    return partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+
+
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], *, window: int, max_tokens: int) -> list[list[int]]:
     """Return the ids of each prompt, truncated on the left to leave `max_tokens` in `window`."""
     if max_tokens >= window:
@@ -205,15 +218,14 @@ def encode_conversations(
     prompts = encode_prompts(tokenizer, [one.turns[0] for one in conversations], window=window, max_tokens=max_tokens)
     if not any(one.uses_template(chat) for one in conversations):
         return prompts
-    own: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(model).folder), local_files_only=True)
-    if own.chat_template is None:
+    render = load_chat_template(model)
+    if render is None:
         if chat == "auto":
             return prompts
         raise FlagError(f"{model} has no chat template. Leave out --chat always.")
     for number, one in enumerate(conversations):
         if one.uses_template(chat):
-            question = [{"role": "user", "content": one.turns[0]}]
-            text = own.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+            text = render([{"role": "user", "content": one.turns[0]}])
             prompts[number] = tokenizer.encode(text, add_special_tokens=False).ids
             if len(prompts[number]) + max_tokens > window:
                 raise FlagError(

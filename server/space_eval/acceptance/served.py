@@ -22,6 +22,7 @@ from space_eval.report import (
     check_settings,
     columns_table,
     facts,
+    figure,
     markdown_facts,
     ratio,
     ratio_bounds,
@@ -105,37 +106,45 @@ def _bounds(answers: Sequence[ServedAnswer]) -> tuple[float, float]:
     return ratio_bounds(list(by_conversation.values()))
 
 
+SETTINGS = ("settings",)  # the journal's key of the settings of its answers
+
+
+def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return SETTINGS if "settings" in line else ServedAnswer.parse(line).key
+
+
 class ServedAcceptance:
     """A server under measurement. A setting is (temperature, k); k = 0 is `speculation: off`."""
 
-    def __init__(self, endpoint: Endpoint, options: argparse.Namespace, journal: Journal[tuple[Any, ...]]) -> None:
-        """`options`: of `spaceserve eval acceptance`; `journal`: of answers, which are not asked for again."""
-        self._endpoint, self.options, self._journal = endpoint, options, journal
-        self.info: dict[str, Any] = {}
-        self._model = ""
-        self.ks: tuple[int, ...] = (PLAIN,)
-
-    async def connect(self) -> None:
-        """Read the server's facts. Raises LoadError, or FlagError if it takes no `speculation: k`."""
-        self.info = await get_json(self._endpoint, "/info")
-        models = await get_json(self._endpoint, "/v1/models")
-        self._model = str(models["data"][0]["id"])
-        most = int((self.info.get("speculation") or {}).get("max_request") or 0)
+    def __init__(self, endpoint: Endpoint, options: argparse.Namespace, info: Mapping[str, Any], model: str) -> None:
+        """`options`: of `spaceserve eval acceptance`; `info`: the server's /info; `model`: its name in requests."""
+        self._endpoint, self._options, self.info, self._model = endpoint, options, info, model
+        most = int((info.get("speculation") or {}).get("max_request") or 0)
         if not most:
             raise FlagError(
-                f"{self._model} takes no `speculation: k`: it has no masks, or the server has --speculation off or "
+                f"{model} takes no `speculation: k`: it has no masks, or the server has --speculation off or "
                 "--lookup only. Take a model with drafts (--model smollm2 has) and leave these flags out."
             )
-        self.ks = (PLAIN, *sorted({min(k, most) for k in self.options.k} - {PLAIN}))
+        self._ks = (PLAIN, *sorted({min(k, most) for k in options.k} - {PLAIN}))
+        self._journal = Journal(None if options.out is None else options.out / "answers.jsonl", _key)
+
+    @classmethod
+    async def connect(cls, options: argparse.Namespace) -> ServedAcceptance:
+        """Read the facts of the server at --url. Raises LoadError, or FlagError if it takes no `speculation: k`."""
+        endpoint = Endpoint.parse(options.url, read_api_key(options.api_key_file))
+        models = await get_json(endpoint, "/v1/models")
+        return cls(endpoint, options, await get_json(endpoint, "/info"), str(models["data"][0]["id"]))
 
     async def measure(self, conversations: Sequence[Conversation]) -> list[ServedAnswer]:
-        """Answer every turn of every conversation with every setting, `--at-once` conversations at a time.
+        """Answer every turn of every conversation with every setting, `--at-once` conversations at a time. Answers in
+        the journal of --out are kept.
 
-        Raises TextsDiffer if drafts change an answer, and LoadError.
+        Raises TextsDiffer if drafts change an answer, JournalError if --out holds another run, and LoadError.
         """
-        gate = asyncio.Semaphore(self.options.at_once)
+        self._check_journal(conversations)
+        gate = asyncio.Semaphore(self._options.at_once)
         num_turns = sum(len(self._turns(conversation)) for conversation in conversations)
-        total = num_turns * len(self.ks) * len(self.options.temperature)
+        total = num_turns * len(self._ks) * len(self._options.temperature)
         with tqdm(total=total, desc=self._model, unit="answer", file=sys.stderr, disable=None) as bar:
 
             async def one(number: int, conversation: Conversation, temperature: float) -> list[ServedAnswer]:
@@ -145,14 +154,23 @@ class ServedAcceptance:
             answered = await asyncio.gather(
                 *(
                     one(number, conversation, temperature)
-                    for temperature in self.options.temperature
+                    for temperature in self._options.temperature
                     for number, conversation in enumerate(conversations)
                 )
             )
         return [answer for answers in answered for answer in answers]
 
+    def _check_journal(self, conversations: Sequence[Conversation]) -> None:
+        prompts = hashlib.sha256(repr([conversation.turns for conversation in conversations]).encode()).hexdigest()
+        settings = {"model": self.info["model_sha"], "prompts": prompts[:12]}
+        settings |= {name: getattr(self._options, name) for name in ("chat", "max_tokens", "seed")}
+        if SETTINGS in self._journal:
+            check_settings(self._journal[SETTINGS]["settings"], settings, self._options.out)
+        else:
+            self._journal.add({"settings": settings})
+
     def _turns(self, conversation: Conversation) -> tuple[str, ...]:
-        return conversation.turns if conversation.uses_template(self.options.chat) else conversation.turns[:1]
+        return conversation.turns if conversation.uses_template(self._options.chat) else conversation.turns[:1]
 
     async def _converse(
         self, number: int, conversation: Conversation, temperature: float, done: Callable[[], Any]
@@ -161,10 +179,10 @@ class ServedAcceptance:
         answers = []
         for turn, text in enumerate(self._turns(conversation)):
             messages.append({"role": "user", "content": text})
-            is_chat = conversation.uses_template(self.options.chat)
+            is_chat = conversation.uses_template(self._options.chat)
             question = {"messages": messages} if is_chat else {"prompt": text}
             plain: ServedAnswer | None = None
-            for k in self.ks:
+            for k in self._ks:
                 key = (temperature, k, number, turn)
                 if key not in self._journal:
                     self._journal.add(asdict(await self._ask(question, key)))
@@ -185,9 +203,9 @@ class ServedAcceptance:
         body = {
             **question,
             "model": self._model,
-            "max_tokens": self.options.max_tokens,
+            "max_tokens": self._options.max_tokens,
             "temperature": temperature,
-            "seed": self.options.seed + number,
+            "seed": self._options.seed + number,
             "speculation": k or "off",
             "return_token_ids": True,
         }
@@ -221,27 +239,18 @@ def rows_of(answers: Sequence[ServedAnswer]) -> Iterator[ServedRow]:
         yield ServedRow.of(some, by_setting[temperature, PLAIN])
 
 
-SETTINGS = ("settings",)
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return SETTINGS if "settings" in line else ServedAnswer.parse(line).key
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the table of the server at `options.url`. Return exit status 0, or 1 if drafts change a text."""
     conversations = load_conversations(options.prompts, options.limit)
-    journal = Journal(None if options.out is None else options.out / "answers.jsonl", _key)
     try:
-        served = ServedAcceptance(Endpoint.parse(options.url, read_api_key(options.api_key_file)), options, journal)
-        answers = asyncio.run(_measured(served, conversations, journal))
+        info, answers = asyncio.run(_measured(options, conversations))
     except LoadError as error:
         raise EvalError(str(error)) from error
     except TextsDiffer as error:
         print(f"spaceserve eval acceptance: {error}", file=sys.stderr)
         return 1
     rows = list(rows_of(answers))
-    known = facts(served.info) | {
+    known = facts(info) | {
         "prompts": f"{options.prompts.name} ({len(conversations)})",
         "new tokens": options.max_tokens,
         "at once": options.at_once,
@@ -254,22 +263,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _measured(
-    served: ServedAcceptance, conversations: Sequence[Conversation], journal: Journal[tuple[Any, ...]]
-) -> list[ServedAnswer]:
-    options = served.options
-    await served.connect()
-    prompts = hashlib.sha256(repr([conversation.turns for conversation in conversations]).encode()).hexdigest()
-    settings = {"model": served.info["model_sha"], "prompts": prompts[:12]}
-    settings |= {name: getattr(options, name) for name in ("chat", "max_tokens", "seed")}
-    if SETTINGS in journal:
-        check_settings(journal[SETTINGS]["settings"], settings, options.out)
-    else:
-        journal.add({"settings": settings})
-    return await served.measure(conversations)
+    options: argparse.Namespace, conversations: Sequence[Conversation]
+) -> tuple[Mapping[str, Any], list[ServedAnswer]]:
+    """Return the server's /info and its answers."""
+    served = await ServedAcceptance.connect(options)
+    return served.info, await served.measure(conversations)
 
 
 def _with_bounds(value: float, bounds: tuple[float, float]) -> str:
-    return f"{value:.2f} ({bounds[0]:.2f}–{bounds[1]:.2f})"
+    return f"{figure(value)} ({figure(bounds[0])}–{figure(bounds[1])})"
 
 
 COLUMNS: Sequence[tuple[str, Callable[[ServedRow], str]]] = (
@@ -280,7 +282,7 @@ COLUMNS: Sequence[tuple[str, Callable[[ServedRow], str]]] = (
     ("tokens/step", lambda row: _with_bounds(row.tokens_per_step, row.bounds)),
     ("not looping", lambda row: _with_bounds(row.tokens_per_step_not_looping, row.bounds_not_looping)),
     ("looping", lambda row: f"{row.looping:.0%}"),
-    ("accepted", lambda row: f"{row.accepted:.2f}"),
+    ("accepted", lambda row: figure(row.accepted)),
     ("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
     ("speed-up", lambda row: f"{row.speedup:.2f}"),
 )

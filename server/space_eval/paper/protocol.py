@@ -13,9 +13,8 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from space_train.run_folder import fingerprint, parts_digest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
-from space_eval.acceptance.generation import text_behind
+from space_eval.acceptance.generation import RenderChat, load_chat_template, text_behind
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer
 from space_eval.data import load_records
 from space_eval.flags import RecordError
@@ -150,7 +149,7 @@ class PromptFamily:
     turn: str  # with {} for the user's message
     between: str = ""  # after an answer, before the next turn
     is_chat: bool = True  # False: the text is continued as it is
-    render: Callable[[list[dict[str, str]]], str] | None = None  # a chat template, instead of the words above
+    render: RenderChat | None = None  # a chat template, instead of the words above
 
     def prompt(self, turns: Sequence[str], answers: Sequence[str]) -> str:
         """Return the text before answer number `len(answers)`; `turns` has one more item than `answers`.
@@ -201,14 +200,8 @@ TEMPLATE = "template"  # the name of the family that has the model's own chat te
 
 def template_of(model: str) -> PromptFamily | None:
     """Return the family of a model's own chat template, or None if it has none."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(Checkpoint.open(model).folder), local_files_only=True)
-    if tokenizer.chat_template is None:
-        return None
-
-    def render(messages: list[dict[str, str]]) -> str:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-
-    return PromptFamily(TEMPLATE, "", "", render=render)
+    render = load_chat_template(model)
+    return None if render is None else PromptFamily(TEMPLATE, "", "", render=render)
 
 
 def family_of(model_name: str) -> PromptFamily:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 from e2e.conftest import Live
 from space_eval.__main__ import main
 from space_eval.acceptance import served
-from space_eval.acceptance.served import ServedAnswer, ServedRow
-from space_eval.report import ratio_bounds
+from space_eval.acceptance.served import ServedAnswer
 
 QUESTIONS = [
     {"turns": ["What is a fox?", "And a hare?"]},
@@ -115,6 +113,15 @@ def test_another_text_with_drafts_ends_the_run(
     assert "Prompt 2, turn 1: k=1 gives another text than no drafts do." in capsys.readouterr().err
 
 
+def test_flags_of_a_model_that_is_loaded_here_are_refused(
+    live: Live, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(live, prompts, "--weights", "int8")) == 2
+    assert (
+        "--weights goes with a model that is loaded here; the server at --url has its own." in capsys.readouterr().err
+    )
+
+
 def test_a_server_that_is_away_or_takes_no_drafts_is_one_line(
     live: Live, prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,28 +136,3 @@ def test_a_server_that_is_away_or_takes_no_drafts_is_one_line(
     monkeypatch.setattr(served, "get_json", without_masks)
     assert main(flags(live, prompts)) == 2
     assert "takes no `speculation: k`" in capsys.readouterr().err
-
-
-def test_rows_are_means_over_steps_and_loops_are_apart() -> None:
-    def answer(number: int, k: int, *, num_steps: int, ids: Sequence[int], seconds: float) -> ServedAnswer:
-        return ServedAnswer(0.0, k, number, 0, tuple(ids), "", num_steps, len(ids) - 1, num_steps * k, 3, seconds)
-
-    steady, loop = list(range(13)), [7] * 25
-    plain = [answer(0, 0, num_steps=12, ids=steady, seconds=2.0), answer(1, 0, num_steps=24, ids=loop, seconds=4.0)]
-    drafted = [answer(0, 1, num_steps=8, ids=steady, seconds=1.0), answer(1, 1, num_steps=12, ids=loop, seconds=2.0)]
-    row = ServedRow.of(drafted, plain)
-    assert (row.tokens_per_step, row.tokens_per_step_not_looping, row.looping) == (36 / 20, 12 / 8, 0.5)
-    assert (row.speedup, row.tokens_per_second, row.accepted) == (2.0, 38 / 3, 6 / 20)
-    assert row.bounds == (12 / 8, 24 / 12)
-    assert row.bounds_not_looping == (1.5, 1.5)
-
-
-def test_bounds_of_a_ratio_hold_its_truth_as_often_as_they_say() -> None:
-    source, held = random.Random(3), 0
-    for _ in range(200):
-        parts = [
-            (2.0 * below + source.choice((-3, 0, 3)), float(below)) for below in source.choices(range(3, 30), k=40)
-        ]
-        low, high = ratio_bounds(parts, num_resamples=400)
-        held += low <= 2.0 <= high
-    assert 180 <= held <= 199

@@ -239,7 +239,9 @@ def test_values_have_their_schema_and_a_wrong_one_is_refused() -> None:
     ],
 )
 def test_other_settings_make_valid_objects_too(settings: str) -> None:
-    for one in filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings))):
+    objects = [*filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings)))]
+    assert {"Deployment", "Service"} <= {one["kind"] for one in objects}
+    for one in objects:
         kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
 
 

@@ -416,6 +416,22 @@ def test_a_worker_with_fewer_masks_than_the_request_was_checked_against_takes_it
     assert house.text(live) == answer(live.request, house.script)
 
 
+def test_a_text_is_of_the_instruction_set_that_computed_its_first_token() -> None:
+    live = Lockstep(Script()).submit(request_of(6, 20))
+
+    def admitted_by(instruction_set: str) -> str:
+        scheduler = Lockstep(Script(instruction_set=instruction_set)).scheduler
+        placement = scheduler.placement(live)
+        assert placement is not None
+        scheduler.admit(live, placement)
+        return live.instruction_set
+
+    assert admitted_by("first") == "first"
+    assert admitted_by("second") == "second"  # the first was lost before it gave a token
+    live.ids.append(7)
+    assert admitted_by("") == "second"  # an earlier release does not say
+
+
 def test_a_sequence_that_drafted_nothing_drafts_as_soon_as_it_likes() -> None:
     house = Lockstep(Script(accepts=always, draft_length=7, num_blocks=300, block_size=4, window=600), delay=1)
     house.script.draft_length = 0
