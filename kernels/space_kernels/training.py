@@ -1,6 +1,7 @@
-"""Elementwise parts of training on a CPU: compiled for bfloat16, else by torch, whose results define them.
+"""Elementwise operations of training on a CPU, with their gradients.
 
-Each reads its rows once from memory, where torch's operations would write every step of them.
+bfloat16 operands are computed by the compiled library in one pass over memory; all others by torch. Both compute the
+same up to rounding.
 """
 
 from __future__ import annotations
@@ -19,70 +20,69 @@ LANES = 16
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """A loss of a student's distribution q against a teacher's p, as factors of three terms."""
+    """Factors of the three terms of a loss between a student's distribution q and a teacher's p."""
 
     entropy: float = 1.0  # -Σ p·log q
     rejection: float = 0.0  # 1 - Σ min(p, q): the chance that a sampled draft is rejected
     surprisal: float = 0.0  # -log Σ min(p, q)
 
-    def of(self, crosses: Tensor, accepted: Tensor) -> Tensor:
+    def of(self, cross_entropy: Tensor, acceptance: Tensor) -> Tensor:
         """Return the loss of each row from -Σ p·log q and Σ min(p, q), both [N]."""
-        found = self.entropy * crosses
+        found = self.entropy * cross_entropy
         if self.rejection:
-            found = found + self.rejection * (1.0 - accepted)
-        return found - self.surprisal * accepted.clamp(min=1e-9).log() if self.surprisal else found
+            found = found + self.rejection * (1.0 - acceptance)
+        return found - self.surprisal * acceptance.clamp(min=1e-9).log() if self.surprisal else found
 
 
 def distill(
-    teacher: Tensor, student: Tensor, loss: DraftLoss, scale: float = 1.0, *, moves: bool
+    teacher: Tensor, student: Tensor, loss: DraftLoss, scale: float = 1.0, *, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compare q = softmax(scale·student) with p = softmax(scale·teacher), logits [N, V] each.
 
-    Returns -Σ p·log q and Σ min(p, q), [N] float32 each, and with `moves` the gradient [N, V] of `loss` by
-    scale·student, in the dtype of `student`, which may be overwritten.
+    Returns the cross-entropy -Σ p·log q and the acceptance Σ min(p, q), [N] float32 each, and with `needs_gradient` the
+    gradient [N, V] of `loss` by scale·student, in the dtype of `student`, which may be overwritten.
     """
     library = _library(teacher, student) if student.shape[1] % LANES == 0 else None
     if library is None:
-        return _distill(teacher, student, loss, scale, moves)
-    crosses, accepted = torch.empty(2, len(student)).unbind()
+        return _distill(teacher, student, loss, scale, needs_gradient)
+    cross_entropy, acceptance = torch.empty(2, len(student)).unbind()
     struct = DistillationStruct(
         teacher.data_ptr(), student.data_ptr(), *student.shape, scale, loss.entropy, loss.rejection, loss.surprisal,
-        moves, crosses.data_ptr(), accepted.data_ptr(),
+        needs_gradient, cross_entropy.data_ptr(), acceptance.data_ptr(),
     )  # fmt: skip
     library.distill(byref(struct), torch.get_num_threads())
-    return crosses, accepted, student if moves else None
+    return cross_entropy, acceptance, student if needs_gradient else None
 
 
 def _distill(
-    teacher: Tensor, student: Tensor, loss: DraftLoss, scale: float, moves: bool
+    teacher: Tensor, student: Tensor, loss: DraftLoss, scale: float, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     p, log_q = (scale * teacher.float()).softmax(-1), (scale * student.float()).log_softmax(-1)
     q = log_q.exp()
-    crosses, accepted = -(p * log_q).sum(-1), torch.minimum(p, q).sum(-1)
-    if not moves:
-        return crosses, accepted, None
+    cross_entropy, acceptance = -(p * log_q).sum(-1), torch.minimum(p, q).sum(-1)
+    if not needs_gradient:
+        return cross_entropy, acceptance, None
     gradient = (q - p).mul_(loss.entropy)
-    factor = loss.rejection + loss.surprisal / accepted.clamp(min=1e-9)
     if loss.rejection or loss.surprisal:
+        factor = loss.rejection + loss.surprisal / acceptance.clamp(min=1e-9)
         below = torch.where(q < p, q, 0.0)
         gradient += factor[:, None] * (q * below.sum(-1, keepdim=True) - below)
-    return crosses, accepted, gradient.to(student.dtype)
+    return cross_entropy, acceptance, gradient.to(student.dtype)
 
 
-def attention_back(scores: Tensor, moves: Tensor, log_sums: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention weights P = exp(scores - log_sums) and the gradient scale·P·(moves - Σ P·moves) of the unscaled
-    scores, for `moves`, the gradient of P; all [..., R, K] but log_sums [..., R] float32. The operands may be
-    overwritten."""
-    library = _library(scores, moves)
+def attention_backward(scores: Tensor, grad_weights: Tensor, logsumexp: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the attention weights P = exp(scores - logsumexp), and the gradient scale·P·(dP - Σ P·dP) of the unscaled
+    scores, where dP is `grad_weights`. `scores` and `grad_weights` [..., R, K] may be overwritten; `logsumexp` [..., R]
+    float32."""
+    library = _library(scores, grad_weights)
     if library is None:
-        weights = (scores.float() - log_sums[..., None]).exp()
-        wide = moves.float()
-        inner = (weights * wide).sum(-1, keepdim=True)
-        return weights.to(scores.dtype), (scale * weights * (wide - inner)).to(scores.dtype)
-    sums, keys = log_sums.contiguous(), scores.shape[-1]
-    operands = scores.data_ptr(), moves.data_ptr(), sums.data_ptr()
-    library.attention_back(*operands, sums.numel(), keys, scale, torch.get_num_threads())
-    return scores, moves
+        weights, grad = (scores.float() - logsumexp[..., None]).exp(), grad_weights.float()
+        inner = (weights * grad).sum(-1, keepdim=True)
+        return weights.to(scores.dtype), (scale * weights * (grad - inner)).to(scores.dtype)
+    sums, keys = logsumexp.contiguous(), scores.shape[-1]
+    operands = scores.data_ptr(), grad_weights.data_ptr(), sums.data_ptr()
+    library.attention_backward(*operands, sums.numel(), keys, scale, torch.get_num_threads())
+    return scores, grad_weights
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,17 +97,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_back(x: Tensor, weight: Tensor, move: Tensor, eps: float) -> Tensor:
-    """Return the gradient by x of `rms_norm` for the gradient `move` of its result; all [..., E]."""
-    library = _library(x, weight, move) if x.shape[-1] % LANES == 0 else None
+def rms_norm_backward(x: Tensor, weight: Tensor, grad_output: Tensor, eps: float) -> Tensor:
+    """Return the gradient of `rms_norm` by x, [..., E] as `grad_output`."""
+    library = _library(x, weight, grad_output) if x.shape[-1] % LANES == 0 else None
     if library is None:
-        wide, moved = x.float(), weight.float() * move.float()
+        wide, grad = x.float(), weight.float() * grad_output.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (scale * moved - wide * scale**3 * (moved * wide).mean(-1, keepdim=True)).to(x.dtype)
-    out, width = torch.empty_like(x), x.shape[-1]
-    operands = x.data_ptr(), weight.data_ptr(), move.data_ptr(), x.numel() // width, width, eps
-    library.norm_back(*operands, out.data_ptr(), torch.get_num_threads())
-    return out
+        return (scale * grad - wide * scale**3 * (grad * wide).mean(-1, keepdim=True)).to(x.dtype)
+    grad_x, width = torch.empty_like(x), x.shape[-1]
+    operands = x.data_ptr(), weight.data_ptr(), grad_output.data_ptr(), x.numel() // width, width, eps
+    library.norm_backward(*operands, grad_x.data_ptr(), torch.get_num_threads())
+    return grad_x
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -121,19 +121,19 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_back(gate: Tensor, up: Tensor, move: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up for the gradient `move` of `swiglu`."""
-    library = _library(gate, up, move) if gate.numel() % LANES == 0 else None
+def swiglu_backward(gate: Tensor, up: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `swiglu` by gate and up, in the shape of both."""
+    library = _library(gate, up, grad_output) if gate.numel() % LANES == 0 else None
     if library is None:
         sigmoid = torch.sigmoid(gate)
-        return move * up * sigmoid * (1 + gate * (1 - sigmoid)), move * gate * sigmoid
-    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-    operands = gate.data_ptr(), up.data_ptr(), move.data_ptr(), gate.numel()
-    library.swiglu_back(*operands, of_gate.data_ptr(), of_up.data_ptr(), torch.get_num_threads())
-    return of_gate, of_up
+        return grad_output * up * sigmoid * (1 + gate * (1 - sigmoid)), grad_output * gate * sigmoid
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    operands = gate.data_ptr(), up.data_ptr(), grad_output.data_ptr(), gate.numel()
+    library.swiglu_backward(*operands, grad_gate.data_ptr(), grad_up.data_ptr(), torch.get_num_threads())
+    return grad_gate, grad_up
 
 
 def _library(*operands: Tensor) -> CpuLibrary | None:
-    """Return the compiled operations if they take these operands, else None."""
+    """Return the compiled library if it takes these operands, else None."""
     fit = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.is_contiguous() for x in operands)
     return cpu_library() if fit else None

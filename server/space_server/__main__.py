@@ -50,6 +50,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
+from space_model.malloc import keep_freed_memory, use_one_heap
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts, Ranks
 from space_model.networks.network import PagedKV
@@ -67,8 +68,6 @@ from space_server.machine.memory import (
     choose_num_blocks,
     free_bytes,
     give_back_unused,
-    keep_freed_memory,
-    use_one_heap,
 )
 from space_server.machine.sensors import GpuLoad, LoadWatch, Meter, Nvml, find_sensors
 from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread

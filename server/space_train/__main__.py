@@ -54,7 +54,7 @@ and with the draft head, is the model's own most likely token, given that the dr
 tokens_per_step is what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + …
 
 A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
-ends it behind the update it is in, a second one at once. A command that is refused changes nothing. A run on the folder
+ends it after the current update, a second one at once. A command that is refused changes nothing. A run on the folder
 that another left starts from its adapter (or masks) and draft head, where they are of this run's kind and sizes.
 """
 
@@ -175,7 +175,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--evaluations",
         type=int,
-        help=f"looks at held-out records, at fewer of them in short runs (default: {own.evaluations})",
+        help=f"evaluations on held-out records, on fewer of them in short runs (default: {own.evaluations})",
     )
     return parser.parse_args(argv)
 

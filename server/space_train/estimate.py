@@ -280,7 +280,7 @@ def fitted(shape: ModelShape, plan: TrainPlan, memory: float, *, cpu: bool = Fal
 
 
 PART_TOKENS = 4096
-"""Real tokens that a part of an update needs on a CPU to compute at full speed; larger parts only take memory."""
+"""Real tokens from which a part of an update computes at full speed on a CPU; larger parts only take more memory."""
 
 
 def parts_on_cpu(plan: TrainPlan) -> int:
@@ -314,8 +314,8 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
     if plan.scheduled_drafting and head:
         flops["own drafts"] = (2 * head + forward) * masks
     recomputed = 0.0
-    # Unless the output is frozen and distilled, whose gradients come with the losses, each loss runs the teacher again,
-    # and the backward pass recomputes the logits of many rows.
+    # Distilling over a frozen output recomputes nothing. Elsewhere each loss after the first runs the teacher again,
+    # and the backward pass recomputes the logits of more than CHUNK rows.
     if plan.trains_base or not plan.distill:
         recomputed = max(0, num_losses - 1) * int(plan.distill) * forward * masks
         if masks * _tokens_at_once(plan) > CHUNK:
@@ -403,16 +403,16 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
 CPU_ALLOWANCE = 0.6e9
 """Bytes of Python, torch and its libraries in a process on a CPU."""
 CPU_CHUNKS = 1.8
-"""Bytes of a chunk of logits that the backward pass computes again, against those of logits that are kept."""
+"""Bytes of a chunk of logits that the backward pass recomputes, as a multiple of logits that are kept."""
 CPU_SPARE = 1.15
-"""What the heap takes beyond the tensors of a pass, which are allocated and freed in all sizes."""
+"""Bytes of the heap, as a multiple of the tensors in it: freed memory is fragmented."""
 FLOAT32_ROWS, FLOAT32_TRAINED_ROWS = 2.5, 1.4
-"""Bytes that a row keeps in float32, against half precision, over a frozen and a trained base."""
+"""Bytes that a row keeps in float32, as a multiple of half precision: over a frozen base, and over a trained one."""
 
 
 def _on_cpu(shape: ModelShape, plan: TrainPlan, memory: dict[str, float]) -> dict[str, float]:
-    """Return the bytes of a run on a CPU, by part, from those on a GPU. A frozen base is in half precision there too,
-    if its products are; else it is in float32, and attention keeps keys for each query head and its mask in numbers."""
+    """Return the bytes of a run on a CPU, by part, from those on a GPU. With float32 matmuls a frozen base is held in
+    float32. Attention keeps the keys that a mask row sees over a frozen base, and its mask over a trained one."""
     num_real = _tokens_at_once(plan)
     num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
     is_half = plan.precision != "no"
@@ -424,10 +424,11 @@ def _on_cpu(shape: ModelShape, plan: TrainPlan, memory: dict[str, float]) -> dic
         found["logits"] = 2 * (2 if is_half else 6) * min(num_masks * shape.vocab_size, LOGITS_AT_ONCE["cpu"])
     elif (num_masks or num_real) > CHUNK:
         found["logits"] = CPU_CHUNKS * memory["logits"]
-    row = 2.0 * plan.length * (plan.method is Method.SFT or 1 + masks_per_token(plan)) + 8 * shape.hidden_size
-    if num_masks and not plan.trains_base:  # keys of the real rows, and of the masks
+    row = 8.0 * shape.hidden_size
+    if plan.trains_base:
+        row += 2.0 * plan.length * (1 + masks_per_token(plan))
+    elif num_masks:
         row += 4 * shape.num_kv_heads * shape.head_dim * (num_real + num_masks) / num_masks
-        row -= 2.0 * plan.length * (1 + masks_per_token(plan))  # attention by blocks keeps no mask
     learning = {Method.GATED_LORA: num_masks, Method.HEAD: 0.0}.get(plan.method, num_real + num_masks)
     more = (learning if not plan.activation_checkpointing else 0.0) * row * shape.num_layers
     rows = CPU_SPARE * (memory.get("activations", 0.0) + more)
@@ -459,23 +460,30 @@ def shape_of(checkpoint: Checkpoint) -> ModelShape | None:
         return None
 
 
-def check_fits(shape: ModelShape | None, plan: TrainPlan, num_processes: int, free: FreeMemory) -> str | None:
-    """Return a line on the memory that a run on a CPU needs, None for an unknown shape. `free`: of each process. Raises
-    DoesNotFit for a run that needs more than is free: the kernel would end it without a word."""
+def check_fits(
+    shape: ModelShape | None, plan: TrainPlan, num_processes: int, free: FreeMemory, *, resumes: bool
+) -> str | None:
+    """Return a line on the memory that a run on a CPU needs, None for an unknown shape. `free`: of each process;
+    `resumes`: the folder holds a state. Raises DoesNotFit for a run that needs more than is free, because the kernel
+    would kill it without a message."""
     if shape is None:
         return None
     here = replace(plan, rows_per_step=plan.rows_per_step // num_processes)
     needed = estimate(shape, here, cpu=True).bytes
     if needed - CPU_ALLOWANCE > free.num_bytes:  # this process has its libraries already
         raise DoesNotFit(
-            f"An update in {plan.accumulate} part{'s' * (plan.accumulate > 1)} needs about {needed / GB:.1f} GB, and "
+            f"An update in {_parts(plan)} needs about {needed / GB:.1f} GB, and "
             f"{free.num_bytes / GB:.1f} GB are free ({free.bound}). "
-            f"{cure_of(plan, num_processes, shape, free.num_bytes, cpu=True)}"
+            f"{cure_of(plan, num_processes, shape, free.num_bytes, cpu=True, resumes=resumes)}"
         )
     return (
         f"memory: about {needed / GB:.1f} of the {free.num_bytes / GB:.1f} GB that are free; updates are computed in "
-        f"{plan.accumulate} part{'s' * (plan.accumulate > 1)}."
+        f"{_parts(plan)}."
     )
+
+
+def _parts(plan: TrainPlan) -> str:
+    return f"{plan.accumulate} part{'s' * (plan.accumulate > 1)}"
 
 
 def does_not_fit(
@@ -485,32 +493,44 @@ def does_not_fit(
     memory: int | None,
     error: Exception,
     *,
-    cpu: bool = False,
+    cpu: bool,
+    resumes: bool,
 ) -> DoesNotFit:
-    """Return the error, with flags that fit. `memory`: bytes of each process; None if unknown."""
+    """Return the error, with flags that fit. `memory`: bytes of each process; None if unknown. `resumes`: the folder
+    holds a state."""
     shape = shape_of(checkpoint)
-    cure = cure_of(plan, num_processes, shape, memory, cpu=cpu)
+    cure = cure_of(plan, num_processes, shape, memory, cpu=cpu, resumes=resumes)
     reason = str(error).partition(". ")[0]
-    return DoesNotFit(f"An update in {plan.accumulate} parts does not fit ({reason}). {cure}")
+    return DoesNotFit(f"An update in {_parts(plan)} does not fit ({reason}). {cure}")
 
 
 def cure_of(
-    plan: TrainPlan, num_processes: int, shape: ModelShape | None, memory: int | None, *, cpu: bool = False
+    plan: TrainPlan,
+    num_processes: int,
+    shape: ModelShape | None,
+    memory: int | None,
+    *,
+    cpu: bool = False,
+    resumes: bool = False,
 ) -> str:
-    """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible."""
+    """Suggest more accumulation parts: the fewest that fit by the estimate, else the most possible. `resumes`: the
+    folder holds a state, which goes on with other parts but not with other rows."""
     rows = plan.rows_per_step // num_processes
     more = [parts for parts in range(plan.accumulate + 1, rows + 1) if rows % parts == 0]
     can_recompute = plan.trains_base and not plan.activation_checkpointing
     smaller = "--activation-checkpointing, a shorter --length" if can_recompute else "a shorter --length"
+    restart = ", and --restart" if resumes else ""
     if not more:
-        return f"It has one row at a time already: give {smaller} or a smaller model, and --restart."
+        return f"It has one row at a time already: give {smaller} or a smaller model{restart}."
     least = replace(plan, rows_per_step=rows, accumulate=more[0])
     fit = fitted(shape, least, memory, cpu=cpu) if shape is not None and memory is not None else None
     if fit is None and cpu:
-        return f"Give {smaller} or a smaller model."
+        return f"Give {smaller} or a smaller model{restart}."
     if fit is None or fit.activation_checkpointing != plan.activation_checkpointing:
-        return f"Give --accumulate {more[-1]}, with which the run goes on; or {smaller}, and --restart."
-    return f"Give --accumulate {fit.accumulate}, the smallest that fits by our estimate: the run goes on with it."
+        goes_on = ", with which the run goes on" if resumes else ""
+        return f"Give --accumulate {more[-1]}{goes_on}; or {smaller}{restart}."
+    goes_on = ": the run goes on with it" if resumes else ""
+    return f"Give --accumulate {fit.accumulate}, the smallest that fits by our estimate{goes_on}."
 
 
 def gpu_memory() -> int | None:

@@ -1,4 +1,4 @@
-"""How far a run is, how long it still takes, and how that is shown: a bar on a terminal, plain lines in a file."""
+"""The progress of a run: the share that is done, the time left, and the line that shows both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counters:
     curve: list[Measures] = field(default_factory=list)  # an entry per evaluation on the held-out rows
     losses: list[float] = field(default_factory=list)  # of each update
     update_seconds: float = 0.0  # of all updates alone
-    look_seconds: float = 0.0  # of the last evaluation
+    evaluation_seconds: float = 0.0  # of the last evaluation
 
     @property
     def seconds_per_update(self) -> float:
@@ -36,10 +36,10 @@ class Counters:
 
 
 class RunClock:
-    """The time of a run: the share of its budget that is used, and what is left.
+    """Measures how much of a run's budget is used, and estimates what is left.
 
-    `spent`: `flops` and `seconds` of the budget that were spent before the first update. `epoch_updates`: updates of
-    one epoch.
+    `spent`: `flops` and `seconds` of the budget that own texts used before the first update. `epoch_updates`: updates
+    of one epoch.
     """
 
     def __init__(self, budget: Budget, counters: Counters, epoch_updates: float, spent: Mapping[str, float]) -> None:
@@ -48,29 +48,29 @@ class RunClock:
         self._here: list[float] = []  # seconds of the updates of this process
         self._save_seconds = 0.0
 
-    def update_took(self, seconds: float) -> None:
-        """Count an update, whose step is counted already."""
+    def count_update(self, seconds: float) -> None:
+        """Add the time of an update. The caller has counted the step."""
         self._here.append(seconds)
         self.counters.seconds += seconds
         self.counters.update_seconds += seconds
 
-    def look_took(self, seconds: float) -> None:
-        """Count an evaluation."""
+    def count_evaluation(self, seconds: float) -> None:
+        """Add the time of an evaluation."""
         self.counters.seconds += seconds
-        self.counters.look_seconds = seconds
+        self.counters.evaluation_seconds = seconds
 
-    def save_took(self, seconds: float) -> None:
-        """Count a save."""
+    def count_save(self, seconds: float) -> None:
+        """Add the time of a save."""
         self.counters.seconds += seconds
         self._save_seconds = seconds
 
-    def progress(self, *, is_looked_at: bool) -> float:
-        """Return the share of the budget that is used, 1 when the run ends. Minutes end with the update that comes
-        nearest to them, the last evaluation included. `is_looked_at`: the current weights were evaluated."""
+    def progress(self, *, is_evaluated: bool) -> float:
+        """Return the share of the budget that is used, 1 when the run ends. A budget in minutes ends with the update
+        that comes nearest to them, the last evaluation included. `is_evaluated`: the current weights need none."""
         counters = self.counters
-        last_look = 0.0 if is_looked_at else counters.look_seconds
+        last_evaluation = 0.0 if is_evaluated else counters.evaluation_seconds
         return self.budget.progress(
-            counters.seconds + last_look + self._steady_seconds / 2,
+            counters.seconds + last_evaluation + self._steady_seconds / 2,
             counters.num_tokens,
             step=counters.step,
             epoch=counters.step / self.epoch_updates,
@@ -79,21 +79,21 @@ class RunClock:
 
     @property
     def _steady_seconds(self) -> float:
-        """Seconds of an update; 0 before two of them, because a first one is slower than what comes."""
+        """Mean of an update for ending in time; 0 before two updates, because a first one is slower than the rest."""
         if len(self._here) > 1:
             return self.seconds_per_update
         return 0.0 if self._here or self.counters.step < 2 else self.counters.seconds_per_update
 
     @property
     def seconds_per_update(self) -> float:
-        """Mean of this process, without its first update where there are more: the first is slower."""
+        """Mean of this process, without its slower first update as soon as there are others."""
         if not self._here:
             return self.counters.seconds_per_update
         steady = self._here[1:] or self._here
         return sum(steady) / len(steady)
 
     def updates_left(self) -> float | None:
-        """Return the estimated number of updates to come, or None before anything is known of them."""
+        """Return the estimated number of updates to come, or None while the budget gives no estimate."""
         budget, counters, left = self.budget, self.counters, list[float]()
         if budget.steps is not None:
             left.append(budget.steps - counters.step)
@@ -112,21 +112,24 @@ class RunClock:
     def total_updates(self) -> int | None:
         """Return the estimated number of updates of the whole run."""
         left = self.updates_left()
-        return None if left is None else self.counters.step + math.ceil(left - 0.5 if self._is_by_time else left)
+        if left is None:
+            return None
+        return self.counters.step + math.ceil(left if self.budget.minutes is None else left - 0.5)
 
-    def seconds_left(self, num_looks: int, num_saves: int) -> float | None:
+    def of_total(self) -> str:
+        """Return ` of 20`, ` of about 20` where the budget is minutes, or nothing while the total is unknown."""
+        total = self.total_updates()
+        return "" if total is None else f" of {'about ' if self.budget.minutes else ''}{total}"
+
+    def seconds_left(self, num_evaluations: int, num_saves: int) -> float | None:
         """Return the estimated seconds to the end, with that many evaluations and saves to come."""
         updates, minutes, found = self.updates_left(), self.budget.minutes, list[float]()
         if updates is not None and self.seconds_per_update:
-            others = num_looks * self.counters.look_seconds + num_saves * self._save_seconds
+            others = num_evaluations * self.counters.evaluation_seconds + num_saves * self._save_seconds
             found.append(math.ceil(updates) * self.seconds_per_update + others)
         if minutes is not None:
             found.append(max(0.0, 60 * minutes - self.counters.seconds))
         return min(found) if found else None
-
-    @property
-    def _is_by_time(self) -> bool:
-        return self.budget.minutes is not None
 
 
 def duration(seconds: float) -> str:
@@ -142,19 +145,20 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-LINES_EVERY = 15.0
-"""Seconds between the progress lines of a run whose output is not a terminal."""
+LINE_SECONDS = 15.0
+"""Least time between two progress lines in a file or a pipe."""
 
 
 class ProgressLines:
-    """Shows one line of progress: in place on a terminal, else as a line of its own, now and then."""
+    """Shows the progress in one line, which is updated in place on a terminal. To a file or a pipe, a new line is
+    printed every LINE_SECONDS."""
 
     def __init__(
         self,
         *,
         is_off: bool = False,
         stream: TextIO | None = None,
-        every: float = LINES_EVERY,
+        every: float = LINE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -165,7 +169,7 @@ class ProgressLines:
             self._bar = tqdm(total=100.0, bar_format="{percentage:3.0f} % |{bar:20}| {desc}", file=self.stream)
 
     def show(self, text: str, share: float, *, is_due: bool = False) -> None:
-        """Show `text`, and `share` of 1 as done. `is_due`: print the line also if the last one is recent."""
+        """Show `text` and the `share` that is done, 0 to 1. `is_due`: print the line even if the last one is recent."""
         if self._bar is not None:
             self._bar.n = 100 * share
             self._bar.set_description_str(text)
@@ -175,12 +179,12 @@ class ProgressLines:
                 self._last = now
                 print(f"{text} ({100 * share:.0f} %)", file=self.stream, flush=True)
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
+    def write(self, text: str) -> None:
+        """Print a line above the progress."""
         if not self._is_off:
             tqdm.write(text, file=self.stream)
 
     def close(self) -> None:
-        """End the line on a terminal."""
+        """Leave the last line on the terminal."""
         if self._bar is not None:
             self._bar.close()

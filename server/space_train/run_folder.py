@@ -29,7 +29,12 @@ WRITTEN = (*MODELS, OWN_TEXT_FILE, LEDGER, "tensorboard", "run.md", "run.png", R
 
 def holds_run(out: Path) -> bool:
     """Return whether `out` has a run's state or final report."""
-    return (out / STATE_FILE).is_file() or (out / REPORT).is_file()
+    return holds_state(out) or (out / REPORT).is_file()
+
+
+def holds_state(out: Path) -> bool:
+    """Return whether `out` has the saved state of a run, from which the same command goes on."""
+    return (out / STATE_FILE).is_file()
 
 
 def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
@@ -48,16 +53,12 @@ def check_may_write(out: Path, checkpoint: Checkpoint) -> None:
 
 def kept_updates(out: Path) -> int | None:
     """Return the number of updates in the saved state of `out`, or None without one."""
-    file = out / STATE_FILE
-    if not file.is_file():
-        return None
-    return int(_mapped(file)["counters"]["step"])
+    return int(_state(out)["counters"]["step"]) if holds_state(out) else None
 
 
 def kept_parts(out: Path) -> int | None:
     """Return the parts that the updates of the saved run are computed in, or None without one."""
-    file = out / STATE_FILE
-    return int(json.loads(_mapped(file)["plan"])["accumulate"]) if file.is_file() else None
+    return int(json.loads(_state(out)["plan"])["accumulate"]) if holds_state(out) else None
 
 
 def forget(out: Path, *, but: Collection[str] = ()) -> None:
@@ -80,10 +81,9 @@ RESUMABLE = frozenset({"budget", "checkpoint_seconds", "checkpoint_steps", "eval
 def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_ids: Sequence[int]) -> dict[str, Any]:
     """Return everything an update depends on, by name: the plan's options, and digests of its inputs."""
     first = hashlib.blake2b(data.rows(0, 1).ids.numpy().tobytes(), digest_size=8).hexdigest()
-    return plan.as_json() | {
-        "model": checkpoint.model_hash()[:16],
-        "weights of the model": fingerprint(checkpoint),
-        "adapter and draft head of the model": parts_digest(checkpoint),
+    return {
+        **plan.as_json(),
+        **_model_identity(checkpoint),
         "data": f"{len(data)} rows, {first}",
         "text of the data": data.digest(),
         "mask ids": list(mask_ids),
@@ -91,29 +91,33 @@ def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_i
 
 
 def inputs_of(plan: TrainPlan, checkpoint: Checkpoint, data: RowSource, own_texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `identity_of` that is known before the model's own texts exist, and `own_texts`: how they are
-    asked for."""
+    """Return the part of `identity_of` that is known before the model's own texts exist, and the options `own_texts` of
+    their generation."""
     return {
         **plan.as_json(),
         **own_texts,
+        **_model_identity(checkpoint),
+        "text of --data": data.digest().hex()[:12],
+    }
+
+
+def _model_identity(checkpoint: Checkpoint) -> dict[str, str]:
+    return {
         "model": checkpoint.model_hash()[:16],
         "weights of the model": fingerprint(checkpoint),
         "adapter and draft head of the model": parts_digest(checkpoint),
-        "text of --data": data.digest().hex()[:12],
     }
 
 
 def check_goes_on(out: Path, inputs: Mapping[str, Any]) -> None:
     """Raise InvalidPlan if `out` holds a run with other inputs. Reads only; call it before anything is written."""
-    file = out / STATE_FILE
-    if file.is_file():
-        check_same(json.loads(_mapped(file)["plan"]), inputs, out)
+    if holds_state(out):
+        check_same(json.loads(_state(out)["plan"]), inputs, out)
 
 
-def _mapped(file: Path) -> dict[str, Any]:
-    """Return a saved state without reading its tensors."""
-    state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-    return state
+def _state(out: Path) -> dict[str, Any]:
+    """Return the saved state of `out` without reading its tensors."""
+    return load_checkpoint(out / STATE_FILE, mmap=True)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -171,7 +175,7 @@ def save_atomically(state: Mapping[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load the tensors and plain values of a checkpoint (no code is run)."""
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Load the tensors and plain values of a checkpoint (no code is run). `mmap`: tensors are read when used."""
+    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
     return state

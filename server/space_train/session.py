@@ -32,7 +32,16 @@ from space_train.disk_space import check_disk
 from space_train.estimate import check_fits, does_not_fit, fitted, gpu_memory, parts_on_cpu, shape_of
 from space_train.networks.trainee import check_is_trainable
 from space_train.reports import write_report
-from space_train.run_folder import LEDGER, OWN_TEXT_FILE, check_goes_on, check_may_write, forget, inputs_of, kept_parts
+from space_train.run_folder import (
+    LEDGER,
+    OWN_TEXT_FILE,
+    check_goes_on,
+    check_may_write,
+    forget,
+    holds_state,
+    inputs_of,
+    kept_parts,
+)
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
 from space_train.train_plan import Anchors, InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
@@ -40,8 +49,9 @@ from space_train.training.trainer import TrainResult, on_cpu, train
 
 MOST_HELD_OUT_ROWS, LEAST_HELD_OUT_ROWS = 64, 4
 
-LOOK_SHARE = 0.5
-"""Most held-out rows over all evaluations, as a share of the trained rows: evaluating a row is a third of the work."""
+EVALUATION_SHARE = 0.5
+"""Most held-out rows over all evaluations, as a share of the trained rows. A held-out row takes a third of the time of
+a trained one."""
 
 _CPU = torch.device("cpu")
 
@@ -100,12 +110,14 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         )
     fill = pad_id(tokenizer, vocab_size)
     asked = own_prompts(options, plan, loaded.examples)
-    plan = fitted_rows(plan, packed(loaded.examples, plan, fill), asked, options.self_generate_tokens)
-    rows = packed(loaded.examples, plan, fill)
+    rows, length = packed(loaded.examples, plan, fill), plan.length
+    plan = fitted_rows(plan, rows, asked, options.self_generate_tokens)
+    if plan.length != length:
+        rows = packed(loaded.examples, plan, fill)
     chosen = options.accumulate is not None
     if not chosen and not options.restart and (parts := kept_parts(out)):  # so that a resumed run computes the same
         plan, chosen = replace(plan, accumulate=parts), True
-    plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen)
+    plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
     if note and processes.is_main_process:
         print(note, file=sys.stderr, flush=True)
     own_texts = {"self_generate": len(asked)}
@@ -137,7 +149,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         print(f"rows: {data}.", file=sys.stderr, flush=True)
     held_out = None
     if loaded.held_out:
-        held_out = held_out_rows(loaded.held_out, plan, fill, rows_of_a_look(plan, len(data)))
+        held_out = held_out_rows(loaded.held_out, plan, fill, rows_per_evaluation(plan, len(data)))
     try:
         result = train(
             model,
@@ -158,7 +170,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         if not is_out_of_memory(error):
             raise
         memory = FreeMemory.on(_CPU).among(processes.num_processes).num_bytes if on_cpu() else gpu_memory()
-        raise does_not_fit(checkpoint, plan, processes.num_processes, memory, error, cpu=on_cpu()) from error
+        where = {"cpu": on_cpu(), "resumes": holds_state(out)}
+        raise does_not_fit(checkpoint, plan, processes.num_processes, memory, error, **where) from error
     if result.folder is not None and processes.is_main_process:
         write_report(out, plan, result)
         print(f"The checkpoint is in {result.folder}: spaceserve serve --model {result.folder}", file=sys.stderr)
@@ -166,10 +179,10 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
 
 
 def in_memory(
-    plan: TrainPlan, checkpoint: Checkpoint, num_processes: int, *, is_chosen: bool
+    plan: TrainPlan, checkpoint: Checkpoint, num_processes: int, *, is_chosen: bool, resumes: bool
 ) -> tuple[TrainPlan, str | None]:
-    """Return the plan with the parts of an update that this machine takes, and a line on it. `is_chosen`: the number
-    of parts was given. Raises DoesNotFit on a CPU without the memory; a GPU says so itself."""
+    """Return the plan with the number of parts of an update that fits this machine's memory, and a line on that memory.
+    `is_chosen`: the number was given. Raises DoesNotFit on a CPU; on a GPU the first update fails instead."""
     shape = shape_of(checkpoint)
     here = replace(plan, rows_per_step=plan.rows_per_step // num_processes)
     if not on_cpu():
@@ -185,7 +198,7 @@ def in_memory(
         if fit is not None and fit.activation_checkpointing == plan.activation_checkpointing:
             here = fit
         plan = replace(plan, accumulate=here.accumulate)
-    return plan, check_fits(shape, plan, num_processes, free)
+    return plan, check_fits(shape, plan, num_processes, free, resumes=resumes)
 
 
 def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:
@@ -218,8 +231,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
 
 def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
-    """Load the model as saved, but in float32 if its weights are trained or if matmuls are float32, and else on a CPU
-    in bfloat16, which its products take."""
+    """Load the model in float32 if its weights are trained or matmuls are float32; else as saved on a GPU, and in
+    bfloat16 on a CPU."""
     config = family.read_config(checkpoint)
     dtype = torch.float32 if plan.trains_base or plan.precision != "bf16" else torch.bfloat16
     as_saved = dtype is torch.bfloat16 and torch.cuda.is_available()
@@ -258,14 +271,14 @@ def packed(examples: list[Example], plan: TrainPlan, fill: int) -> PackedExample
     return PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=fill, pack=plan.pack)
 
 
-def rows_of_a_look(plan: TrainPlan, epoch: int) -> int:
+def rows_per_evaluation(plan: TrainPlan, epoch: int) -> int:
     """Return the held-out rows per evaluation, limited so that a short run does not spend most of its time on them.
     `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance."""
     budget, known = plan.budget, [math.inf]
     for limit, rows in ((budget.steps, plan.rows_per_step), (budget.epochs, epoch), (budget.tokens, 1 / plan.length)):
         if limit is not None:
             known.append(limit * rows)
-    affordable = LOOK_SHARE * min(known) / (plan.evaluations + 1)
+    affordable = EVALUATION_SHARE * min(known) / (plan.evaluations + 1)
     return int(min(MOST_HELD_OUT_ROWS, max(LEAST_HELD_OUT_ROWS, affordable)))
 
 
@@ -287,8 +300,8 @@ def own_prompts(options: argparse.Namespace, plan: TrainPlan, examples: list[Exa
 
 
 def fitted_rows(plan: TrainPlan, data: PackedExamples, prompts: list[list[int]], num_new: int) -> TrainPlan:
-    """Return the plan with rows no longer than the fullest one, and no more anchors than the places of any row. Short
-    data would otherwise be padded, and masks repeated. `prompts`: of own texts, which get `num_new` ids each."""
+    """Return the plan with rows as long as the fullest one at most, and with no more anchors than any row has places:
+    short data is not padded, and no mask is trained twice. `prompts`: of own texts, which get `num_new` ids each."""
     num_own = sum(len(prompt) + num_new for prompt in prompts)
     longest = max(data.longest, num_own, 2 * (plan.num_masks + 1) + 1)
     length = min(plan.length, longest)

@@ -22,11 +22,11 @@ from space_common.process import collect_seldom
 from space_eval.flags import whole_from
 from space_eval.report import Spread
 from space_model.loading.load import load_model
+from space_model.malloc import keep_freed_memory
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grpc_server import RouterSession
 from space_server.host_runner import HostRunner
-from space_server.machine.memory import keep_freed_memory
 from space_server.model_runner import SequenceOutput, StepTimes
 from space_server.scheduled_batch import ScheduledSequence
 from space_server.speculation.controller import FixedLayout

@@ -20,8 +20,8 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back, mappings
 from space_model.loading.load import load_model
 from space_model.make_model import SIZES, Size
+from space_model.malloc import keep_freed_memory, use_one_heap
 from space_model.testing import tiny_checkpoint
-from space_server.machine.memory import keep_freed_memory, use_one_heap
 from space_server.startup.model_need import shown
 from space_train.estimate import SHAPES, ModelShape, UnknownShape
 

@@ -206,8 +206,8 @@ def test_products_are_those_that_torch_counts(method: Method, as_on_a_gpu: None)
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by a mask, and transformers' own norms and MLPs."""
-    monkeypatch.setattr(Decoder, "takes_blocks", False)
-    monkeypatch.setattr(trainee_module, "speed_up", lambda model: None)
+    monkeypatch.setattr(Decoder, "uses_query_blocks", False)
+    monkeypatch.setattr(trainee_module, "replace_frozen_layers", lambda model: None)
 
 
 @contextmanager
@@ -367,4 +367,15 @@ def test_the_fewest_parts_that_fit_by_the_estimate_are_named() -> None:
 )
 def test_where_nothing_is_known_to_fit_the_least_is_named(plan: TrainPlan, words: str) -> None:
     for shape, memory in ((None, None), (ONE_B, 1000)):
-        assert re.search(words, cure_of(plan, 1, shape, memory))
+        assert re.search(words, cure_of(plan, 1, shape, memory, resumes=True))
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 8])
+def test_only_a_run_that_has_a_state_goes_on_or_is_restarted(accumulate: int, cpu: bool) -> None:
+    plan = TrainPlan(rows_per_step=8, accumulate=accumulate)
+    for memory in (None, 1000, int(1000 * GB)):
+        fresh, kept = (cure_of(plan, 1, ONE_B, memory, cpu=cpu, resumes=resumes) for resumes in (False, True))
+        assert "--restart" not in fresh
+        assert "goes on" not in fresh
+        assert "--restart" in kept or "goes on" in kept

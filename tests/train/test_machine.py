@@ -12,30 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.train_command import train, write_records
 from space_model.free_memory import FreeMemory
-from space_model.testing import tiny_checkpoint
-from space_train.__main__ import main
 from space_train.estimate import CPU_ALLOWANCE, SHAPES, ModelShape, estimate, parts_on_cpu
 from space_train.train_plan import Method, TrainPlan
-
-TINY = "--steps 2 --length 48 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     records = [{"instruction": f"Say {n}", "output": f"the cat and {n} more cats sat on a mat"} for n in range(20)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
-def train(model: Path, data: Path, out: Path, flags: str = "") -> int:
-    return main(["--model", str(model), "--data", str(data), "--out", str(out), *TINY.split(), *flags.split()])
+    return write_records(tmp_path_factory.mktemp("data") / "chats.jsonl", records)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -115,7 +101,7 @@ def test_parts_are_chosen_by_the_memory_that_is_free(
     assert train(base, chats, tmp_path / "out") == 0
     assert f"updates are computed in {parts} part" in capsys.readouterr().err
     monkeypatch.undo()
-    assert train(base, chats, tmp_path / "out", "--steps 3") == 0
+    assert train(base, chats, tmp_path / "out", "--steps 4") == 0
     assert f"updates are computed in {parts} part" in capsys.readouterr().err, "as before"
 
 

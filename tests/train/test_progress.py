@@ -23,7 +23,7 @@ class Simulated:
     spent: dict[str, float] = field(default_factory=dict)
     first: float = 25.0
     update: float = 10.0
-    look: float = 4.0
+    evaluation: float = 4.0
     save: float = 1.0
     evaluations: int = 5
     now: float = 0.0
@@ -35,31 +35,31 @@ class Simulated:
     def go(self, counters: Counters | None = None, stop: int | None = None) -> Counters:
         if counters is None:
             counters = Counters(seconds=self.spent.get("seconds", 0.0), flops=self.spent.get("flops", 0.0))
-        clock, looks, here, saved = RunClock(self.budget, counters, EPOCH_UPDATES, self.spent), 0, 0, 0.0
-        looked = -1
-        while (done := clock.progress(is_looked_at=looked == counters.step)) < 1 and counters.step != stop:
-            if done >= looks / self.evaluations:
-                looks, looked = looks + 1, counters.step
-                self.now += self.look
-                clock.look_took(self.look)
+        clock, num_evaluations, here, saved = RunClock(self.budget, counters, EPOCH_UPDATES, self.spent), 0, 0, 0.0
+        evaluated = -1
+        while (done := clock.progress(is_evaluated=evaluated == counters.step)) < 1 and counters.step != stop:
+            if done >= num_evaluations / self.evaluations:
+                num_evaluations, evaluated = num_evaluations + 1, counters.step
+                self.now += self.evaluation
+                clock.count_evaluation(self.evaluation)
             took = self.update if here else self.first
             self.now += took
             here += 1
             counters.step += 1
             counters.num_tokens += 1000
             counters.flops += 1e6
-            clock.update_took(took)
+            clock.count_update(took)
             self.said_at[counters.step] = self.now
-            self.shares.append(clock.progress(is_looked_at=True))
-            self.left[counters.step] = clock.seconds_left(max(1, self.evaluations + 1 - looks), 1) or 0.0
+            self.shares.append(clock.progress(is_evaluated=True))
+            self.left[counters.step] = clock.seconds_left(max(1, self.evaluations + 1 - num_evaluations), 1) or 0.0
             self.totals[counters.step] = clock.total_updates() or 0
             if counters.seconds - saved > 60:
                 self.now += self.save
-                clock.save_took(self.save)
+                clock.count_save(self.save)
                 saved = counters.seconds
         if counters.step != stop:
-            self.now += self.look
-            clock.look_took(self.look)
+            self.now += self.evaluation
+            clock.count_evaluation(self.evaluation)
         return counters
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_used_its_minutes_up_is_not_begun_again() -> None:
     run = Simulated(Budget(minutes=3))
     counters = run.go()
     again = RunClock(run.budget, Counters(**counters.__dict__), EPOCH_UPDATES, {})
-    assert again.progress(is_looked_at=True) == 1.0
+    assert again.progress(is_evaluated=True) == 1.0
 
 
 def test_a_resumed_run_knows_how_many_updates_it_has() -> None:

@@ -6,30 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from space_model.testing import tiny_checkpoint
-from space_train.__main__ import main
+from doubles.train_command import train, write_records
 from space_train.data.examples import Example
 from space_train.data.rows import PackedExamples
 from space_train.data.train_batch import Texts, _places
 from space_train.self_generation.self_generate import OwnText, OwnTexts, ScribeCounts
 
-TINY = "--steps 2 --length 48 --rows-per-step 2 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
 OWN = "--self-generate 3 --self-generate-tokens 8 --own-share 0.5"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
 
 
 def chats(file: Path, word: str) -> Path:
     records = [{"instruction": f"Say {n}", "output": f"{word} and {n} more {word} on a mat"} for n in range(20)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
-def train(model: Path, data: Path, out: Path, flags: str = "") -> int:
-    return main(["--model", str(model), "--data", str(data), "--out", str(out), *TINY.split(), *flags.split()])
+    return write_records(file, records)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +71,7 @@ def test_another_command_on_the_folder_of_a_run_is_refused_before_it_writes_anyt
     assert named in capsys.readouterr().err
     assert len(written) == 1, "no text is written for a command that is refused"
     assert files_of(out) == before
-    assert train(base, cat, out, OWN + " --steps 3") == 0, "the command of the run goes on"
+    assert train(base, cat, out, OWN + " --steps 4") == 0, "the command of the run goes on"
 
 
 def test_texts_of_another_command_in_the_file_are_not_part_of_a_run(base: Path, tmp_path: Path) -> None:
@@ -94,7 +82,7 @@ def test_texts_of_another_command_in_the_file_are_not_part_of_a_run(base: Path, 
     assert train(base, chats(tmp_path / "dog.jsonl", "dog"), out, OWN) == 0
     (tmp_path / "state.pt").rename(out / "state.pt")
     assert len((out / "own_texts.jsonl").read_text().splitlines()) > 3
-    assert train(base, cat, out, OWN + " --steps 3") == 0
+    assert train(base, cat, out, OWN + " --steps 4") == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.train_command import TINY, train, write_records
 from doubles.training import random_examples, tiny_plan
 from quantized_testing import write_quantized
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -22,32 +23,20 @@ from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
 from space_train.data.examples import TEMPLATES
 from space_train.run_folder import load_checkpoint
-from space_train.session import choose_precision, held_out_rows, load_base, rows_of_a_look
+from space_train.session import choose_precision, held_out_rows, load_base, rows_per_evaluation
 from space_train.train_plan import Budget, Method
 from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]
-TINY = "--steps 3 --length 48 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hundred records, of which a few are held out."""
-    file = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    """Sixty records, of which a few are held out."""
     records = [
         {"instruction": f"Say {WORDS[n % 14]}", "output": " ".join(WORDS[n % 7 : n % 7 + 2 + n % 5])} for n in range(60)
     ]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
-def train(model: Path | str, data: Path, out: Path, flags: str = "") -> int:
-    return main(["--model", str(model), "--data", str(data), "--out", str(out), *TINY.split(), *flags.split()])
+    return write_records(tmp_path_factory.mktemp("data") / "chats.jsonl", records)
 
 
 def assert_refused(capsys: pytest.CaptureFixture[str], code: int, message: str) -> None:
@@ -204,7 +193,7 @@ def test_memory_that_does_not_suffice_is_named_and_the_run_goes_on_in_more_parts
     with monkeypatch.context() as patch:
         patch.setattr("space_train.training.trainer.TrainingRun.update", full)
         code = train(base, chats, tmp_path, "--accumulate 1")
-    assert_refused(capsys, code, r"An update in 1 parts does not fit \(CUDA out of memory\)\. Give --accumulate 2, ")
+    assert_refused(capsys, code, r"An update in 1 part does not fit \(CUDA out of memory\)\. Give --accumulate 2, ")
     assert train(base, chats, tmp_path, "--accumulate 4") == 0
 
 
@@ -355,8 +344,8 @@ def test_an_interrupted_run_says_so_and_the_same_command_ends_it(base: Path, cha
     endless.send_signal(signal.SIGINT)
     _, said = endless.communicate(timeout=120)
     assert endless.returncode == 130, said
-    assert "ends behind this update" in said
-    assert "Stopped behind update" in said
+    assert "ends after this update" in said
+    assert "Stopped after update" in said
     assert "the same command, without --restart, goes on" in said
     assert "Traceback" not in said
     done = int(load_checkpoint(tmp_path / "state.pt")["counters"]["step"])
@@ -427,7 +416,7 @@ def test_a_base_is_held_as_it_was_saved_where_products_may_be_so(
 )
 def test_looks_read_at_most_half_as_many_rows_as_are_trained_on_but_a_few(budget: Budget, rows: int) -> None:
     plan = tiny_plan(budget=budget, rows_per_step=4, length=32, evaluations=9)
-    assert rows_of_a_look(plan, epoch=300) == rows
+    assert rows_per_evaluation(plan, epoch=300) == rows
 
 
 def test_the_first_rows_are_looked_at() -> None:

@@ -245,9 +245,9 @@ class DistillationStruct(Structure):
         ("entropy", c_float),
         ("rejection", c_float),
         ("surprisal", c_float),
-        ("moves", c_bool),
-        ("crosses", c_void_p),
-        ("accepted", c_void_p),
+        ("needs_gradient", c_bool),
+        ("cross_entropy", c_void_p),
+        ("acceptance", c_void_p),
     )
 
 
@@ -371,10 +371,10 @@ class CpuLibrary:
         self.mark = function("mark", c_void_p, c_int64, c_int)
         number, place = c_int64, c_void_p
         self.distill = function("distill", POINTER(DistillationStruct), c_int)
-        self.attention_back = function("attention_back", place, place, place, number, number, c_float, c_int)
-        self.norm_back = function("norm_back", place, place, place, number, number, c_float, place, c_int)
+        self.attention_backward = function("attention_backward", place, place, place, number, number, c_float, c_int)
+        self.norm_backward = function("norm_backward", place, place, place, number, number, c_float, place, c_int)
         self.swiglu = function("swiglu", place, place, number, place, c_int)
-        self.swiglu_back = function("swiglu_back", place, place, place, number, place, place, c_int)
+        self.swiglu_backward = function("swiglu_backward", place, place, place, number, place, place, c_int)
         self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
 
 

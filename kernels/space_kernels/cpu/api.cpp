@@ -62,22 +62,22 @@ void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads)
 
 void EXPORT(distill)(const Distillation* loss, int num_threads) { distill(*loss, num_threads); }
 
-void EXPORT(attention_back)(bf16* scores, bf16* moves, const float* log_sums, int64_t rows, int64_t keys, float scale,
-                            int num_threads) {
-    attention_back(scores, moves, log_sums, rows, keys, scale, num_threads);
+void EXPORT(attention_backward)(bf16* scores, bf16* grad_weights, const float* logsumexp, int64_t rows, int64_t keys,
+                                float scale, int num_threads) {
+    attention_backward(scores, grad_weights, logsumexp, rows, keys, scale, num_threads);
 }
 
-void EXPORT(norm_back)(const bf16* x, const bf16* weight, const bf16* move, int64_t rows, int64_t width, float eps,
-                       bf16* out, int num_threads) {
-    norm_back(x, weight, move, rows, width, eps, out, num_threads);
+void EXPORT(norm_backward)(const bf16* x, const bf16* weight, const bf16* grad_output, int64_t rows, int64_t width,
+                           float eps, bf16* grad_x, int num_threads) {
+    norm_backward(x, weight, grad_output, rows, width, eps, grad_x, num_threads);
 }
 
 void EXPORT(swiglu)(const bf16* gate, const bf16* up, int64_t count, bf16* out, int num_threads) {
     swiglu(gate, up, count, out, num_threads);
 }
 
-void EXPORT(swiglu_back)(const bf16* gate, const bf16* up, const bf16* move, int64_t count, bf16* of_gate,
-                         bf16* of_up, int num_threads) {
-    swiglu_back(gate, up, move, count, of_gate, of_up, num_threads);
+void EXPORT(swiglu_backward)(const bf16* gate, const bf16* up, const bf16* grad_output, int64_t count, bf16* grad_gate,
+                             bf16* grad_up, int num_threads) {
+    swiglu_backward(gate, up, grad_output, count, grad_gate, grad_up, num_threads);
 }
 }

@@ -42,28 +42,28 @@ void distill_row(const Distillation& loss, int64_t number) {
     const float sum_p = exponentials(teacher, V, loss.scale, p, most_p);
     const float sum_q = exponentials(student, V, loss.scale, q, most_q);
     const Lanes to_p = same(1.0f / sum_p), to_q = same(1.0f / sum_q);
-    Lanes agreed = zeros(), below = zeros(), dots = zeros();
+    Lanes overlap = zeros(), below = zeros(), dots = zeros();
     for (int64_t i = 0; i < V; i += LANES) {
         const Lanes a = mul(load(p + i), to_p), b = mul(load(q + i), to_q);
-        agreed = add(agreed, min(a, b));
+        overlap = add(overlap, min(a, b));
         below = fma(b, above(a, b), below);
         dots = fma(a, load(student + i), dots);
         store(p + i, a);
         store(q + i, b);
     }
-    const float accepted = total(agreed), cross = most_q + std::log(sum_q) - loss.scale * total(dots);
-    loss.crosses[number] = cross;
-    loss.accepted[number] = accepted;
-    if (!loss.moves) return;
+    const float acceptance = total(overlap), cross = most_q + std::log(sum_q) - loss.scale * total(dots);
+    loss.cross_entropy[number] = cross;
+    loss.acceptance[number] = acceptance;
+    if (!loss.needs_gradient) return;
     // Vector maxima lose NaN: what the sums show goes into every gradient.
     const Lanes entropy = same(loss.entropy + (cross - cross));
-    const float factor = loss.rejection + (loss.surprisal ? loss.surprisal / std::max(accepted, 1e-9f) : 0.0f);
+    const float factor = loss.rejection + (loss.surprisal ? loss.surprisal / std::max(acceptance, 1e-9f) : 0.0f);
     const Lanes rejection = same(factor), shared = same(factor * total(below));
     for (int64_t i = 0; i < V; i += LANES) {
         const Lanes a = load(p + i), b = load(q + i);
-        Lanes move = mul(entropy, sub(b, a));
-        if (factor) move = fma(b, sub(shared, mul(rejection, above(a, b))), move);
-        store(student + i, move);
+        Lanes grad = mul(entropy, sub(b, a));
+        if (factor) grad = fma(b, sub(shared, mul(rejection, above(a, b))), grad);
+        store(student + i, grad);
     }
 }
 
@@ -96,49 +96,49 @@ void distill(const Distillation& loss, int num_threads) {
     });
 }
 
-void attention_back(bf16* scores, bf16* moves, const float* log_sums, int64_t rows, int64_t keys, float scale,
-                    int num_threads) {
+void attention_backward(bf16* scores, bf16* grad_weights, const float* logsumexp, int64_t rows, int64_t keys,
+                        float scale, int num_threads) {
     constexpr bf16 NEVER = 0xff80;  // -inf
     const int64_t at_once = std::max<int64_t>(1, PIECE / keys);
     share_out(num_threads, (rows + at_once - 1) / at_once, [&](int64_t first, int64_t last, bool) {
         float* weights = scratch(0, keys + LANES);
         for (int64_t row = first * at_once; row < std::min(rows, last * at_once); ++row) {
-            bf16 *s = scores + row * keys, *m = moves + row * keys;
-            const Lanes log_sum = same(-log_sums[row]);
+            bf16 *s = scores + row * keys, *grad = grad_weights + row * keys;
+            const Lanes shift = same(-logsumexp[row]);
             Lanes sum = zeros();
             for (int64_t i = 0; i < keys; i += LANES) {
-                const Lanes score = add(some(s + i, keys - i, NEVER), log_sum);
+                const Lanes score = add(some(s + i, keys - i, NEVER), shift);
                 const Lanes w = mul(exp(score), above(score, same(-80.0f)));  // no denormals, which are slow
                 store(weights + i, w);
                 put(s + i, keys - i, w);
-                sum = fma(w, some(m + i, keys - i, 0), sum);
+                sum = fma(w, some(grad + i, keys - i, 0), sum);
             }
             const Lanes inner = same(total(sum));
             for (int64_t i = 0; i < keys; i += LANES) {
                 const Lanes w = mul(load(weights + i), same(scale));
-                put(m + i, keys - i, mul(w, sub(some(m + i, keys - i, 0), inner)));
+                put(grad + i, keys - i, mul(w, sub(some(grad + i, keys - i, 0), inner)));
             }
         }
     });
 }
 
-void norm_back(const bf16* x, const bf16* weight, const bf16* move, int64_t rows, int64_t width, float eps, bf16* out,
-               int num_threads) {
+void norm_backward(const bf16* x, const bf16* weight, const bf16* grad_output, int64_t rows, int64_t width, float eps,
+                   bf16* grad_x, int num_threads) {
     const int64_t at_once = std::max<int64_t>(1, PIECE / width);
     share_out(num_threads, (rows + at_once - 1) / at_once, [&](int64_t first, int64_t last, bool) {
         for (int64_t row = first * at_once; row < std::min(rows, last * at_once); ++row) {
-            const bf16 *a = x + row * width, *m = move + row * width;
+            const bf16 *a = x + row * width, *grad = grad_output + row * width;
             Lanes squares = zeros(), dots = zeros();
             for (int64_t i = 0; i < width; i += LANES) {
                 const Lanes v = load(a + i);
                 squares = fma(v, v, squares);
-                dots = fma(mul(load(weight + i), load(m + i)), v, dots);
+                dots = fma(mul(load(weight + i), load(grad + i)), v, dots);
             }
             const float r = 1.0f / std::sqrt(total(squares) / float(width) + eps);
             const Lanes factor = same(r), back = same(-r * r * r * total(dots) / float(width));
             for (int64_t i = 0; i < width; i += LANES)
-                store(out + row * width + i,
-                      fma(back, load(a + i), mul(factor, mul(load(weight + i), load(m + i)))));
+                store(grad_x + row * width + i,
+                      fma(back, load(a + i), mul(factor, mul(load(weight + i), load(grad + i)))));
         }
     });
 }
@@ -148,14 +148,14 @@ void swiglu(const bf16* gate, const bf16* up, int64_t count, bf16* out, int num_
                [&](int64_t i) { store(out + i, mul(silu(load(gate + i)), load(up + i))); });
 }
 
-void swiglu_back(const bf16* gate, const bf16* up, const bf16* move, int64_t count, bf16* of_gate, bf16* of_up,
-                 int num_threads) {
+void swiglu_backward(const bf16* gate, const bf16* up, const bf16* grad_output, int64_t count, bf16* grad_gate,
+                     bf16* grad_up, int num_threads) {
     each_piece(count, num_threads, [&](int64_t i) {
-        const Lanes g = load(gate + i), m = load(move + i), one = same(1.0f);
+        const Lanes g = load(gate + i), grad = load(grad_output + i), one = same(1.0f);
         const Lanes sigmoid = div(one, add(one, exp(sub(zeros(), g))));
-        store(of_up + i, mul(m, mul(g, sigmoid)));
+        store(grad_up + i, mul(grad, mul(g, sigmoid)));
         const Lanes slope = mul(sigmoid, fma(g, sub(one, sigmoid), one));
-        store(of_gate + i, mul(mul(m, load(up + i)), slope));
+        store(grad_gate + i, mul(mul(grad, load(up + i)), slope));
     });
 }
 

@@ -1,4 +1,4 @@
-// Elementwise parts of training, each of which reads its rows once from memory: loss, norms, gates and attention weights.
+// Elementwise operations of training, each in one pass over memory: loss, RMSNorm, SwiGLU and attention weights.
 
 #pragma once
 
@@ -9,30 +9,31 @@ namespace KIND {
 // Rows of a loss between a teacher's distribution p and a student's q, both softmax(scale·logits).
 struct Distillation {
     const bf16* teacher;  // [rows, V] logits
-    bf16* student;        // [rows, V] logits; become the gradient of the loss by them (before `scale`) if `moves`
+    bf16* student;        // [rows, V] logits; with `needs_gradient` replaced by the gradient by scale·logits
     int64_t rows, vocabulary;  // V: a multiple of 16
     float scale;
     float entropy;     // factor of -Σ p·log q
     float rejection;   // factor of 1 - Σ min(p, q)
     float surprisal;   // factor of -log Σ min(p, q)
-    bool moves;
-    float* crosses;    // [rows] -Σ p·log q
-    float* accepted;   // [rows] Σ min(p, q)
+    bool needs_gradient;
+    float* cross_entropy;  // [rows] -Σ p·log q
+    float* acceptance;     // [rows] Σ min(p, q)
 };
 
 void distill(const Distillation& loss, int num_threads);
 
-// From scores and log-sums to attention weights, and from the weights' gradients to the scores': both in place.
-void attention_back(bf16* scores, bf16* moves, const float* log_sums, int64_t rows, int64_t keys, float scale,
-                    int num_threads);
+// Replaces scores by the attention weights, and the gradient of the weights by that of the unscaled scores.
+// `logsumexp` [rows]: of the scores.
+void attention_backward(bf16* scores, bf16* grad_weights, const float* logsumexp, int64_t rows, int64_t keys,
+                        float scale, int num_threads);
 
-// The gradient of RMSNorm by x [rows, width], for the one of its result.
-void norm_back(const bf16* x, const bf16* weight, const bf16* move, int64_t rows, int64_t width, float eps, bf16* out,
-               int num_threads);
+// RMSNorm's gradient by x [rows, width].
+void norm_backward(const bf16* x, const bf16* weight, const bf16* grad_output, int64_t rows, int64_t width, float eps,
+                   bf16* grad_x, int num_threads);
 
-// silu(gate)·up, and the gradients of both for the one of the product; `count` numbers, a multiple of 16.
+// silu(gate)·up, and its gradients by gate and up; `count` numbers, a multiple of 16.
 void swiglu(const bf16* gate, const bf16* up, int64_t count, bf16* out, int num_threads);
-void swiglu_back(const bf16* gate, const bf16* up, const bf16* move, int64_t count, bf16* of_gate, bf16* of_up,
-                 int num_threads);
+void swiglu_backward(const bf16* gate, const bf16* up, const bf16* grad_output, int64_t count, bf16* grad_gate,
+                     bf16* grad_up, int num_threads);
 
 }  // namespace KIND

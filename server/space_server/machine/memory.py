@@ -1,54 +1,12 @@
-"""Memory of a worker: how freed memory is kept, and how many KV-cache blocks fit."""
+"""Memory of a worker: how much is free, and how many KV-cache blocks fit."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from space_model.free_memory import FreeMemory
-
-# Constants of glibc's mallopt.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
-
-KEPT, PAD = 1 << 30, 64 << 20
-"""Bytes: tensors up to KEPT are taken from the heap, whose free end may be as large; it grows by PAD."""
-
-LARGE = 1 << 20
-"""While weights are loaded, tensors from this size on return to the system when freed."""
-
-
-def use_one_heap() -> bool:
-    """Let all threads allocate from one heap, and large tensors outside of it until `keep_freed_memory`. Call before
-    any thread starts. Returns whether it took effect: False without glibc.
-
-    While a model loads, each weight exists as read, then packed; freed ones leave holes that no later tensor fits. Seen
-    with a model of 125M in float32: 1138 MiB resident after the load, where weights are 592.
-    """
-    return _told((_ARENA_MAX, 1), (_MMAP_THRESHOLD, LARGE))
-
-
-def keep_freed_memory() -> bool:
-    """Keep memory freed by tensors for later ones from now on, and return what is free now to the system. Returns
-    whether it took effect; without glibc nothing changes.
-
-    Each step allocates and frees the same tensors. By default glibc returns large ones at once and faults them in
-    again: seen on 2 cores, a plain step of 64 sequences with 400 ids each took 105 ms like that and 67 ms without.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-    return _told((_ARENA_MAX, 1), (_TRIM_THRESHOLD, KEPT), (_TOP_PAD, PAD), (_MMAP_THRESHOLD, KEPT))
-
-
-def _told(*options: tuple[int, int]) -> bool:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return False
-    return all(mallopt(option, value) == 1 for option, value in options)
-
 
 _CPU_FRACTION = 0.5
 """Largest default share of a CPU's free memory: other programs need the rest."""

@@ -428,7 +428,7 @@ def read_examples(
     `template`: a name in chat_text.TEMPLATES or a .jinja file; default the tokenizer's own, else `plain`.
     `limit`: records to read at most. `max_length`: ids at most; conversations are cut at their end, plain texts become
     several examples. `held_out_share`: share of the records, chosen by a hash of their text, so that the choice is the
-    same for every tokenizer, order and run (of few records at least one; of a single long text its end).
+    same for every tokenizer, order and run (of few records at least one; of one long text, or its copies, the end).
     `vocab_size`: of the model, to reject ids beyond it. `end_ids`: ids besides the tokenizer's EOS that end an
     answer. Records that contain one of `mask_ids` are skipped. `quiet`: print nothing. Raises DataError.
     """
@@ -461,14 +461,17 @@ def read_examples(
 
 def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:
     """Split into training and held-out examples: held-out records have a digest in the lowest `share` of all digests.
-    At least the record with the lowest digest is held out; of a single long text, its end."""
-    if len(found) == 1 and share:
-        examples = found[0][1]
-        border = len(examples) - math.ceil(share * len(examples)) if len(examples) > 1 else 1
-        return examples[:border], examples[border:]
-    lowest = min((digest for digest, _ in found), default=0)
-    bound = max(share * 2**64, lowest + 1 if share else 0)
+    At least the record with the lowest digest is held out. Where all records are the same text, its end is held out; of
+    a text of one example, nothing."""
     parts: tuple[list[Example], list[Example]] = ([], [])
+    digests = {digest for digest, _ in found}
+    if len(digests) == 1 and share:
+        for _, examples in found:
+            border = len(examples) - math.ceil(share * len(examples)) if len(examples) > 1 else 1
+            parts[0].extend(examples[:border])
+            parts[1].extend(examples[border:])
+        return parts
+    bound = max(share * 2**64, min(digests, default=0) + 1 if share else 0)
     for digest, examples in found:
         parts[digest < bound].extend(examples)
     return parts

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from space_model.adapters import GatedLora
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from space_train.networks.frozen_layers import is_frozen_linear, matmul_dtype
 from space_train.train_plan import HeadForm
 
 
@@ -26,12 +26,7 @@ class AdaptedLinear(nn.Module):
         self.b = nn.Parameter(torch.zeros(linear.out_features, rank, device=linear.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        if (
-            self.gate.is_on
-            and type(self.linear) is nn.Linear
-            and not self.linear.weight.requires_grad
-            and not isinstance(self.linear.weight, DTensor)
-        ):
+        if self.gate.is_on and is_frozen_linear(self.linear):
             return self._frozen(x)
         y: Tensor = self.linear(x)
         if not self.gate.is_on:
@@ -40,15 +35,14 @@ class AdaptedLinear(nn.Module):
         return y + self.scale * F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype))
 
     def _frozen(self, x: Tensor) -> Tensor:
-        kind, bias = x.device.type, self.linear.bias
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype, bias = matmul_dtype(x), self.linear.bias
         base = x.to(dtype), self.linear.weight.to(dtype), None if bias is None else bias.to(dtype)
         y: Tensor = _FrozenAdapted.apply(*base, self.a, self.b, self.scale)  # type: ignore[no-untyped-call]
         return y
 
 
 class _FrozenAdapted(torch.autograd.Function):
-    """W·x + scale·B·A·x with a frozen W: deltas are added by the products themselves, and x is kept once."""
+    """W·x + scale·B·A·x with a frozen W. The low-rank matmul adds to the output in place, and x is saved once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -62,16 +56,16 @@ class _FrozenAdapted(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         rows, low, weight, a, b = ctx.saved_tensors
-        of_y = gradient.reshape(-1, gradient.shape[-1])
-        of_low = of_y @ b
-        of_x = None
+        grad_y = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_low = grad_y @ b
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            of_x = (of_y @ weight).addmm_(of_low, a).view(*gradient.shape[:-1], -1)
-        of_a = (of_low.T @ rows).float()
-        of_b = (of_y.T @ low).float().mul_(ctx.scale)
-        return of_x, None, None, of_a, of_b, None
+            grad_x = (grad_y @ weight).addmm_(grad_low, a).view(*grad_output.shape[:-1], -1)
+        grad_a = (grad_low.T @ rows).float()
+        grad_b = (grad_y.T @ low).float().mul_(ctx.scale)
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 class Gate:

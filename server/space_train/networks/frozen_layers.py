@@ -1,53 +1,59 @@
-"""The norms and gated MLPs of a frozen base, with gradients of their rows alone: as transformers computes them, in one
-pass over memory each on a CPU."""
+"""RMSNorms and SwiGLU MLPs of a frozen base on a CPU: one pass over memory each, gradients by the inputs alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from space_kernels.training import rms_norm, rms_norm_back, swiglu, swiglu_back
+from space_kernels.training import rms_norm, rms_norm_backward, swiglu, swiglu_backward
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-def speed_up(model: PreTrainedModel) -> None:
-    """Replace, in place, the forward of frozen RMSNorms and SwiGLU MLPs in the decoder layers. A module is replaced if
-    it has the usual parts and computes the same on random rows."""
+def replace_frozen_layers(model: PreTrainedModel) -> None:
+    """Replace, in place, the forward of the base model's frozen RMSNorms and SwiGLU MLPs. A module is replaced only if
+    it has the usual parts and its own forward computes the same on random rows."""
     for module in model.base_model.modules():
         if any(parameter.requires_grad for parameter in module.parameters()):
             continue
         if _is_rms_norm(module):
-            module.forward = _Norm(module)
+            module.forward = _norm_forward(module)
         elif _is_swiglu(module):
-            module.forward = _Mlp(module)
+            module.forward = _mlp_forward(module)
 
 
-class _Norm:
-    """The forward of an RMSNorm."""
+def is_frozen_linear(module: nn.Module) -> bool:
+    """Return whether the module is a plain linear that is neither trained nor sharded."""
+    return type(module) is nn.Linear and not module.weight.requires_grad and not isinstance(module.weight, DTensor)
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.eps = module, float(module.variance_epsilon)
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        weight = self.module.weight.to(hidden_states.dtype)
-        found: Tensor = _NormFunction.apply(hidden_states.contiguous(), weight, self.eps)  # type: ignore[no-untyped-call]
+def matmul_dtype(operand: Tensor) -> torch.dtype:
+    """Return the dtype that a matmul of `operand` computes in: autocast's, else the operand's own."""
+    kind = operand.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else operand.dtype
+
+
+def _norm_forward(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        rows, weight = hidden_states.contiguous(), module.weight.to(hidden_states.dtype)
+        found: Tensor = _RmsNorm.apply(rows, weight, float(module.variance_epsilon))  # type: ignore[no-untyped-call]
         return found
 
+    return forward
 
-class _Mlp:
-    """The forward of a SwiGLU MLP."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.module.gate_proj(x), self.module.up_proj(x)
-        found: Tensor = self.module.down_proj(_Swiglu.apply(gate, up))  # type: ignore[no-untyped-call]
+def _mlp_forward(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gated = _Swiglu.apply(module.gate_proj(x), module.up_proj(x))  # type: ignore[no-untyped-call]
+        found: Tensor = module.down_proj(gated)
         return found
 
+    return forward
 
-class _NormFunction(torch.autograd.Function):
+
+class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -55,9 +61,9 @@ class _NormFunction(torch.autograd.Function):
         return rms_norm(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, move: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        return rms_norm_back(x, weight, move.contiguous(), ctx.eps), None, None
+        return rms_norm_backward(x, weight, grad_output.contiguous(), ctx.eps), None, None
 
 
 class _Swiglu(torch.autograd.Function):
@@ -67,9 +73,9 @@ class _Swiglu(torch.autograd.Function):
         return swiglu(gate, up)
 
     @staticmethod
-    def backward(ctx: Any, move: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        return swiglu_back(gate, up, move.contiguous())
+        return swiglu_backward(gate, up, grad_output.contiguous())
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -82,8 +88,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 def _is_swiglu(module: nn.Module) -> bool:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    activation = getattr(module, "act_fn", None)
-    if not all(isinstance(part, nn.Linear) for part in parts) or not callable(activation) or len(parts) != 3:
+    if not all(isinstance(part, nn.Linear) for part in parts) or not hasattr(module, "act_fn"):
         return False
     gate, up, down = parts
     width, weight = gate.in_features, gate.weight  # type: ignore[union-attr]

@@ -15,10 +15,10 @@ from space_kernels.training import DraftLoss, distill
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 4096  # rows whose logits are in memory at once
+CHUNK = 4096  # `hard`, `soft` and `weighted` compute the logits of this many rows at a time
 
 LOGITS_AT_ONCE = {"cpu": 25 << 20, "cuda": 1 << 26}
-"""Logits of a frozen output that are in memory at once, for teacher and student each."""
+"""`distilled` computes this many logits at a time of the teacher, and as many of a student."""
 
 CROSS_ENTROPY = DraftLoss()
 
@@ -93,7 +93,7 @@ def survival(chance: Tensor, depth: Tensor) -> Tensor:
 
 
 def _in_chunks(part: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:
-    """Return the sum of `part` over chunks of rows; with several chunks, the backward pass recomputes their logits."""
+    """Return the sum of `part` over chunks of rows. With several chunks, the backward pass recomputes their logits."""
     if len(hidden) <= CHUNK:
         return part(hidden, *others)
     pieces = zip(*(torch.split(tensor, CHUNK) for tensor in (hidden, *others)), strict=True)
@@ -112,9 +112,9 @@ class FrozenOutput:
     scale: float
     softcap: float | None
 
-    def logits(self, hidden: Tensor, room: Tensor) -> Tensor:
-        """[N, E] -> [N, V], before `scale` where there is no cap; `room` [at least N, V] may be overwritten."""
-        found = torch.mm(hidden, self.weight.T, out=room[: len(hidden)])
+    def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """[N, E] -> [N, V], before `scale` where there is no cap; `buffer` [at least N, V] may be overwritten."""
+        found = torch.mm(hidden, self.weight.T, out=buffer[: len(hidden)])
         if self.bias is not None:
             found += self.bias
         if self.softcap is None:
@@ -123,12 +123,12 @@ class FrozenOutput:
 
     @property
     def factor(self) -> float:
-        """What multiplies `logits`."""
+        """The factor that `logits` still lack: their softmax is that of factor·logits."""
         return self.scale if self.softcap is None else 1.0
 
-    def to_hidden(self, gradient: Tensor, capped: Tensor | None) -> Tensor:
-        """Return the gradient of hidden rows [N, E] for that of factor·logits [N, V], which may be overwritten.
-        `capped`: the logits, if there is a cap."""
+    def backward(self, gradient: Tensor, capped: Tensor | None) -> Tensor:
+        """Return the gradient by hidden rows [N, E] from `gradient`, that by factor·logits [N, V], which may be
+        overwritten. `capped`: the logits, if there is a cap."""
         if self.softcap is not None and capped is not None:
             gradient = gradient * (1.0 - (capped / self.softcap).square())
         if self.scale != 1.0:
@@ -139,14 +139,14 @@ class FrozenOutput:
 def distilled(
     output: FrozenOutput, teacher: Tensor, students: Sequence[Tensor], loss: DraftLoss = CROSS_ENTROPY
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each student's rows, and Σ min(p, q) without gradients, [S, N] each: teacher [N, E], students
-    [N, E] each.
+    """Return the loss of each student's rows, and their acceptance Σ min(p, q) without gradients, [S, N] each. Teacher
+    and students are hidden rows [N, E] each.
 
-    The gradient of a student's row is computed with the loss, so that no logits are kept or computed again.
+    The forward pass computes the students' gradients too, so that no logits are saved or computed again.
     """
     dtype = output.weight.dtype
-    wanted = (student.to(dtype) for student in students)
-    found: tuple[Tensor, Tensor] = _Distilled.apply(output, loss, teacher.detach().to(dtype), *wanted)  # type: ignore[no-untyped-call]
+    rows = (student.to(dtype) for student in students)
+    found: tuple[Tensor, Tensor] = _Distilled.apply(output, loss, teacher.detach().to(dtype), *rows)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -155,27 +155,28 @@ class _Distilled(torch.autograd.Function):
     def forward(ctx: Any, output: FrozenOutput, loss: DraftLoss, teacher: Tensor, *students: Tensor) -> Any:
         kind, num_rows = teacher.device.type, len(teacher)
         step = max(1, LOGITS_AT_ONCE.get(kind, LOGITS_AT_ONCE["cuda"]) // len(output.weight))
-        values, accepted = torch.zeros(2, len(students), num_rows, device=teacher.device).unbind()
-        moves = [torch.empty_like(student) for student in students]
-        of_teacher, of_student = teacher.new_empty(2, min(step, num_rows), len(output.weight)).unbind()
+        values, acceptance = torch.zeros(2, len(students), num_rows, device=teacher.device).unbind()
+        grads = [torch.empty_like(student) for student in students]
+        teacher_buffer, student_buffer = teacher.new_empty(2, min(step, num_rows), len(output.weight)).unbind()
         for begin in range(0, num_rows, step):
             rows = slice(begin, begin + step)
             with torch.autocast(kind, enabled=False):
-                teaching = output.logits(teacher[rows], of_teacher)
+                teacher_logits = output.logits(teacher[rows], teacher_buffer)
                 for number, student in enumerate(students):
-                    logits, wanted = output.logits(student[rows], of_student), ctx.needs_input_grad[3 + number]
+                    logits = output.logits(student[rows], student_buffer)
                     capped = None if output.softcap is None else logits.clone()
-                    crosses, agreed, gradient = distill(teaching, logits, loss, output.factor, moves=wanted)
-                    values[number, rows], accepted[number, rows] = loss.of(crosses, agreed), agreed
+                    cross_entropy, overlap, gradient = distill(
+                        teacher_logits, logits, loss, output.factor, needs_gradient=ctx.needs_input_grad[3 + number]
+                    )
+                    values[number, rows], acceptance[number, rows] = loss.of(cross_entropy, overlap), overlap
                     if gradient is not None:
-                        moves[number][rows] = output.to_hidden(gradient, capped)
-        ctx.save_for_backward(*moves)
-        ctx.mark_non_differentiable(accepted)
-        return values, accepted
+                        grads[number][rows] = output.backward(gradient, capped)
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(acceptance)
+        return values, acceptance
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
-        needed = ctx.needs_input_grad[3:]
-        pairs = zip(ctx.saved_tensors, gradient, needed, strict=True)
-        moved = (move * row[:, None].to(move.dtype) if wanted else None for move, row, wanted in pairs)
-        return None, None, None, *moved
+    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> Any:
+        students = zip(ctx.saved_tensors, grad_values, ctx.needs_input_grad[3:], strict=True)
+        grads = (grad * row[:, None].to(grad.dtype) if needed else None for grad, row, needed in students)
+        return None, None, None, *grads

@@ -1,9 +1,8 @@
-"""Attention of a frozen base's passes on a CPU, in blocks that read only the keys that some row of theirs sees.
+"""Attention of a frozen base's passes on a CPU, in query blocks that read only the keys that their rows see.
 
-A pass has rows of one text each. Real rows see the real rows before them in their document; masks see the real rows up
-to their root, and their own group. So a block of consecutive rows sees a range of real keys, and those of its own mask
-rows. Query heads that share a key head are rows of one product. Real keys get no gradient, as nothing before them is
-trained.
+A real row sees the real rows before it in its document; a mask row sees the real rows up to its root and its own
+group. Consecutive rows therefore see one range of real keys and one range of mask keys. Query heads that share a key
+head are rows of one matmul. Real keys and values get no gradient, because nothing before them is trained.
 
 Letters: `B` texts, `R` rows, `H` query heads, `G` key heads, `D` head dimension, `L` real keys, `K` keys of a block.
 """
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from space_kernels.training import attention_back
+from space_kernels.training import attention_backward
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,49 +25,49 @@ from transformers.masking_utils import sdpa_mask
 from space_train.data.train_batch import AnchorRows
 
 NAME = "space_blocks"
-"""The attention function, as transformers knows it: sdpa, or in blocks inside `in_blocks`."""
+"""Name of `attention` in transformers: sdpa, or by query blocks within `query_blocks`."""
 
-ROWS = 128  # of a block, at most, but for a longer group of masks
+Q_BLOCK_SIZE = 128  # rows of a query block at most; a longer group of masks is one block
 
 
 @dataclass(frozen=True)
-class RowBlock:
-    """Rows of one text, and the keys that they see."""
+class QueryBlock:
+    """Consecutive rows of one text, and the keys that they see."""
 
     text: int
     rows: slice
-    real: slice  # of the real keys
-    own: slice  # of all keys: those of the block's own masks; empty for real rows
-    bias: Tensor  # [1, 1, H/G·rows, K] 0 or -inf, real keys first
+    real_keys: slice
+    mask_keys: slice | None  # those of the block's own rows; None for real rows
+    attn_mask: Tensor  # [1, 1, H/G·rows, K] 0 or -inf, real keys first
 
-    def keys(self, whole: Tensor) -> Tensor:
-        """[B, G, L+R, D] -> [G, K, D]"""
-        text = whole[self.text]
-        return text[:, self.real] if self.own.start == self.own.stop else _joined(text, self.real, self.own)
-
-
-def _joined(text: Tensor, real: slice, own: slice) -> Tensor:
-    return torch.cat((text[:, real], text[:, own]), dim=1)
+    def gather(self, keys: Tensor) -> Tensor:
+        """Return the keys (or values) of the block: [B, G, L+R, D] -> [G, K, D]."""
+        text = keys[self.text]
+        if self.mask_keys is None:
+            return text[:, self.real_keys]
+        return torch.cat((text[:, self.real_keys], text[:, self.mask_keys]), dim=1)
 
 
-def real_blocks(document: Tensor, heads_per_key: int, dtype: torch.dtype) -> list[RowBlock]:
-    """Return the blocks of the real rows; `document` [B, L]: the text of each token, padding included."""
+def real_query_blocks(document: Tensor, heads_per_key: int, dtype: torch.dtype) -> list[QueryBlock]:
+    """Return the query blocks of the real rows. `document` [B, L]: the document of each token, padding included."""
     blocks, length = [], document.shape[1]
     starts = _starts(document)
     places = torch.arange(length)
     for text in range(len(document)):
-        for begin in range(0, length, ROWS):
-            end = min(begin + ROWS, length)
+        for begin in range(0, length, Q_BLOCK_SIZE):
+            end = min(begin + Q_BLOCK_SIZE, length)
             first = int(starts[text, begin:end].min())
             keys, rows = places[first:end], places[begin:end, None]
             seen = (keys <= rows) & (keys >= starts[text, begin:end, None])
-            bias = _bias(seen, heads_per_key, dtype)
-            blocks.append(RowBlock(text, slice(begin, end), slice(first, end), slice(0, 0), bias))
+            attn_mask = _attn_mask(seen, heads_per_key, dtype)
+            blocks.append(QueryBlock(text, slice(begin, end), slice(first, end), None, attn_mask))
     return blocks
 
 
-def mask_blocks(anchors: AnchorRows, document: Tensor, heads_per_key: int, dtype: torch.dtype) -> list[RowBlock]:
-    """Return the blocks of the mask rows, each of whole groups."""
+def mask_query_blocks(
+    anchors: AnchorRows, document: Tensor, heads_per_key: int, dtype: torch.dtype
+) -> list[QueryBlock]:
+    """Return the query blocks of the mask rows, each of whole groups."""
     blocks, length = [], document.shape[1]
     starts = _starts(document)
     places = torch.arange(length)
@@ -81,13 +80,14 @@ def mask_blocks(anchors: AnchorRows, document: Tensor, heads_per_key: int, dtype
             keys = places[low:high]
             sees_real = (keys <= root[rows, None]) & (keys >= start[rows, None])
             sees_own = (group[rows, None] == group[rows]) & (depth[rows] <= depth[rows, None])
-            bias = _bias(torch.cat((sees_real, sees_own), dim=1), heads_per_key, dtype)
-            blocks.append(RowBlock(text, rows, slice(low, high), slice(length + begin, length + end), bias))
+            attn_mask = _attn_mask(torch.cat((sees_real, sees_own), dim=1), heads_per_key, dtype)
+            mask_keys = slice(length + begin, length + end)
+            blocks.append(QueryBlock(text, rows, slice(low, high), mask_keys, attn_mask))
     return blocks
 
 
 def _starts(document: Tensor) -> Tensor:
-    """[B, L] where the document of each token starts; of consecutive tokens of the same document."""
+    """[B, L] the place at which the document of each token starts."""
     places = torch.arange(document.shape[1]).expand_as(document)
     begins = torch.ones_like(document, dtype=torch.bool)
     begins[:, 1:] = document[:, 1:] != document[:, :-1]
@@ -95,10 +95,10 @@ def _starts(document: Tensor) -> Tensor:
 
 
 def _group_ranges(group: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of whole groups, as many as fit in ROWS."""
+    """Yield ranges of rows of whole groups, as many as fit in Q_BLOCK_SIZE. `group`: of each row."""
     begin = 0
     while begin < len(group):
-        end = min(begin + ROWS, len(group))
+        end = min(begin + Q_BLOCK_SIZE, len(group))
         while end < len(group) and end > begin and group[end] == group[end - 1]:
             end -= 1
         if end == begin:  # one group alone is longer
@@ -107,17 +107,18 @@ def _group_ranges(group: list[int]) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _bias(seen: Tensor, heads_per_key: int, dtype: torch.dtype) -> Tensor:
-    bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-    return bias.repeat(heads_per_key, 1)[None, None]
+def _attn_mask(seen: Tensor, heads_per_key: int, dtype: torch.dtype) -> Tensor:
+    attn_mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return attn_mask.repeat(heads_per_key, 1)[None, None]
 
 
-_current: ContextVar[Sequence[RowBlock] | None] = ContextVar("blocks of the current pass", default=None)
+_current: ContextVar[Sequence[QueryBlock] | None] = ContextVar("query blocks of the current pass", default=None)
 
 
 @contextmanager
-def in_blocks(blocks: Sequence[RowBlock] | None) -> Iterator[None]:
-    """Context of a pass whose attention goes by `blocks`, which cover its rows; None: by its mask."""
+def query_blocks(blocks: Sequence[QueryBlock] | None) -> Iterator[None]:
+    """Compute attention by `blocks` inside the context; they must cover all rows of the pass. With None, attention uses
+    the attention mask of the pass."""
     token = _current.set(blocks)
     try:
         yield
@@ -135,9 +136,9 @@ def attention(
         return whole
     scale = keywords.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    dtype = blocks[0].bias.dtype  # autocast's, as for sdpa
+    dtype = blocks[0].attn_mask.dtype  # autocast's, as for sdpa
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attended: Tensor = _BlockAttention.apply(query, key, value, blocks, scale)  # type: ignore[no-untyped-call]
+    attended: Tensor = _QueryBlockAttention.apply(query, key, value, blocks, scale)  # type: ignore[no-untyped-call]
     return attended, None
 
 
@@ -145,56 +146,58 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Attention by blocks: forward as sdpa, whose log-sums are kept; backward recomputes the weights from them."""
+class _QueryBlockAttention(torch.autograd.Function):
+    """The forward pass runs torch's sdpa kernel on each query block and saves its logsumexp. The backward pass
+    recomputes the attention weights from it."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[RowBlock], scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[QueryBlock], scale: float
     ) -> Tensor:
         B, H, R, D = query.shape
         out = query.new_empty(B, R, H, D)
-        log_sums = []
+        logsumexps = []
         for block in blocks:
             rows = _rows_of(query, block, key.shape[1])
-            keys, values = block.keys(key), block.keys(value)
-            some, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                rows[None], keys[None], values[None], 0.0, False, attn_mask=block.bias, scale=scale
+            keys, values = block.gather(key), block.gather(value)
+            attended, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                rows[None], keys[None], values[None], 0.0, False, attn_mask=block.attn_mask, scale=scale
             )
-            _put_rows(out, block, some[0])
-            log_sums.append(log_sum)
+            _put_rows(out, block, attended[0])
+            logsumexps.append(logsumexp)
         if any(ctx.needs_input_grad[:3]):
-            ctx.save_for_backward(query, key, value, *log_sums)
+            ctx.save_for_backward(query, key, value, *logsumexps)
             ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, *log_sums = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        query, key, value, *logsumexps = ctx.saved_tensors
         G, scale = key.shape[1], ctx.scale
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        gradient = gradient.transpose(1, 2)
-        for block, log_sum in zip(ctx.blocks, log_sums, strict=True):
-            rows, keys, values = _rows_of(query, block, G), block.keys(key), block.keys(value)
-            moved = _rows_of(gradient, block, G)
-            scores = torch.baddbmm(block.bias[0], rows, keys.mT, alpha=scale)
-            weights, moves = attention_back(scores, torch.bmm(moved, values.mT), log_sum[0], scale)
-            of_rows = of_query[block.text, :, block.rows]
-            of_rows.copy_(torch.bmm(moves, keys).view_as(of_rows))
-            if block.own.stop > block.own.start:
-                num_real = block.real.stop - block.real.start
-                of_key[block.text, :, block.own] = torch.bmm(moves[..., num_real:].mT, rows)
-                of_value[block.text, :, block.own] = torch.bmm(weights[..., num_real:].mT, moved)
-        return of_query, of_key, of_value, None, None
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        grad_output = grad_output.transpose(1, 2)
+        for block, logsumexp in zip(ctx.blocks, logsumexps, strict=True):
+            rows, keys, values = _rows_of(query, block, G), block.gather(key), block.gather(value)
+            grad_rows = _rows_of(grad_output, block, G)
+            scores = torch.baddbmm(block.attn_mask[0], rows, keys.mT, alpha=scale)
+            grad_weights = torch.bmm(grad_rows, values.mT)
+            weights, grad_scores = attention_backward(scores, grad_weights, logsumexp[0], scale)
+            place = grad_query[block.text, :, block.rows]
+            place.copy_(torch.bmm(grad_scores, keys).view_as(place))
+            if block.mask_keys is not None:
+                num_real = block.real_keys.stop - block.real_keys.start
+                grad_key[block.text, :, block.mask_keys] = torch.bmm(grad_scores[..., num_real:].mT, rows)
+                grad_value[block.text, :, block.mask_keys] = torch.bmm(weights[..., num_real:].mT, grad_rows)
+        return grad_query, grad_key, grad_value, None, None
 
 
-def _rows_of(heads: Tensor, block: RowBlock, num_keys: int) -> Tensor:
-    """[B, H, R, D] -> [G, H/G·rows, D]: the block's rows, of all heads that share a key head."""
+def _rows_of(heads: Tensor, block: QueryBlock, num_keys: int) -> Tensor:
+    """Return the block's rows, heads that share a key head together: [B, H, R, D] -> [G, H/G·rows, D]."""
     some = heads[block.text, :, block.rows]
     return some.reshape(num_keys, -1, some.shape[-1])
 
 
-def _put_rows(out: Tensor, block: RowBlock, rows: Tensor) -> None:
+def _put_rows(out: Tensor, block: QueryBlock, rows: Tensor) -> None:
     """Write [G, H/G·rows, D] to `out` [B, R, H, D]."""
     place = out[block.text, block.rows]
     place.copy_(rows.reshape(place.shape[1], place.shape[0], -1).transpose(0, 1))

@@ -18,16 +18,15 @@ from space_kernels.training import DraftLoss
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, causal
 from space_train.networks import mask_attention
 from space_train.networks.adapters import Adapters, DraftHead
-from space_train.networks.frozen_layers import speed_up
+from space_train.networks.frozen_layers import is_frozen_linear, matmul_dtype, replace_frozen_layers
 from space_train.networks.losses import FrozenOutput, Losses, best, chances, distilled, hard, soft, survival, weighted
-from space_train.networks.mask_attention import RowBlock, in_blocks, mask_blocks, real_blocks
+from space_train.networks.mask_attention import QueryBlock, mask_query_blocks, query_blocks, real_query_blocks
 from space_train.train_plan import DraftObjective, Method, TrainPlan
 
 
@@ -44,8 +43,8 @@ class Decoder(nn.Module):
         if attention != config._attn_implementation:
             model.set_attn_implementation(attention)
         self.attention = attention
-        self._has_blocks = attention == "sdpa" and not compile
-        if self._has_blocks:  # the same, and faster in the passes of a frozen base on a CPU
+        self._can_use_query_blocks = attention == "sdpa" and not compile
+        if self._can_use_query_blocks:  # computes as sdpa where a pass gives no query blocks
             model.set_attn_implementation(mask_attention.NAME)
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
         self._windows = _windows(config)
@@ -69,37 +68,40 @@ class Decoder(nn.Module):
         self,
         ids: Tensor,
         positions: Tensor,
-        visible: Tensor | Sequence[RowBlock],
+        visible: Tensor | Sequence[QueryBlock],
         *,
         key_positions: Tensor | None = None,
         cache: DynamicCache | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
         """Return hidden rows [B, R, E], after the final norm, of `ids` [B, R] at `positions` [B, R]. `visible`: [B, R,
-        K] bool, or blocks, where `takes_blocks`; `key_positions` [B, K], if keys are not the rows themselves. Keys of
-        `cache` come first, and the rows' own are appended to it. `inputs` [B, R, E] replace the embeddings of `ids`."""
+        K] bool, or query blocks if the decoder `uses_query_blocks`; `key_positions` [B, K], if keys are not the rows
+        themselves. Keys of `cache` come first, and the rows' own are appended to it. `inputs` [B, R, E] replace the
+        embeddings of `ids`."""
         keys = positions if key_positions is None else key_positions
         blocks = None if isinstance(visible, Tensor) else visible
         arguments = {
             "input_ids": ids,
             "position_ids": positions,
-            "attention_mask": self._masks(visible, positions, keys) if isinstance(visible, Tensor) else _ANY,
+            "attention_mask": self._masks(visible, positions, keys) if isinstance(visible, Tensor) else _UNUSED_MASK,
             "past_key_values": cache,
             "use_cache": cache is not None,
         }
         self._entering = inputs
         try:
-            with in_blocks(blocks):
+            with query_blocks(blocks):
                 hidden: Tensor = self._body(**arguments).last_hidden_state
         finally:
             self._entering = None
         return hidden
 
     @property
-    def takes_blocks(self) -> bool:
-        """Whether the attention of a frozen base can go by blocks: on a CPU, full attention with one head size."""
-        alike = getattr(self.model.config, "v_head_dim", None) is None
-        return self._has_blocks and not self._windows and alike and self.embedding.device.type == "cpu"
+    def uses_query_blocks(self) -> bool:
+        """Whether the attention of a frozen base is computed by query blocks: on a CPU, without windows, and with keys
+        and values of one head size."""
+        has_one_size = getattr(self.model.config, "v_head_dim", None) is None
+        is_on_cpu = self.embedding.device.type == "cpu"
+        return self._can_use_query_blocks and not self._windows and has_one_size and is_on_cpu
 
     @property
     def heads_per_key(self) -> int:
@@ -110,14 +112,13 @@ class Decoder(nn.Module):
 
     @property
     def frozen_output(self) -> FrozenOutput | None:
-        """The output head, if it is a plain linear that is not trained; else None."""
+        """The output head, if it is a plain linear that is neither trained nor sharded; else None."""
         output = self.model.get_output_embeddings()
-        if type(output) is not nn.Linear or output.weight.requires_grad or isinstance(output.weight, DTensor):
+        if not is_frozen_linear(output):
             return None
-        kind, bias = output.weight.device.type, output.bias
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else output.weight.dtype
-        weight = output.weight.to(dtype)
-        return FrozenOutput(weight, None if bias is None else bias.to(dtype), self._scale, self._softcap)
+        dtype, bias = matmul_dtype(output.weight), output.bias
+        bias = None if bias is None else bias.to(dtype)
+        return FrozenOutput(output.weight.to(dtype), bias, self._scale, self._softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] float32, with the family's scale and soft cap."""
@@ -156,7 +157,8 @@ class Decoder(nn.Module):
         return visible[:, None]
 
 
-_ANY = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # a mask that transformers passes on and blocks do not read
+_UNUSED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+"""Keeps transformers from making a mask of its own; query blocks do not read it."""
 
 
 def check_is_trainable(model: PreTrainedModel) -> None:
@@ -208,7 +210,7 @@ OBJECTIVES = {
     DraftObjective.ACCEPTANCE: DraftLoss(entropy=0.0, rejection=1.0),
     DraftObjective.LOG_ACCEPTANCE: DraftLoss(entropy=0.0, surprisal=1.0),
     DraftObjective.MIXED: DraftLoss(entropy=1.0, surprisal=1.0),
-    DraftObjective.EXPECTED: DraftLoss(entropy=0.0, rejection=1.0),
+    DraftObjective.EXPECTED: DraftLoss(entropy=0.0, rejection=1.0),  # multiplied within each group in `_losses_of`
 }
 
 T = TypeVar("T")
@@ -223,7 +225,7 @@ class Trainee(nn.Module):
         self.plan, self.mask_ids = plan, mask_ids
         model.requires_grad_(plan.trains_base)
         if not plan.trains_base and not plan.compile and model.device.type == "cpu":
-            speed_up(model)
+            replace_frozen_layers(model)
         self.adapters: Adapters | None = None
         if not mask_ids and plan.has_masks:
             self.adapters = Adapters(model, rank=plan.lora_rank, alpha=plan.lora_alpha, num_masks=plan.num_masks)
@@ -292,7 +294,7 @@ class Trainee(nn.Module):
             if own_draft_rows is not None:
                 previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
             students["head"] = self.head(masks, self.decoder.embed(previous))[learns]
-        sums = self._learn(list(students.values()), teacher, labels, weights, anchors)
+        sums = self._losses_of(list(students.values()), teacher, labels, weights, anchors)
         found = dict(zip(students, sums, strict=True))
         return Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head))
 
@@ -308,7 +310,7 @@ class Trainee(nn.Module):
             hidden = self.decoder.rows(ids, torch.cat((positions, anchors.positions), dim=1), whole)
             return hidden[:, :L], hidden[:, L:]
         cache = DynamicCache()
-        real_see, visible = self._visible(document, anchors)
+        real_see, visible = self._visibility(document, anchors)
         with torch.no_grad():
             real = self.decoder.rows(texts.ids, positions, real_see, cache=cache)
         with self._mask_rows():
@@ -318,28 +320,25 @@ class Trainee(nn.Module):
             masks = self.decoder.rows(*placed, key_positions=keys, cache=cache, inputs=inputs)
         return real, masks
 
-    def _visible(
+    def _visibility(
         self, document: Tensor, anchors: AnchorRows
-    ) -> tuple[Tensor | list[RowBlock], Tensor | list[RowBlock]]:
-        """Return what real rows and mask rows see, in blocks where the decoder takes them."""
+    ) -> tuple[Tensor | list[QueryBlock], Tensor | list[QueryBlock]]:
+        """Return what real rows and mask rows see, for `Decoder.rows`."""
         decoder = self.decoder
-        if not decoder.takes_blocks:
+        if not decoder.uses_query_blocks:
             return causal(document), anchors.visible(document)
-        kind, dtype = document.device.type, decoder.embedding.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        shape = document, decoder.heads_per_key, dtype
-        return real_blocks(*shape), mask_blocks(anchors, *shape)
+        sizes = document, decoder.heads_per_key, matmul_dtype(decoder.embedding)
+        return real_query_blocks(*sizes), mask_query_blocks(anchors, *sizes)
 
     @contextmanager
     def _mask_rows(self) -> Iterator[None]:
-        """Context of the mask rows' pass over a frozen base: adapters on, with gradients if they are trained."""
+        """Switch the adapters on inside the context, and gradients too if the adapters are trained."""
         learning = torch.is_grad_enabled() and self.plan.method is Method.GATED_LORA
         gate = nullcontext() if self.adapters is None else self.adapters.gate.open()
         with gate, torch.set_grad_enabled(learning):
             yield
 
-    def _learn(
+    def _losses_of(
         self, students: list[Tensor], teacher: Tensor, labels: Tensor, weights: Tensor, anchors: AnchorRows
     ) -> list[Tensor]:
         """Return the loss of each student's learning rows [N, E], summed. `teacher` [B, M, E], `labels` and `weights`
@@ -350,20 +349,21 @@ class Trainee(nn.Module):
             return [weighted(logits, student, labels[learns], some) for student in students]
         if output is None:
             return [soft(logits, student, teacher[learns], some) for student in students]
-        values, accepted = distilled(output, teacher[learns], students, OBJECTIVES[self.plan.loss])
+        values, acceptance = distilled(output, teacher[learns], students, OBJECTIVES[self.plan.loss])
         if self.plan.loss is DraftObjective.EXPECTED:
-            chances_of = [1.0 - row for row in values]
-            return [-(self._reached(row, anchors) * row * some).sum() for row in chances_of]
+            with_gradient = [1.0 - row for row in values]  # unlike `acceptance`
+            return [-(self._reached(row, anchors) * row * some).sum() for row in with_gradient]
         if self.plan.focal:
-            return [(row * self._reached(own, anchors) * some).sum() for row, own in zip(values, accepted, strict=True)]
+            pairs = zip(values, acceptance, strict=True)
+            return [(row * self._reached(own, anchors) * some).sum() for row, own in pairs]
         return list(values @ some)
 
     @staticmethod
-    def _reached(accepted: Tensor, anchors: AnchorRows) -> Tensor:
-        """[N] the chance that all drafts before each learning mask are accepted, from their own `accepted` [N]."""
+    def _reached(acceptance: Tensor, anchors: AnchorRows) -> Tensor:
+        """[N] the chance that all drafts before each learning mask are accepted, from the `acceptance` [N] of each."""
         learns = anchors.learns
-        whole = torch.zeros(learns.shape, dtype=accepted.dtype, device=accepted.device)
-        whole = whole.masked_scatter(learns, accepted.clamp(min=1e-6).log())
+        whole = torch.zeros(learns.shape, dtype=acceptance.dtype, device=acceptance.device)
+        whole = whole.masked_scatter(learns, acceptance.clamp(min=1e-6).log())
         return survival(whole, anchors.depth)[learns]
 
     def _next_token(self, real: Tensor, texts: Texts) -> Tensor:

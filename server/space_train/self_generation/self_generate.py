@@ -328,11 +328,9 @@ def write_own_texts(
     with OwnTextFile(file, recipe) as own:
         kept = {text.question for text in own.texts}
         todo = {question: UnfinishedText(*question) for question in asked if question not in kept}
-        shown = _Shown(ProgressLines(is_off=not progress or not todo), len(todo), tally)
-        try:
-            _write_all(todo, own, flags, recipe, tally, shown)
-        finally:
-            shown.lines.close()
+        lines = ProgressLines(is_off=not progress or not todo)
+        with contextlib.closing(lines):
+            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally))
         texts = {text.question: text for text in own.texts}
     num_kept = sum(question in kept for question in asked)
     return OwnTexts(tuple(texts[question] for question in asked), num_kept, tally, time.monotonic() - started)
@@ -376,23 +374,23 @@ def prompts_of(
     return prompts
 
 
-class _Shown:
-    """The progress of the generation."""
+class _GenerationProgress:
+    """Shows how many texts are finished, the tokens per second of the current worker, and the time left."""
 
     def __init__(self, lines: ProgressLines, num_texts: int, counts: ScribeCounts) -> None:
-        self.lines, self._num_texts, self._counts = lines, num_texts, counts
+        self._lines, self._num_texts, self._counts = lines, num_texts, counts
         self._num_ended = self._num_ended_tokens = 0
-        self.starts(0.0)
+        self._since, self._tokens_before = 0.0, counts.num_tokens
 
-    def loading(self) -> None:
-        self.lines.show("own texts: loading the model", self._num_ended / self._num_texts if self._num_texts else 0.0)
+    def show_loading(self) -> None:
+        self._lines.show("own texts: loading the model", self._num_ended / self._num_texts)
 
-    def starts(self, now: float) -> None:
-        """A worker is ready: its rate is measured from here on."""
+    def start_worker(self, now: float) -> None:
+        """Measure the rate from `now` on, when a worker has loaded the model."""
         self._since, self._tokens_before = now, self._counts.num_tokens
 
-    def step(self, ended: Sequence[UnfinishedText], running: int, now: float, max_tokens: int) -> None:
-        """Show the texts that are written. `running`: ids so far of the texts that are being written."""
+    def show(self, ended: Sequence[UnfinishedText], running: int, now: float, max_tokens: int) -> None:
+        """Show the progress after a step. `ended`: texts that it finished; `running`: ids of the unfinished ones."""
         self._num_ended += len(ended)
         self._num_ended_tokens += sum(len(text.output) for text in ended)
         mean = self._num_ended_tokens / self._num_ended if self._num_ended else float(max_tokens)
@@ -402,7 +400,7 @@ class _Shown:
         text = f"own texts: {self._num_ended} of {self._num_texts}, {rate:,.0f} tokens/s"
         if rate:
             text += f", about {duration(left / rate)} more"
-        self.lines.show(text, written / max(1.0, written + left), is_due=self._num_ended == self._num_texts)
+        self._lines.show(text, written / max(1.0, written + left), is_due=self._num_ended == self._num_texts)
 
 
 def _write_all(
@@ -411,7 +409,7 @@ def _write_all(
     flags: Sequence[str],
     recipe: OwnTextRecipe,
     tally: ScribeCounts,
-    shown: _Shown,
+    progress: _GenerationProgress,
 ) -> None:
     """Generate until `todo` is empty. A lost worker is restarted if a text has finished since the last loss."""
 
@@ -425,14 +423,14 @@ def _write_all(
                     own.append(text.finished)
                     del todo[text.finished.question]
                 running = sum(len(text.output) for text in todo.values())
-                shown.step(ended, running, time.monotonic(), recipe.max_tokens)
+                progress.show(ended, running, time.monotonic(), recipe.max_tokens)
 
     num_left_at_loss = None
     while todo:
         try:
-            shown.loading()
+            progress.show_loading()
             with WorkerProcess(flags) as process:
-                shown.starts(time.monotonic())  # the rate excludes the load time
+                progress.start_worker(time.monotonic())  # the rate excludes the load time
                 try:
                     write_with(process.address)
                 except WorkerLost as error:

@@ -26,6 +26,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 from safetensors import SafetensorError
 from space_model.checkpoint.checkpoint import Checkpoint, whole_folder
+from space_model.malloc import keep_freed_memory
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +36,6 @@ from space_train.data.rows import MixedRows
 from space_train.data.train_batch import Texts, anchor_rows, causal, train_batch, within_documents
 from space_train.estimate import ModelCost, flops_of
 from space_train.networks.losses import best
-from space_train.networks.memory import keep_freed_memory
 from space_train.networks.trainee import Trainee
 from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.run_folder import (
@@ -145,7 +145,7 @@ def interruptions(
             received.append(number)
             first = clock()
             if says:  # not through sys.stderr, which the signal may have interrupted
-                line = f"\nspaceserve train: ends behind this update; once more to stop at once{losing()}\n"
+                line = f"\nspaceserve train: ends after this update; once more to stop at once{losing()}\n"
                 os.write(STDERR, line.encode())
 
     try:
@@ -177,7 +177,7 @@ def what_is_kept(out: Path) -> str:
 
 
 LOSS_NAMES = {"loss": "next-token loss", "masks": "loss per mask", "head": "with the draft head"}
-"""What an update's figures are called where there are no held-out records."""
+"""Names of an update's figures, which are shown until the first evaluation on held-out records."""
 
 GO_ON = "the same command, without --restart, goes on from there"
 
@@ -253,8 +253,8 @@ def on_cpu() -> bool:
 
 
 def peak_of_process() -> int:
-    """Return the peak memory of this process in bytes. Not `ru_maxrss` alone, which starts with that of the process
-    that started this one."""
+    """Return the peak memory of this process in bytes: on Linux VmHWM, because `ru_maxrss` starts with the peak of the
+    parent process."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -333,29 +333,28 @@ class TrainingRun:
         here, stopping = 0, False
 
         def used() -> float:
-            return run_clock.progress(is_looked_at=held_out is None or self._has_looked)
+            return run_clock.progress(is_evaluated=held_out is None or self._is_evaluated)
 
-        def agreed(since: float) -> float:
+        def seconds_since(since: float) -> float:
             return self._agreed(False, clock() - since)[1]
 
         def save() -> None:
             since = clock()
             self.save()
-            run_clock.save_took(agreed(since))
+            run_clock.count_save(seconds_since(since))
             self._saved = counters.step, counters.seconds
 
-        def look(done: float) -> None:
+        def evaluate(done: float) -> None:
             assert held_out is not None
             since = clock()
-            self._look(held_out, done, writer)
-            run_clock.look_took(agreed(since))
+            self._evaluate(held_out, done, writer)
+            run_clock.count_evaluation(seconds_since(since))
 
         if counters.step and (done := used()) < 1.0:
-            total = run_clock.total_updates()
-            of = "" if total is None else f" of {'about ' if plan.budget.minutes else ''}{total}"
-            lines.say(f"{plan.method}: goes on from update {counters.step}{of} ({100 * done:.0f} %).")
+            of = run_clock.of_total()
+            lines.write(f"{plan.method}: goes on from update {counters.step}{of} ({100 * done:.0f} %).")
         # A finished run that is extended has one evaluation more than the schedule of its new budget.
-        looks = min(len(counters.curve), math.ceil(used() * plan.evaluations))
+        num_evaluations = min(len(counters.curve), math.ceil(used() * plan.evaluations))
         with contextlib.ExitStack() as open_things:
             open_things.callback(lines.close)
             if writer is not None:
@@ -365,40 +364,40 @@ class TrainingRun:
                     self.save()
                     if stopping:
                         raise Interrupted(
-                            f"Stopped behind update {counters.step} ({100 * done:.0f} %). The run is kept in "
+                            f"Stopped after update {counters.step} ({100 * done:.0f} %). The run is kept in "
                             f"{self.out}: {GO_ON}."
                         )
                     return False
-                if plan.evaluations and held_out is not None and done >= looks / plan.evaluations:
-                    if not self._has_looked:
-                        look(done)
-                    looks += 1
+                if plan.evaluations and held_out is not None and done >= num_evaluations / plan.evaluations:
+                    if not self._is_evaluated:
+                        evaluate(done)
+                    num_evaluations += 1
                 since = clock()
                 measures = self.update(self.rate.at(done))
                 here += 1
                 stopping, seconds = self._agreed(bool(told_to_stop), clock() - since)
-                run_clock.update_took(seconds)
-                looks_left = 0 if held_out is None else max(1, plan.evaluations + 1 - looks)
-                lines.show(*self._standing(run_clock, measures, used(), looks_left), is_due=here <= 2)
+                run_clock.count_update(seconds)
+                left = 0 if held_out is None else max(1, plan.evaluations + 1 - num_evaluations)
+                done = used()
+                lines.show(self._progress_line(run_clock, measures, done, left), done, is_due=here <= 2)
                 if writer is not None:
                     for name, value in measures.items():
                         writer.add_scalar(f"train/{name}", value, counters.step)
                 by_steps, by_time = plan.checkpoint_steps, plan.checkpoint_seconds
                 if counters.step % by_steps == 0 if by_steps else counters.seconds - self._saved[1] >= by_time:
                     save()
-            has_new = held_out is not None and not self._has_looked
-            if has_new:
-                look(1.0)
-            if has_new or counters.step != self._saved[0]:
+            is_due = held_out is not None and not self._is_evaluated
+            if is_due:
+                evaluate(1.0)
+            if is_due or counters.step != self._saved[0]:
                 self.save()
         return True
 
-    def _standing(self, run_clock: RunClock, measures: Measures, done: float, looks_left: int) -> tuple[str, float]:
-        """Return the line of progress behind an update, and the share that is done."""
+    def _progress_line(self, run_clock: RunClock, measures: Measures, done: float, evaluations_left: int) -> str:
+        """Return the line shown after an update. `measures`: of the update; `done`: the share of the run."""
         counters, plan = self.counters, self.plan
-        total, left = run_clock.total_updates(), run_clock.seconds_left(looks_left, 1)
-        of = "" if total is None else f" of {'about ' if plan.budget.minutes else ''}{max(total, counters.step)}"
-        parts = [f"{plan.method}: update {counters.step}{of}"]
+        left = run_clock.seconds_left(evaluations_left, 1)
+        parts = [f"{plan.method}: update {counters.step}{run_clock.of_total()}"]
         latest = counters.curve[-1] if counters.curve else {}
         if "tokens_per_step" in latest:
             parts.append(f"{latest['tokens_per_step']:.2f} tokens per step on held-out text")
@@ -406,7 +405,7 @@ class TrainingRun:
             parts += [f"{LOSS_NAMES[name]} {value:.2f} nats" for name, value in measures.items() if name in LOSS_NAMES]
         if left is not None and done < 1.0:
             parts.append(f"about {duration(left)} more")
-        return ", ".join(parts), done
+        return ", ".join(parts)
 
     def unsaved(self) -> str:
         """Return what stopping at once loses, for the note on a first signal."""
@@ -521,11 +520,11 @@ class TrainingRun:
         return peak_of_process()
 
     @property
-    def _has_looked(self) -> bool:
+    def _is_evaluated(self) -> bool:
         """Return whether the curve ends with the figures of the current weights."""
         return bool(self.counters.curve) and self.counters.curve[-1]["step"] == self.counters.step
 
-    def _look(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
+    def _evaluate(self, held_out: Texts, progress: float, writer: SummaryWriter | None) -> None:
         """Evaluate on the held-out rows and add the figures to the curve."""
         counters = self.counters
         was_training = self.trainee.training

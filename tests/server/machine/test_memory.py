@@ -141,7 +141,7 @@ SIZE = 48 << 20
 
 SCRIPT = f"""
 import resource, sys, torch
-from space_server.machine.memory import keep_freed_memory
+from space_model.malloc import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 for _ in range(10):
@@ -173,7 +173,7 @@ SHARD = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2
 CHILD = """
 import gc, json, sys, threading
 from pathlib import Path
-from space_server.machine.memory import use_one_heap
+from space_model.malloc import use_one_heap
 
 use_one_heap()
 import torch

@@ -311,6 +311,17 @@ def test_of_few_records_one_is_held_out_and_of_a_single_text_its_end(tmp_path: P
     assert (len(alone.examples), len(alone.held_out)) == (1, 0)
 
 
+def test_copies_of_one_text_are_not_all_held_out(tmp_path: Path, tokenizer: Any) -> None:
+    """Nor is a copy held out beside those that are learnt."""
+    short = read(tmp_path, [{"text": "a"}] * 3, tokenizer, held_out_share=0.02)
+    assert (len(short.examples), len(short.held_out)) == (3, 0)
+    long = read(tmp_path, [{"text": "abcdefghijklmno"}] * 2, tokenizer, max_length=4, held_out_share=0.2)
+    assert (len(long.examples), len(long.held_out)) == (8, 2)
+    assert {tokenizer.decode(example.ids) for example in long.held_out} == {"mno<|endoftext|>"}
+    two = read(tmp_path, [{"text": "a"}] * 3 + [{"text": "b"}] * 3, tokenizer, held_out_share=0.02)
+    assert (len(two.examples), len(two.held_out)) == (3, 3)
+
+
 def test_sources_are_read_one_after_the_other_up_to_the_limit(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "data.jsonl", [{"text": "ab"}, {"text": "cd"}, {"no": "form"}])
     assert len(read_examples(source, tokenizer, limit=2).examples) == 2

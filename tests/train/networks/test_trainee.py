@@ -34,7 +34,6 @@ from space_train.networks.losses import (
 )
 from space_train.networks.trainee import Decoder, Trainee, attention_for, block_mask
 from space_train.train_plan import DraftObjective, HeadForm, Method, TrainPlan
-from space_train.training.expected_accepted import expected_accepted
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as transformers_flex
@@ -499,17 +498,17 @@ def test_the_loss_of_a_frozen_output_and_its_gradients_are_those_of_autograd(sof
     students = [torch.randn(N, E, generator=rng).requires_grad_() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(losses.LOGITS_AT_ONCE, "cpu", 4 * 48)
-        values, accepted = distilled(output, teacher, students, CROSS_ENTROPY)
+        values, acceptance = distilled(output, teacher, students, CROSS_ENTROPY)
     found = torch.autograd.grad((values @ WEIGHTS).sum(), students)
     expected = [soft(logits_of, student, teacher, WEIGHTS) for student in students]
     torch.testing.assert_close(values @ WEIGHTS, torch.stack(expected))
     torch.testing.assert_close(found, torch.autograd.grad(sum(expected), students))
     p, q = (logits_of(rows).softmax(-1) for rows in (teacher, students[1]))
-    torch.testing.assert_close(accepted[1], torch.minimum(p, q).sum(-1))
+    torch.testing.assert_close(acceptance[1], torch.minimum(p, q).sum(-1))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_in_blocks_and_fused_losses_learn_what_the_dense_pass_learns(
+def test_attention_by_query_blocks_and_fused_losses_learn_what_the_dense_pass_learns(
     packed: bool, checkpoint_of: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses and gradients in float32, of texts longer than a block, alone or several in a row."""
@@ -523,21 +522,21 @@ def test_attention_in_blocks_and_fused_losses_learn_what_the_dense_pass_learns(
     anchors = within_documents(anchor_rows(places, texts.is_target.numpy()), texts)
     batch = TrainBatch(None, texts, anchors)
     found = []
-    for in_blocks in (True, False):
+    for is_fast in (True, False):
         trainee = trainee_of(checkpoint_of("llama", 4), tiny_plan(lora_rank=4, lora_alpha=8.0))
-        assert trainee.decoder.takes_blocks
+        assert trainee.decoder.uses_query_blocks
         with torch.no_grad():
             trainee.head.initialise(torch.Generator().manual_seed(3))
             trainee.head.w2.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(4))
-        if not in_blocks:
-            monkeypatch.setattr(Decoder, "takes_blocks", False)
+        if not is_fast:
+            monkeypatch.setattr(Decoder, "uses_query_blocks", False)
             monkeypatch.setattr(Decoder, "frozen_output", None)
         found.append((losses := trainee(batch), gradients_of(trainee, losses)))
-    (one, moves), (other, expected) = found
+    (one, grads), (other, expected) = found
     torch.testing.assert_close((one.masks, one.head), (other.masks, other.head), rtol=1e-5, atol=1e-5)
-    assert moves.keys() == expected.keys()
-    for name, move in moves.items():
-        torch.testing.assert_close(move, expected[name], rtol=1e-3, atol=1e-3 * float(expected[name].abs().max()))
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-3 * float(expected[name].abs().max()))
 
 
 def gradients_of(trainee: Trainee, losses: Losses) -> dict[str, Tensor]:
@@ -565,11 +564,11 @@ def test_gradients_in_bfloat16_are_those_of_float32_up_to_rounding(checkpoint_of
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
             losses = trainee(TrainBatch(None, texts, anchors))
         found.append((losses, gradients_of(trainee, losses)))
-    (exact, expected), (rounded, moves) = found
+    (exact, expected), (rounded, grads) = found
     torch.testing.assert_close(rounded.masks, exact.masks, rtol=0.01, atol=0)
     torch.testing.assert_close(rounded.head, exact.head, rtol=0.01, atol=0)
-    for name, move in moves.items():
-        error = (move - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
+    for name, grad in grads.items():
+        error = (grad - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)
         assert float(error) < 0.08, name
 
 
@@ -585,7 +584,7 @@ def test_an_objective_is_what_it_says_of_the_acceptances_of_each_group(
     real, masks = trainee.hidden_rows(texts, anchors)
     source = anchors.positions.clamp(max=LENGTH - 1)
     expected = torch.zeros(())
-    for text, row in enumerate(ANCHORS):
+    for text in range(len(ANCHORS)):
         reached, before = torch.ones(()), -1
         for place, group in enumerate(anchors.group[text].tolist()):
             if group != before:
@@ -594,24 +593,23 @@ def test_an_objective_is_what_it_says_of_the_acceptances_of_each_group(
                 continue
             p = trainee.decoder.logits(real[text, source[text, place]]).softmax(-1)
             q = trainee.decoder.logits(masks[text, place]).softmax(-1)
-            accepted, cross = torch.minimum(p, q).sum(), -(p * q.log()).sum()
-            reached = reached * accepted
+            acceptance, cross = torch.minimum(p, q).sum(), -(p * q.log()).sum()
+            reached = reached * acceptance
             expected = (
                 expected
                 + {
                     DraftObjective.CROSS_ENTROPY: cross,
-                    DraftObjective.ACCEPTANCE: 1 - accepted,
-                    DraftObjective.LOG_ACCEPTANCE: -accepted.log(),
-                    DraftObjective.MIXED: cross - accepted.log(),
+                    DraftObjective.ACCEPTANCE: 1 - acceptance,
+                    DraftObjective.LOG_ACCEPTANCE: -acceptance.log(),
+                    DraftObjective.MIXED: cross - acceptance.log(),
                     DraftObjective.EXPECTED: -reached,
                 }[loss]
             )
-        assert row
     torch.testing.assert_close(found.masks, expected, rtol=1e-4, atol=1e-4)
     trained = list(trainee.adapters.parameters())
-    moves = [torch.autograd.grad(total, trained, retain_graph=True) for total in (found.masks, expected)]
-    for move, wanted in zip(*moves, strict=True):
-        torch.testing.assert_close(move, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    grads = [torch.autograd.grad(total, trained, retain_graph=True) for total in (found.masks, expected)]
+    for grad, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
 def test_the_focal_weight_is_the_chance_that_the_drafts_before_are_accepted(checkpoint_of: Checkpoints) -> None:
@@ -622,17 +620,7 @@ def test_the_focal_weight_is_the_chance_that_the_drafts_before_are_accepted(chec
     for focal in (False, True):
         trainee = trainee_of(folder, replace(plan, focal=focal))
         sums[focal] = trainee(TrainBatch(None, texts, anchors)).masks.item()
-    accepted = torch.full((int(anchors.learns.sum()),), 0.5)
+    acceptance = torch.full((int(anchors.learns.sum()),), 0.5)
     depth = anchors.depth[anchors.learns]
-    torch.testing.assert_close(Trainee._reached(accepted, anchors), 0.5 ** (depth - 1).float())
+    torch.testing.assert_close(Trainee._reached(acceptance, anchors), 0.5 ** (depth - 1).float())
     assert 0 < sums[True] < sums[False]
-
-
-def test_expected_accepted_drafts_are_products_of_acceptances(checkpoint_of: Checkpoints) -> None:
-    trainee = trainee_of(checkpoint_of("llama", 4), tiny_plan(lora_rank=4, lora_alpha=8.0, head=HeadForm.NONE))
-    greedy, sampled = expected_accepted(trainee, two_texts(), (0.0, 1.0))
-    assert greedy.num_groups == sampled.num_groups == 10
-    for one in (greedy, sampled):
-        assert 0 <= one.low <= one.mean <= one.high <= NUM_MASKS
-        assert one.mean <= sum(one.by_depth)
-    assert sampled.mean > 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from doubles.train_command import TINY, write_records
 from doubles.training import random_ids, rows_for, run, tiny_plan
 from processes import free_port
 from space_model.loading.load import load_model
@@ -27,21 +28,13 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-TINY = "--steps 3 --length 32 --rows-per-step 4 --num-masks 3 --head-hidden 8 --lora-rank 2 --precision no"
-SWITCHES = "--ar-share 0.5 --scheduled-drafting 0.5 --learning-rate 1e-2 --evaluations 2"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
+SWITCHES = "--length 32 --ar-share 0.5 --scheduled-drafting 0.5 --learning-rate 1e-2 --evaluations 2"
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
     words = ["".join(chr(number % 26 + 97) for number in random_ids(20 + seed, seed)) for seed in range(24)]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
-    return file
+    return write_records(tmp_path_factory.mktemp("data") / "texts.jsonl", ({"text": text} for text in words))
 
 
 def launch(command: list[str], *, sharded: bool = False) -> subprocess.Popen[str]:
@@ -94,7 +87,7 @@ def test_two_processes_train_a_whole_model_in_parts_as_one_does(base: Path, text
 
 @pytest.mark.slow
 def test_one_process_goes_on_where_two_were_stopped(base: Path, texts: Path, tmp_path: Path) -> None:
-    """The signal reaches them at different moments; they stop behind the same update."""
+    """The signal reaches them at different moments; they stop after the same update."""
     command = ["--model", str(base), "--data", str(texts), "--out", str(tmp_path), *TINY.split(), *SWITCHES.split()]
     two = launch([*command, "--minutes", "600", "--steps", "1000000", "--checkpoint-steps", "1"])
     deadline = time.monotonic() + 200
@@ -102,7 +95,7 @@ def test_one_process_goes_on_where_two_were_stopped(base: Path, texts: Path, tmp
         time.sleep(0.05)
     two.send_signal(signal.SIGTERM)
     _, said = two.communicate(timeout=90)
-    assert "Stopped behind update" in said, said
+    assert "Stopped after update" in said, said
     done = int(load_checkpoint(tmp_path / "state.pt")["counters"]["step"])
     assert main([*command, "--steps", str(done + 1)]) == 0
     assert len(record(tmp_path)["losses"]) == done + 1

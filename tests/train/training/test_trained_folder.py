@@ -26,17 +26,6 @@ from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
 from torch.nn import functional
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
-
-
-@pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three masks with ids, no head."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
-
-
 def stopped() -> None:
     raise KeyboardInterrupt
 

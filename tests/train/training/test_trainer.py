@@ -22,17 +22,6 @@ from space_train.training.optimiser import Diverged
 from space_train.training.trainer import Interrupted, TrainingRun, interruptions, stopped_at_once
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_masks=0)
-
-
-@pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three masks with ids, no head."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("space"), num_masks=3, draft_head=False)
-
-
 def trained(out: Path) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = load_checkpoint(out / STATE_FILE)["trained"]
     return weights
@@ -263,7 +252,7 @@ def test_a_stopped_run_saves_and_goes_on_later(base: Path, tmp_path: Path, monke
             return update(self, multiplier)
 
         patch.setattr(TrainingRun, "update", signals)
-        with pytest.raises(Interrupted, match=r"Stopped behind update 3 \(60 %\)"):
+        with pytest.raises(Interrupted, match=r"Stopped after update 3 \(60 %\)"):
             run(base, plan, tmp_path / "cut", progress=True)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     run(base, plan, tmp_path / "cut")
@@ -334,7 +323,7 @@ def test_a_first_signal_is_noted_a_second_raises(number: signal.Signals, capfd: 
         assert signals == []
         signal.raise_signal(number)
         assert signals == [number]
-        assert "ends behind this update; once more to stop at once, which loses 3 updates" in capfd.readouterr().err
+        assert "ends after this update; once more to stop at once, which loses 3 updates" in capfd.readouterr().err
         signal.raise_signal(number)  # the same one, which a launcher passed on
         assert signals == [number]
         assert capfd.readouterr().err == ""
