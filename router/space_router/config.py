@@ -78,7 +78,8 @@ class ServeConfig:
     adapter: tuple[tuple[str, str], ...] = _own_model((), ADAPTERS, repeatable=True)
     """a gated LoRA adapter that drafts for requests with NAME as their `model`; repeatable, or separated by commas.
     FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors beside
-    it. Adapters change how many drafts are accepted, never the text, so they share the prefix cache"""
+    it; behind uno: or i-dlm:, what Uno or I-DLM released. Adapters change how many drafts are accepted, never the text,
+    so they share the prefix cache"""
     dtype: str = _own_model("auto", one_of("auto", "float32", "bfloat16", "float16"))
     """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
     where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's

@@ -5,20 +5,24 @@
 Chain and prefill rows use the untouched weights, so the output distribution is the base model's.
 
 Two forms on disk, both safetensors: a single file (`gated_lora.safetensors`), or a PEFT folder (`adapter_config.json`,
-`adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them.
+`adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them. A released adapter (released_adapters.py)
+is a PEFT folder without them: its masks read rows of the base's embedding.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from space_model.checkpoint.checkpoint import (
     PEFT_CONFIG,
@@ -33,9 +37,11 @@ from space_model.checkpoint.checkpoint import (
     read_object,
 )
 from space_model.checkpoint.space_section import SpaceSection
+from space_model.geometry.forward_batch import GatedRows
 from space_model.heads import BaseSpec, DraftHeadWeights, load_draft_head
-from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
+from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import AdapterFacts
+from space_model.released_adapters import MaskInputs
 
 FORMAT = "space-gated-lora-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
@@ -52,14 +58,36 @@ _PEFT_UNSERVED |= {"modules_to_save": []}
 class GatedLora:
     """One adapter's LoRA pairs and mask embeddings."""
 
-    mask_embeddings: Tensor  # [num_masks, hidden] input of the first decoder layer; no family scaling applies
+    mask_embeddings: Tensor  # [num_masks, hidden] input of the first decoder layer; no family scaling applies. With
+    # mask_inputs [ids, hidden]: a mask at position p reads row p modulo ids; none until `embedded`
     pairs: Mapping[str, tuple[Tensor, Tensor]]  # path of a linear in the whole model -> a [rank, in], b [out, rank]
     scale: float  # alpha / rank
+    mask_inputs: MaskInputs | None = None  # of a released adapter
 
     @property
     def num_masks(self) -> int:
-        """Return the number of masks per group that have embeddings."""
-        return len(self.mask_embeddings)
+        """Return the number of masks per group."""
+        return len(self.mask_embeddings) if self.mask_inputs is None else self.mask_inputs.num_masks
+
+    def inputs_of(self, run: GatedRows, positions: Tensor) -> Tensor:
+        """Return which row of mask_embeddings each row of `run` reads: [rows] int64. positions [R]: of the step."""
+        return run.masks if self.mask_inputs is None else positions[run.slice] % len(self.mask_embeddings)
+
+    def embedded(self, model: PreTrainedModel, ids: Sequence[int], entry: Tensor) -> GatedLora:
+        """Return this with the rows of `model`'s embedding that a released adapter's masks read; any other as it is.
+        `entry` [ids, hidden]: what enters the first layer for `ids`. Raises UnsupportedModel for a family that changes
+        embeddings by more than its embedding module does, and InvalidSpaceSection."""
+        if self.mask_inputs is None:
+            return self
+        embed = model.get_input_embeddings()
+        device = embed.weight.device
+        if not torch.equal(embed(torch.tensor(ids, device=device)), entry):
+            raise UnsupportedModel(
+                f"Adapters of {self.mask_inputs.format} read embeddings as they are; models of type "
+                f"{model.config.model_type!r} change them before their first layer."
+            )
+        chosen = self.mask_inputs.ids(model.config, len(embed.weight))
+        return replace(self, mask_embeddings=embed(torch.tensor(chosen, device=device)).detach())
 
     @property
     def rank(self) -> int:
@@ -83,6 +111,25 @@ class GatedLora:
                 raise InvalidSpaceSection(f"{name} in {path} has values that are not finite.")
         moved = {name: (base.place(a), base.place(b)) for name, (a, b) in pairs.items()}
         return cls(base.place(masks[:num_masks]), moved, scale)
+
+    @classmethod
+    def load_released(cls, folder: Path, base: BaseSpec, inputs: MaskInputs) -> GatedLora:
+        """Read a released adapter's PEFT folder. Raises InvalidSpaceSection naming the bad tensor."""
+        if (folder / PEFT_MASKS).is_file():
+            raise InvalidSpaceSection(
+                f"{folder} has {PEFT_MASKS}, so it is a gated adapter as spaceserve writes it, and none of "
+                f"{inputs.format}: give the folder without the format."
+            )
+        scale, tensors = _read_lora(folder)
+        bare = {name.removeprefix(_PEFT[0]): tensor for name, tensor in tensors.items()}  # some lack the prefix
+        pairs = _pairs(bare, ("", *_PEFT[1:]), folder / PEFT_WEIGHTS)
+        if not pairs:
+            raise InvalidSpaceSection(f"{folder / PEFT_WEIGHTS} is empty.")
+        for path, pair in pairs.items():
+            if not all(bool(tensor.isfinite().all()) for tensor in pair):
+                raise InvalidSpaceSection(f"The pair for {path} in {folder} has values that are not finite.")
+        moved = {name: (base.place(a), base.place(b)) for name, (a, b) in pairs.items()}
+        return cls(base.place(torch.empty(0, base.hidden_size)), moved, scale, inputs)
 
     def save(self, file: Path) -> None:
         """Write a single file."""
@@ -146,8 +193,17 @@ def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, 
     if file.is_file() and not (folder / PEFT_MASKS).is_file():
         raise InvalidSpaceSection(
             f"{folder} is {describe_peft(folder)}, which changes the text of the model. An adapter here is a gated "
-            f"one, which only drafts: it has {PEFT_MASKS} beside it. {how_to_merge(folder)}"
+            f"one, which only drafts: it has {PEFT_MASKS} beside it, or is said to be one of Uno or I-DLM "
+            f"(NAME=uno:{folder}, NAME=i-dlm:{folder}). {how_to_merge(folder)}"
         )
+    scale, tensors = _read_lora(folder)
+    masks, _ = _read(folder / PEFT_MASKS)
+    return scale, tensors | masks, _PEFT
+
+
+def _read_lora(folder: Path) -> tuple[float, dict[str, Tensor]]:
+    """Return the scale and the tensors of a PEFT folder."""
+    file = folder / PEFT_CONFIG
     try:
         config = read_object(file)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
@@ -158,9 +214,16 @@ def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, 
     for name, neutral in _PEFT_UNSERVED.items():
         if config.get(name) not in (None, neutral):
             raise InvalidSpaceSection(f"{file} has {name} = {config[name]!r}, which is not served.")
+    if not (folder / PEFT_WEIGHTS).is_file() and any(folder.glob("adapter_model*.bin")):
+        raise InvalidSpaceSection(
+            f"{folder} has its weights as adapter_model.bin, which can run code when it is opened. Save it again with "
+            f"peft as {PEFT_WEIGHTS}."
+        )
     tensors, _ = _read(folder / PEFT_WEIGHTS)
-    masks, _ = _read(folder / PEFT_MASKS)
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), tensors | masks, _PEFT
+    for name, tensor in sorted(tensors.items()):
+        if name.endswith(_PEFT[1]) and tensor.shape[:1] != (rank,):
+            raise InvalidSpaceSection(f"{name} in {folder} has shape {tuple(tensor.shape)}; {file.name} says r {rank}.")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), tensors
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -218,6 +281,23 @@ class Adapter:
     def facts(self) -> AdapterFacts:
         return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
 
+    def embedded(self, model: PreTrainedModel, ids: Sequence[int], entry: Tensor) -> Adapter:
+        """Return this with the inputs of its masks (GatedLora.embedded); errors name the adapter."""
+        with self._named_in_errors():
+            return replace(self, gated=self.gated.embedded(model, ids, entry))
+
+    def check(self, model: nn.Module, layers: str) -> None:
+        """Check that the pairs fit (GatedLora.check); errors name the adapter."""
+        with self._named_in_errors():
+            self.gated.check(model, layers)
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (InvalidSpaceSection, UnsupportedModel) as error:
+            raise type(error)(f"Adapter {self.name}: {error}" if self.name else str(error)) from error
+
     @classmethod
     def read(cls, name: str, folder: Path, section: SpaceSection, base: BaseSpec) -> Adapter:
         """Load what `section` declares from `folder`. Raises InvalidSpaceSection."""
@@ -226,7 +306,10 @@ class Adapter:
         file = folder / section.adapter
         if not is_local_name(section.adapter) or not is_contained(file, folder):
             raise InvalidSpaceSection(f"The adapter {section.adapter} is not in {folder}.")
-        gated = GatedLora.load(file, base, section.num_masks)
+        if section.mask_inputs is None:
+            gated = GatedLora.load(file, base, section.num_masks)
+        else:
+            gated = GatedLora.load_released(file, base, section.mask_inputs)
         head = None if section.draft_head is None else load_draft_head(folder, section.draft_head, base)
         return cls(name, gated, head, section.acceptance)
 

@@ -147,6 +147,26 @@ def tiny_adapter(
     return path
 
 
+def released_adapter(
+    path: Path, base: Path, *, rank: int = 128, seed: int = 1, prefix: str = "base_model.model."
+) -> Path:
+    """Write a random LoRA on every linear of the layers of the checkpoint `base` to the folder `path`, in the files
+    that Uno and I-DLM release: adapter_config.json and adapter_model.safetensors. `prefix`: of the tensors' names."""
+    path.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+    gated = random_gated_lora(model, num_masks=1, rank=rank, seed=seed)
+    weights: dict[str, torch.Tensor] = {}
+    for name, (a, b) in gated.pairs.items():
+        weights |= {f"{prefix}{name}.lora_A.weight": a, f"{prefix}{name}.lora_B.weight": b * rank**-0.5}
+    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
+    config |= {"lora_alpha": 16 * rank, "bias": "none", "use_dora": False, "use_rslora": False, "lora_dropout": 0.0}
+    config |= {"target_modules": sorted({name.rpartition(".")[2] for name in gated.pairs}), "modules_to_save": None}
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return path
+
+
 def random_gated_lora(
     model: PreTrainedModel, *, num_masks: int, rank: int, seed: int, linears: tuple[str, ...] | None = None
 ) -> GatedLora:

@@ -18,6 +18,7 @@ from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import KV_DTYPES, WEIGHTS
+from space_model.released_adapters import AdapterFormat, split_place
 
 from space_server.tensor_parallel import RankPlace
 
@@ -44,14 +45,19 @@ class ModelSource:
 
     def adapters(self) -> dict[str, str]:
         """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""
-        return {
-            name: str(self.fetch(place)) if is_hub_id(place) and not Path(place).exists() else place
-            for name, place in self._adapters
-        }
+        return {name: self._adapter(place) for name, place in self._adapters}
 
-    def local_adapters(self) -> list[str]:
-        """Return the adapters' folders that are on this machine."""
-        return [place for _, place in self._adapters if Path(place).exists()]
+    def _adapter(self, place: str) -> str:
+        """Return the adapter's folder, behind its format if `place` names one."""
+        form, named = split_place(place)
+        if not is_hub_id(named) or Path(named).exists():
+            return place
+        folder = str(self.fetch(named))
+        return folder if form is AdapterFormat.SPACE else f"{form}:{folder}"
+
+    def local_adapters(self) -> dict[str, str]:
+        """Return by name the adapters that are on this machine: their folders, behind their formats as given."""
+        return {name: place for name, place in self._adapters if Path(split_place(place)[1]).exists()}
 
     def fetch(self, model: str) -> Path:
         """Return the folder of a hub id, or the file of the default model's weights.

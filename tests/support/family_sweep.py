@@ -308,7 +308,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",
-        "| an adapter as `peft` writes it | refused, with how to merge it; gated ones draft (`--adapter`) | refused |",
+        "| an adapter as `peft` writes it | refused, with how to merge it; gated ones draft (`--adapter`), and those "
+        "of [Uno and I-DLM](../router/guides/serve.md#released-adapters) | as on a CPU, not tried |",
         "",
         "## Refused",
         "",

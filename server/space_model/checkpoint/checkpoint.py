@@ -22,6 +22,7 @@ from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
 
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
+from space_model.released_adapters import AdapterFormat, split_place
 
 if TYPE_CHECKING:
     from space_common.gguf.reader import GgufFile
@@ -288,11 +289,20 @@ class Checkpoint:
 
 
 def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a gated adapter, and its config; a PEFT folder needs no config.json."""
-    folder = _folder(str(path), _from_the_hub)
+    """Return the folder of a gated adapter, and its config; a PEFT folder needs no config.json. `path` may begin with
+    a released adapter's format (`uno:FOLDER`), which the config then declares."""
+    form, place = split_place(str(path))
+    folder = _folder(place, _from_the_hub)
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     section = config.get("space")
     declares = isinstance(section, dict) and section.get("adapter") is not None
+    if form is not AdapterFormat.SPACE:
+        if not (folder / PEFT_CONFIG).is_file():
+            raise CheckpointNotFound(f"{folder} has no {PEFT_CONFIG}; an adapter of {form} is a folder with one.")
+        own = section if isinstance(section, dict) else {}
+        if own.get("adapter_format", form) != form:
+            raise CheckpointNotFound(f"{folder} declares the adapter format {own['adapter_format']!r}, not {form}.")
+        return folder, {"space": {"adapter": "."} | own | {"adapter_format": str(form)}}
     if (folder / PEFT_CONFIG).is_file() and not declares:
         return folder, {"space": {"adapter": "."}}
     if config:

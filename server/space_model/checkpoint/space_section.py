@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from space_kernels.step.draft_head import DraftHeadForm
 
 from space_model.model_error import InvalidSpaceSection
+from space_model.released_adapters import USUAL_MASKS, AdapterFormat, MaskInputs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class SpaceSection:
     draft_head: DraftHeadSection | None
     acceptance: tuple[float, ...] = ()  # measured conditional acceptance of draft 1, 2, …; empty: unknown
     base_sha256: str | None = None  # of the weights that the adapter was made for; None: not declared
+    mask_inputs: MaskInputs | None = None  # of a released adapter; None: mask embeddings of its own
 
     @classmethod
     def parse(
@@ -84,7 +86,9 @@ class SpaceSection:
         if count == 0:
             return cls((), None, 0, None)
         head, acceptance = _draft_head(section.get("draft_head")), _acceptance(section.get("acceptance"))
-        return cls((), adapter, count, head, acceptance, _base_sha256(section.get("base_sha256")))
+        inputs = _mask_inputs(section, count)
+        count = count if inputs is None else inputs.num_masks
+        return cls((), adapter, count, head, acceptance, _base_sha256(section.get("base_sha256")), inputs)
 
     def check_base(self, name: str, sha256: Callable[[], str]) -> None:
         """Check that the adapter was made for the weights of `name`; `sha256` hashes them, and is called only if
@@ -104,6 +108,19 @@ def _base_sha256(section: object) -> str | None:
             f'"base_sha256" in the space section of config.json must be 64 hexadecimal digits; got {section!r}.'
         )
     return section
+
+
+def _mask_inputs(section: dict[str, object], num_masks: int | None) -> MaskInputs | None:
+    """Return what the masks of a released adapter read; None for an adapter with mask embeddings."""
+    name, id_ = section.get("adapter_format", AdapterFormat.SPACE), section.get("mask_token_id")
+    if name not in list(AdapterFormat):
+        raise InvalidSpaceSection(f"There is no adapter format {name!r}; there are {', '.join(AdapterFormat)}.")
+    if id_ is not None and (not isinstance(id_, int) or isinstance(id_, bool)):
+        raise InvalidSpaceSection(f'"mask_token_id" in the space section must be an id; got {id_!r}.')
+    form = AdapterFormat(str(name))
+    if form is AdapterFormat.SPACE:
+        return None
+    return MaskInputs(form, USUAL_MASKS[form] if num_masks is None else num_masks, id_)
 
 
 def _acceptance(section: object) -> tuple[float, ...]:

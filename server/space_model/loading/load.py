@@ -186,6 +186,7 @@ def _assemble(
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
     check_attention(model, facts)
     wanted = reference(model, facts)
+    adapters = [adapter.embedded(model, wanted.rows.ids, wanted.entry.usual) for adapter in adapters]
     base, output = model.base_model, model.get_output_embeddings()
     scale, softcap = family.head_scale(config), family.head_softcap(config)
     keeps_rows = facts.has_any_draft_head or not facts.quantizes_head
@@ -196,7 +197,7 @@ def _assemble(
     gated = [adapter.gated for adapter in adapters]
     if gated:
         layers, _ = family.decoder_layers(base)
-        for adapter in gated:
+        for adapter in adapters:
             adapter.check(model, f"{model.base_model_prefix}.{layers}")
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:

@@ -99,10 +99,11 @@ def assemble_part(
     check_attention(model, facts)
     wanted = reference(model, facts)
     head, own = _head(model, checkpoint, facts, others, ops)
+    adapters = [adapter.embedded(model, wanted.rows.ids, wanted.entry.usual) for adapter in adapters]
     parts = [share.of_adapter(adapter) for adapter in adapters]
     gated = [adapter.gated for adapter in parts]
     layers, _ = family.decoder_layers(base)
-    for adapter in gated:
+    for adapter in parts:
         adapter.check(model, f"{prefix}.{layers}")
     network = compact_network(base, facts, ops, gated, prefix, others)
     if network is None:

@@ -125,7 +125,8 @@ class CompiledLlama(LlamaParts):
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
         if self._ranks is not None:
             return self._by_layers(batch, kv)
-        return self._run(self._network(kv), batch, gated=self._gated(batch))[1]
+        inputs = [self._adapters[run.adapter].inputs_of(run, batch.positions) for run in batch.gated]
+        return self._run(self._network(kv), batch, gated=self._gated(batch, inputs))[1]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
@@ -145,17 +146,18 @@ class CompiledLlama(LlamaParts):
         """[R, hidden] -> [R, hidden]: the final norm alone."""
         return self._normed(self._norm, hidden)
 
-    def _gated(self, batch: ForwardBatch) -> Sequence[GatedRunStruct]:
+    def _gated(self, batch: ForwardBatch, inputs: Sequence[Tensor]) -> Sequence[GatedRunStruct]:
+        """`inputs`: by run, [rows] int64, which must outlive the structs."""
         return [
             GatedRunStruct(
                 run.slice.start,
                 run.slice.stop,
                 self._deltas[run.adapter],
-                run.masks.data_ptr(),
+                rows.data_ptr(),
                 self._mask_embeddings[run.adapter].data_ptr(),
                 len(self._mask_embeddings[run.adapter]),
             )
-            for run in batch.gated
+            for run, rows in zip(batch.gated, inputs, strict=True)
         ]
 
     def _run(

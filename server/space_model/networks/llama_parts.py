@@ -184,6 +184,7 @@ class LlamaParts:
         self._ranks = source.ranks
         self._embedding: Tensor = source.base.get_input_embeddings().weight.detach()
         self._norm = Norm.of(source.base.norm)
+        self._adapters = source.adapters
         self._mask_embeddings = [adapter.mask_embeddings for adapter in source.adapters]
         self._scale = source.head_dim**-0.5
 
@@ -203,7 +204,8 @@ class LlamaParts:
         """[R, hidden]: the input of the first layer, with the adapters' own mask embeddings."""
         x = self.embed(batch.ids)
         for run in batch.gated:
-            x[run.slice] = F.embedding(run.masks, self._mask_embeddings[run.adapter])
+            inputs = self._adapters[run.adapter].inputs_of(run, batch.positions)
+            x[run.slice] = F.embedding(inputs, self._mask_embeddings[run.adapter])
         return x
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from space_model.adapters import Adapter, GatedLora
+from space_model.adapters import Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import InvalidSetting, UnsupportedModel
@@ -84,8 +84,7 @@ class Share:
             elif name in BY_COLUMNS:
                 a = a[:, self.of(a.shape[1])].contiguous()
             pairs[path] = (a, b)
-        gated = GatedLora(adapter.gated.mask_embeddings, pairs, adapter.gated.scale)
-        return replace(adapter, gated=gated)
+        return replace(adapter, gated=replace(adapter.gated, pairs=pairs))
 
 
 def check_ranks(path: str | Checkpoint, size: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
@@ -36,11 +37,12 @@ class ServedGate:
 
     def __init__(self) -> None:
         self.runs: Sequence[GatedRows] = ()
+        self.positions = torch.empty(0, dtype=torch.int64)  # [R], of the step's rows
         self.num_rows = 0  # of the step, including padding
 
     def open_for(self, batch: ForwardBatch) -> None:
         """Set the rows of this step; they stay until the next call."""
-        self.runs, self.num_rows = batch.gated, len(batch.ids)
+        self.runs, self.num_rows, self.positions = batch.gated, len(batch.ids), batch.positions
 
 
 class GatedLinear(nn.Module):
@@ -78,25 +80,25 @@ def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) ->
             if (pair := adapter.pairs.get(path)) is not None
         }
         setattr(parent, name, GatedLinear(parent.get_submodule(name), deltas, gate))
-    embeddings = [adapter.mask_embeddings for adapter in adapters]
 
     def enter(layer: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not gate.runs:
             return None
         if rows:
-            return (place_masks(rows[0], gate.runs, embeddings), *rows[1:]), keywords
-        return rows, keywords | {"hidden_states": place_masks(keywords["hidden_states"], gate.runs, embeddings)}
+            return (place_masks(rows[0], gate, adapters), *rows[1:]), keywords
+        return rows, keywords | {"hidden_states": place_masks(keywords["hidden_states"], gate, adapters)}
 
     _, layers = decoder_layers(base)
     layers[0].register_forward_pre_hook(enter, with_kwargs=True)
     return gate
 
 
-def place_masks(hidden: Tensor, runs: Sequence[GatedRows], embeddings: Sequence[Tensor]) -> Tensor:
+def place_masks(hidden: Tensor, gate: ServedGate, adapters: Sequence[GatedLora]) -> Tensor:
     """Return a copy of hidden [1, R, hidden] with the adapters' mask rows replaced by their own embeddings."""
     hidden = hidden.clone()
-    for run in runs:
-        hidden[0, run.slice] = embeddings[run.adapter][run.masks]
+    for run in gate.runs:
+        adapter = adapters[run.adapter]
+        hidden[0, run.slice] = adapter.mask_embeddings[adapter.inputs_of(run, gate.positions)]
     return hidden
 
 

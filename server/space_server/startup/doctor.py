@@ -21,13 +21,16 @@ from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, available_backends, backend_named
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
+from space_model.adapters import Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_object, with_quantization
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory
+from space_model.heads import BaseSpec
 from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
+from space_model.released_adapters import AdapterFormat
 
 from space_server.config import ModelSource, parse
 from space_server.machine.memory import NotEnoughMemory
@@ -238,6 +241,7 @@ def _capability(config: WorkerSettings, device: torch.device) -> Iterator[Findin
 def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     hub = Hub(config.revision, config.token_file, config.download_folder, config.offline)
     missing: Missing | None = None
+    adapters: list[Finding] = []
     try:
         own = default_model.packaged(config.model)
         if config.model == default_model.NAME and own is not None:
@@ -260,7 +264,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
             checkpoint = Checkpoint.open(config.model, hub.fetch)
         asked = AskedModel.of(config, checkpoint)
         if not (missing and missing.num_files):
-            _check_adapters(config, checkpoint, asked)
+            adapters = _check_adapters(config, checkpoint, asked)
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
@@ -269,13 +273,14 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     kept = "" if asked.form is None else f", quantised ({asked.form.name})"
     if checkpoint.gguf is not None:
         kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"
-    drafts = "an adapter that drafts" if asked.section.adapter else f"{len(asked.section.mask_ids)} masks"
+    drafts = _kind(asked.section) if asked.section.adapter else f"{len(asked.section.mask_ids)} masks"
     yield Finding(
         "model",
         "ok",
         f"{config.model}: {model.model_type}, {int(model.num_hidden_layers)} layers, held in {held} "
         f"({asked.dtype_reason}){kept}; {drafts}",
     )
+    yield from adapters
     num_heads, kv_heads, head_dim = family.sizes(model)
     yield _attention(config, device, asked.dtype, num_heads, kv_heads, head_dim)
     trained = int(getattr(model, "max_position_embeddings", 0) or 0)
@@ -298,15 +303,30 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     yield _memory(config, need)
 
 
-def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: AskedModel) -> None:
-    """Raise ModelError for an adapter that was made for other weights, as loading does. Those of the hub are checked
-    when they are here."""
+def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: AskedModel) -> list[Finding]:
+    """Return a finding for each adapter of --adapter. Raise ModelError for one that was made for other weights or
+    cannot be read, as loading does. Those of the hub are checked when they are here."""
     asked.section.check_base(checkpoint.name, checkpoint.weights_sha256)
-    for place in ModelSource(config).local_adapters():
-        _, section = adapter_section(place)
-        SpaceSection.parse(section, mask_ids=None, num_masks=None, vocab_size=int(asked.config.vocab_size)).check_base(
-            checkpoint.name, checkpoint.weights_sha256
+    spec, found = BaseSpec(int(asked.config.hidden_size), asked.dtype), []
+    for name, place in ModelSource(config).local_adapters().items():
+        folder, config_json = adapter_section(place)
+        section = SpaceSection.parse(
+            config_json, mask_ids=None, num_masks=None, vocab_size=int(asked.config.vocab_size)
         )
+        section.check_base(checkpoint.name, checkpoint.weights_sha256)
+        gated = Adapter.read(name, folder, section, spec).gated
+        sizes = f"rank {gated.rank} on {len(gated.pairs)} linears, {gated.num_masks} masks"
+        found.append(Finding("adapter", "ok", f"{name}: {_kind(section)}; {sizes}"))
+    return found
+
+
+def _kind(section: SpaceSection) -> str:
+    """Return what an adapter is, in words."""
+    if section.mask_inputs is None:
+        return "an adapter that drafts"
+    if section.mask_inputs.format is AdapterFormat.UNO:
+        return "an adapter that drafts, in Uno's format (masks read noise ids)"
+    return "an adapter that drafts, in I-DLM's format (masks read one id)"
 
 
 def _without_weights(name: str, folder: Path) -> Checkpoint:

@@ -235,6 +235,11 @@ class OwnMasks:
         """Raises InvalidPlan if `plan` cannot start from them."""
         section = SpaceSection.parse(checkpoint.config, mask_ids=None, num_masks=None, vocab_size=vocab_size)
         adapter: GatedLora | None = None
+        if section.mask_inputs is not None:
+            raise InvalidPlan(
+                f"{checkpoint.name} has an adapter of {section.mask_inputs.format}, which is served and not trained "
+                "further. Train from its base."
+            )
         if section.adapter is not None and plan.method in {Method.HEAD, Method.GATED_LORA}:
             spec = BaseSpec(hidden_size, torch.float32)
             adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker_client import WorkerClient
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
+from space_model.testing import released_adapter
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind
 from space_server.speculation.controller import FixedLayout
@@ -115,3 +119,21 @@ def test_another_adapter_has_the_device_when_the_first_has_gone() -> None:
     assert [max(ran.accepted) for ran in watched.router.sequences.values()] == [1, 6, 3]
     drafting = [kind.adapter for kind in watched.kinds if kind.layout.num_masks]
     assert list(dict.fromkeys(drafting)) == [0, 1, None]
+
+
+@pytest.mark.parametrize("form", ["uno", "i-dlm"])
+def test_a_released_adapter_drafts_what_it_drafts_on_the_host(form: str, tiny_path: Path, tmp_path: Path) -> None:
+    adapter = released_adapter(tmp_path / "adapter", tiny_path, rank=8)
+    section = {"adapter": ".", "adapter_format": form, "mask_token_id": 100}
+    (adapter / "config.json").write_text(json.dumps({"space": section}), encoding="utf-8")
+    model = load_model(tiny_path, dtype="float32", num_threads=1, adapters={"released": adapter})
+    found = []
+    for device in (False, True):
+        watched = Watched(model, device=device, k=3)
+        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+            watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter="released")
+        watched.run()
+        found.append((watched.steps, watched.drafts))
+    assert found[0] == found[1]
+    assert watched.kinds
+    assert max(len(drafts) for drafts in watched.drafts[1]) == 3

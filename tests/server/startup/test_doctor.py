@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from space_common.finding import Finding
 from space_kernels.build import cpu_library
-from space_model.testing import tiny_checkpoint
+from space_model.testing import released_adapter, tiny_checkpoint
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
 from space_server.config import parse
@@ -215,6 +215,19 @@ def test_an_adapter_of_another_base_is_found_and_a_worker_says_so_too(
         capsys.readouterr()
         assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
         assert "The adapter was made for weights" in capsys.readouterr().err
+
+
+def test_a_released_adapter_is_named_by_its_format(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", num_masks=0, num_layers=2)
+    uno, idlm = (released_adapter(tmp_path / form, base, rank=8) for form in ("uno", "i-dlm"))
+    words = ["--model", str(base), "--adapter", f"a=uno:{uno}", "--adapter", f"b=i-dlm:{idlm}"]
+    findings = [finding for finding in examine(parse([*LISTEN, *words])) if finding.part == "adapter"]
+    assert [finding.fact for finding in findings] == [
+        "a: an adapter that drafts, in Uno's format (masks read noise ids); rank 8 on 14 linears, 7 masks",
+        "b: an adapter that drafts, in I-DLM's format (masks read one id); rank 8 on 14 linears, 3 masks",
+    ]
+    (failure,) = failures("--model", str(base), "--adapter", f"a={uno}")
+    assert "or is said to be one of Uno or I-DLM" in failure.fact
 
 
 def test_the_default_model_is_judged_before_it_is_here(tmp_path: Path) -> None:
