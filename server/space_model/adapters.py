@@ -279,7 +279,13 @@ class Adapter:
 
     @property
     def facts(self) -> AdapterFacts:
-        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance)
+        return AdapterFacts(
+            self.name,
+            self.gated.num_masks,
+            self.draft_head is not None,
+            self.acceptance,
+            may_take_turns=self.gated.mask_inputs is not None,
+        )
 
     def embedded(self, model: PreTrainedModel, ids: Sequence[int], entry: Tensor) -> Adapter:
         """Return this with the inputs of its masks (GatedLora.embedded); errors name the adapter."""

@@ -26,6 +26,7 @@ class AdapterFacts:
     num_masks: int
     has_draft_head: bool
     acceptance: tuple[float, ...] = ()  # as in ModelFacts
+    may_take_turns: bool = False  # the cost model may draft in one step and verify in the next, as its format does
 
 
 @dataclass(frozen=True)

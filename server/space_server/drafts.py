@@ -244,9 +244,11 @@ class AcceptanceShape:
     verified drafts; with few of them it stays near the average.
     """
 
-    def __init__(self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL)) -> None:
-        """`prior`: p_1, p_2, … from the checkpoint's card."""
-        self.prior = prior
+    def __init__(
+        self, prior: Sequence[float] = TYPICAL, num_drafts: int = len(TYPICAL), *, may_take_turns: bool = False
+    ) -> None:
+        """`prior`: p_1, p_2, … from the checkpoint's card; `may_take_turns`: see AdapterFacts."""
+        self.prior, self.may_take_turns = prior, may_take_turns
         filled = [prior[min(j, len(prior) - 1)] for j in range(num_drafts)]
         self._accepted = [PRIOR_WEIGHT * min(max(p, _LEAST), _MOST) for p in filled]
         self._verified = [PRIOR_WEIGHT] * num_drafts
@@ -319,9 +321,13 @@ class Acceptance:
 
 def shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
     """Return a shape for the checkpoint's own masks (None) and for each adapter's, with the priors of their cards."""
-    known: dict[int | None, tuple[tuple[float, ...], int]] = {None: (facts.acceptance, facts.num_masks)}
-    known |= {number: (adapter.acceptance, adapter.num_masks) for number, adapter in enumerate(facts.adapters)}
-    return {number: AcceptanceShape(prior or TYPICAL, max(1, masks)) for number, (prior, masks) in known.items()}
+    shapes: dict[int | None, AcceptanceShape] = {
+        number: AcceptanceShape(
+            adapter.acceptance or TYPICAL, max(1, adapter.num_masks), may_take_turns=adapter.may_take_turns
+        )
+        for number, adapter in enumerate(facts.adapters)
+    }
+    return {None: AcceptanceShape(facts.acceptance or TYPICAL, max(1, facts.num_masks))} | shapes
 
 
 class DraftSource(Protocol):

@@ -17,6 +17,7 @@ CELLS = [
     Cell("float32", "k2", 0.8, "top_p", "alone", "whole", "hit", "preempted", False, "short", "left"),
     Cell("bfloat16", "pruned", 0.0, "none", "batch", "whole", "hit", "preempted", False, "short", "nan"),
     Cell("bfloat16", "k5", 0.8, "all", "alone", "chunked", "miss", "restarted", False, "short", "left"),
+    Cell("float32", "turns3", 0.8, "none", "batch", "chunked", "hit", "preempted", False, "short", "nan"),
 ]
 
 

@@ -135,6 +135,8 @@ def layout_for(name: str, connection: int) -> DraftLayout:
             DraftLayout.full(3, 5), DraftLayout.plain(), DraftLayout(5, (5, 0, 2, 0, 1, 0)), DraftLayout.full(1, 1),
         )  # fmt: skip
         return mixed[connection % len(mixed)]
+    if name.startswith("turns"):
+        return DraftLayout.turns(int(name.removeprefix("turns")))
     k = FORCED[connection] if name == "forced" else int(name.removeprefix("k"))
     return DraftLayout.full(k, k) if k else DraftLayout.plain()
 

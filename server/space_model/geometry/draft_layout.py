@@ -32,6 +32,7 @@ class DraftLayout:
 
     num_drafts: int  # drafts in the chain after the root
     masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
+    in_turns: bool = False  # a step without drafts lays out the masks of group 0, and one with drafts no masks
 
     def __post_init__(self) -> None:
         if self.num_drafts < 0 or len(self.masks) != self.num_drafts + 1 or min(self.masks) < 0:
@@ -54,6 +55,12 @@ class DraftLayout:
     def full(cls, num_drafts: int, num_masks: int) -> DraftLayout:
         """Return the layout with all groups complete; for num_drafts == num_masks == k, the paper's (k+1)² rows."""
         return _layout(num_drafts, (num_masks,) * (num_drafts + 1))
+
+    @staticmethod
+    def turns(num_drafts: int) -> DraftLayout:
+        """Return the layout that drafts in one step and verifies in the next: two passes with 2·num_drafts + 2 rows in
+        all. It is a choice for both; `with_drafts` gives the layout of one step."""
+        return _layout(num_drafts, (num_drafts, *(0,) * num_drafts), in_turns=True)
 
     @classmethod
     def pruned(cls, num_drafts: int, num_masks: int, num_kept: int, reach: Sequence[float]) -> DraftLayout:
@@ -87,6 +94,9 @@ class DraftLayout:
 
     def with_drafts(self, num_drafts: int) -> DraftLayout:
         """Return this layout for fewer drafts: the groups after the last draft are dropped."""
+        if self.in_turns:
+            drafts = min(num_drafts, self.num_drafts)
+            return _layout(drafts, (0,) * (drafts + 1)) if drafts else _layout(0, self.masks[:1])
         return self if num_drafts >= self.num_drafts else _layout(num_drafts, self.masks[: num_drafts + 1])
 
     @cached_property
@@ -122,8 +132,8 @@ class DraftLayout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(num_drafts: int, masks: tuple[int, ...]) -> DraftLayout:
-    return DraftLayout(num_drafts, masks)
+def _layout(num_drafts: int, masks: tuple[int, ...], *, in_turns: bool = False) -> DraftLayout:
+    return DraftLayout(num_drafts, masks, in_turns)
 
 
 _PLAIN = _layout(0, (0,))

@@ -264,9 +264,12 @@ def _columns(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
 _PLENTY = 1 << 30
 
 
-def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller, load: StepLoad) -> DraftLayout:
+def layout_ahead(
+    sequences: Sequence[RunningSequence], controller: Controller, load: StepLoad, *, after_masks: bool = True
+) -> DraftLayout:
     """Return the layout for a step launched before the last is read: the controller's choice for the average sequence,
-    with all drafts it could have."""
+    with all drafts it could have. `after_masks`: the last step laid out masks; where drafts and verification take
+    turns, it is this one's to verify."""
     bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
     limit = DraftLimits(
         seq_id=sequences[0].seq_id, num_drafts=bound, max_masks=bound, num_left=_PLENTY, acceptance=_average(sequences)
@@ -275,7 +278,10 @@ def layout_ahead(sequences: Sequence[RunningSequence], controller: Controller, l
     if any(not sequence.sampling_params.greedy for sequence in sequences):
         noisy = DraftLimits(limit.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=limit.acceptance)
         limits = [limit if sequence.sampling_params.greedy else noisy for sequence in sequences]
-    return limit.fit(controller.layouts(limits, load)[0])
+    wanted = controller.layouts(limits, load)[0]
+    if wanted.in_turns:
+        wanted = wanted.with_drafts(bound if after_masks else 0)
+    return limit.fit(wanted)
 
 
 def layout_of_drafts(
@@ -356,6 +362,7 @@ class DeviceScheduler:
         self._batch = batch
         self._kept: dict[int, int] = {}  # ids of the sequences that the host is to step once, as they were given back
         self._refused: set[int] = set()  # sequences whose move to the device failed
+        self._last_had_masks = False  # the layout chosen last
 
     @property
     def reads_first(self) -> bool:
@@ -431,8 +438,10 @@ class DeviceScheduler:
         elif reads_first:
             layout = layout_of_drafts(free, self.controller, load, self._batch.state.block_size)
         else:
-            layout = layout_ahead(free, self.controller, load)
-        return _widened(layout, max(forced, default=0))
+            layout = layout_ahead(free, self.controller, load, after_masks=self._last_had_masks)
+        layout = _widened(layout, max(forced, default=0))
+        self._last_had_masks = layout.num_masks > 0
+        return layout
 
 
 def why_on_host(facts: ModelFacts) -> str | None:

@@ -34,6 +34,8 @@ class DraftLimits:
     def fit(self, layout: DraftLayout) -> DraftLayout:
         """Return the layout reduced to the drafts and masks that this sequence has and can use. With g drafts accepted
         this step emits g+1 tokens, and the next one verifies at most num_left - (g+1) - 1 drafts."""
+        if layout.in_turns:
+            layout = layout.with_drafts(self.num_drafts)
         drafts = min(layout.num_drafts, self.num_drafts)
         most = max(layout.masks)
         if drafts == layout.num_drafts and (not most or most <= min(self.max_masks, self.num_left - drafts - 2)):
@@ -176,11 +178,13 @@ PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
 
 
 @lru_cache(maxsize=4096)
-def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYield, ...]:
+def layout_yields(
+    chances: tuple[float, ...], max_drafts: int, *, may_take_turns: bool = False
+) -> tuple[LayoutYield, ...]:
     """Return the layouts worth considering at these acceptance probabilities, plain decoding first.
 
-    For each k up to `max_drafts` it tries the most valuable masks, from one per draft to all, and keeps the layouts
-    that no other beats with fewer rows.
+    For each k up to `max_drafts` it tries the most valuable masks, from one per draft to all, and where drafts and
+    verification may take turns, those; it keeps the layouts that no other beats with fewer rows.
     """
     reach = [1.0]
     for chance in chances:
@@ -189,6 +193,8 @@ def layout_yields(chances: tuple[float, ...], max_drafts: int) -> tuple[LayoutYi
     for k in range(1, max_drafts + 1):
         for num_kept in range(k, k * (k + 1) + 1, k):
             found.append(LayoutYield.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
+        if may_take_turns:
+            found.append(LayoutYield.of(DraftLayout.turns(k), chances))
     found.sort(key=lambda layout_yield: (layout_yield.chain_rows + layout_yield.mask_rows, -layout_yield.tokens))
     best: list[LayoutYield] = []
     for layout_yield in found:
@@ -422,6 +428,7 @@ class SequenceClass:
 
     chances: tuple[float, ...]  # acceptance probability by mask depth 1, 2, …
     max_masks: int
+    may_take_turns: bool = False
 
 
 class BatchMix:
@@ -453,7 +460,7 @@ FIRST_RULES = RULES[::4]  # A sample of all sizes: no other rule is far better t
 @lru_cache(maxsize=8192)
 def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
     """Return the layout of a class by a rule."""
-    found = layout_yields(kind.chances, kind.max_masks)
+    found = layout_yields(kind.chances, kind.max_masks, may_take_turns=kind.may_take_turns)
     if rule.price is None:
         assert rule.most_rows is not None
         return max((w for w in found if w.chain_rows + w.mask_rows <= rule.most_rows), key=lambda w: w.tokens)
@@ -664,7 +671,7 @@ class SpeculationController:
             tokens += count * (layout_yield.tokens - 1.0)
             chain += count * (layout_yield.chain_rows - 1.0)
             masks += count * layout_yield.mask_rows
-            drafting += count * (layout_yield.mask_rows > 0)
+            drafting += count * (0.5 if layout_yield.layout.in_turns else layout_yield.mask_rows > 0)
         noisy = round(chain * mix.num_noisy / mix.size)
         shape = StepShape(mix.size, round(chain), round(masks), round(drafting), *load, noisy)
         return Expected(tokens, self.cost.seconds(shape) + self._realized.pause)
@@ -717,6 +724,8 @@ class SpeculationController:
             if reached <= self.row_price:
                 break
             num_drafts += 1
+        if layout.in_turns:
+            layout = layout.with_drafts(num_drafts)
         groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
         return DraftLayout.of(num_drafts, groups)
 
@@ -729,13 +738,20 @@ def _differ(size: int, known: int) -> bool:
 def _class_of(limits: DraftLimits) -> SequenceClass:
     if limits.acceptance is None or limits.max_masks < 1:
         return _NO_MASKS
-    return _sequence_class(limits.acceptance.shape.snapshot, limits.acceptance.level, limits.max_masks)
+    shape, level = limits.acceptance.shape, limits.acceptance.level
+    return _sequence_class(shape.snapshot, level, limits.max_masks, shape.may_take_turns)
 
 
 _NO_MASKS = SequenceClass((), 0)
 
 
 @lru_cache(maxsize=4096)
-def _sequence_class(snapshot: tuple[float, ...], level: int, max_masks: int) -> SequenceClass:
+def _sequence_class(
+    snapshot: tuple[float, ...],
+    level: int,
+    max_masks: int,
+    may_take_turns: bool,
+) -> SequenceClass:
     """Build a class from rounded log-odds, so that few classes exist and layout yields are looked up, not computed."""
-    return SequenceClass(tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot), max_masks)
+    chances = tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
+    return SequenceClass(chances, max_masks, may_take_turns)

@@ -78,9 +78,11 @@ class DenseDrafts:
         return logits
 
 
-def decode(model: SpaceModel, name: str, k: int) -> tuple[list[int], list[tuple[int, list[int]]]]:
+def decode(
+    model: SpaceModel, name: str, k: int, controller: FixedLayout | None = None
+) -> tuple[list[int], list[tuple[int, list[int]]]]:
     """The text; and after each step the tokens so far and the drafts behind them."""
-    router = WorkerClient(Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(k)))
+    router = WorkerClient(Worker(model, num_blocks=64, block_size=4, controller=controller or FixedLayout.full(k)))
     sequence = router.sequences[router.admit(PROMPT, max_tokens=24, adapter=name)]
     drafts: list[tuple[int, list[int]]] = []
 
@@ -153,6 +155,20 @@ def test_the_file_is_a_lora_of_peft(base: Path, adapter: Path) -> None:
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(dense.logits([], PROMPT), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_in_turns_the_drafts_are_the_same_behind_the_known_bonus(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """As Uno's servers decode: a draft forward behind the last token, then a forward that verifies."""
+    place = declare(adapter, tmp_path / "uno", "uno", mask_token_id=MASK_ID, num_masks=K)
+    model = load_model(base, dtype="float32", num_threads=1, adapters={"released": place})
+    text, drafted = decode(model, "released", K, FixedLayout(lambda room: DraftLayout.turns(K)))
+    assert text == decode(model, "", 0)[0]
+    dense, noise_at = DenseDrafts(base, adapter), noise_of("uno")
+    assert [len(drafts) for _, drafts in drafted[:8]] == [K, 0] * 4
+    for emitted, drafts in drafted:
+        known = [*PROMPT, *text[: emitted - 1]]
+        noise = [noise_at(len(known) + j) for j in range(K)]
+        assert dense.logits(known, noise).argmax(-1)[len(known) :].tolist()[: len(drafts)] == drafts
 
 
 def test_names_with_and_without_pefts_prefix_are_read(base: Path, adapter: Path, tmp_path: Path) -> None:

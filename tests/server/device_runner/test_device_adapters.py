@@ -11,6 +11,7 @@ import pytest
 import torch
 from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker_client import WorkerClient
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import released_adapter
@@ -38,8 +39,8 @@ def gated(gated_of: Callable[[str], SpaceModel]) -> SpaceModel:
 class Watched:
     """A worker's router, the kinds of its steps on the device, and what each sequence drafted."""
 
-    def __init__(self, model: Any, *, device: bool, k: int = 4) -> None:
-        controller = FixedLayout.full(k)
+    def __init__(self, model: Any, *, device: bool, k: int = 4, controller: FixedLayout | None = None) -> None:
+        controller = controller or FixedLayout.full(k)
         worker = Worker(model, num_blocks=128, block_size=4, controller=controller, device_steps=device)
         self.router, self.kinds = WorkerClient(worker), list[StepKind]()
         self.drafts: dict[int, list[list[int]]] = {}
@@ -137,3 +138,21 @@ def test_a_released_adapter_drafts_what_it_drafts_on_the_host(form: str, tiny_pa
     assert found[0] == found[1]
     assert watched.kinds
     assert max(len(drafts) for drafts in watched.drafts[1]) == 3
+
+
+def test_on_the_device_drafts_and_verification_take_turns(tiny_path: Path, tmp_path: Path) -> None:
+    adapter = released_adapter(tmp_path / "adapter", tiny_path, rank=8)
+    model = load_model(tiny_path, dtype="float32", num_threads=1, adapters={"released": f"uno:{adapter}"})
+    texts = []
+    for layout in (DraftLayout.turns(3), DraftLayout.plain()):
+        watched = Watched(model, device=True, controller=FixedLayout(lambda room, layout=layout: layout))
+        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+            watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter="released")
+        watched.run()
+        texts.append([ran.tokens for ran in watched.router.sequences.values()])
+        layouts = [kind.layout for kind in watched.kinds]
+        if layout.in_turns:
+            assert {DraftLayout(0, (3,)), DraftLayout(3, (0, 0, 0, 0))} <= set(layouts)
+            assert not any(one.num_drafts and one.num_masks for one in layouts)
+            assert max(len(drafts) for drafts in watched.drafts[1]) == 3
+    assert texts[0] == texts[1]

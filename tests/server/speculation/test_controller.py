@@ -622,3 +622,35 @@ def test_a_worker_whose_controller_naps_looks_nothing_up(controller: FixedLayout
     )
     sequence = router.generate([70, 71, 72, 70, 71, 72, 70, 71], max_tokens=40)
     assert (sum(sequence.accepted) > 0) is not isinstance(controller, Napping)
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_drafts_and_verification_in_turns_yield_what_dice_say(k: int) -> None:
+    chances = (0.8,) * 7
+    found = LayoutYield.of(DraftLayout.turns(k), chances)
+    reached = sum(0.8**j for j in range(1, k + 1))
+    assert (found.tokens, found.chain_rows, found.mask_rows) == pytest.approx((1 + reached / 2, 1 + k / 2, k / 2))
+    assert (found.tokens, found.chain_rows, found.mask_rows) == pytest.approx(
+        simulated(DraftLayout.turns(k), chances, 40_000), rel=0.03
+    )
+    assert sorted(found.steps) == [(pytest.approx(0.5), 1, k), (pytest.approx(0.5), 1 + k, 0)]
+
+
+@pytest.mark.parametrize(("per_row", "in_turns"), [(0.0, False), (0.001, False), (0.02, True), (1.0, False)])
+def test_drafts_and_verification_take_turns_where_rows_are_dear(per_row: float, in_turns: bool) -> None:
+    def layout_of(*, may_take_turns: bool) -> DraftLayout:
+        shape = AcceptanceShape((0.85,) * 7, 7, may_take_turns=may_take_turns)
+        one = DraftLimits(1, 7, 7, ROOM_ENOUGH, acceptance=Acceptance(shape))
+        return settled(SpeculationController(Machine(1.0, per_row)), [one] * 4)[0]
+
+    assert layout_of(may_take_turns=True).in_turns == in_turns
+    assert not layout_of(may_take_turns=False).in_turns
+    assert (layout_of(may_take_turns=True) == DraftLayout.plain()) == (per_row == 1.0)
+
+
+def test_a_sequence_whose_turn_it_is_to_verify_lays_out_no_masks() -> None:
+    turns = DraftLayout.turns(4)
+    assert room(num_drafts=0).fit(turns) == DraftLayout(0, (4,))
+    assert room(num_drafts=0, num_left=5).fit(turns) == DraftLayout(0, (3,))
+    assert room(num_drafts=4).fit(turns) == DraftLayout(4, (0,) * 5)
+    assert room(num_drafts=2).fit(turns) == DraftLayout(2, (0,) * 3)
