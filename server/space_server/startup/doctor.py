@@ -316,7 +316,7 @@ def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: Asked
         section.check_base(checkpoint.name, checkpoint.weights_sha256)
         gated = Adapter.read(name, folder, section, spec).gated
         sizes = f"rank {gated.rank} on {len(gated.pairs)} linears, {gated.num_masks} masks"
-        found.append(Finding("adapter", "ok", f"{name}: {_kind(section)}; {sizes}"))
+        found.append(Finding("model", "ok", f"--adapter {name}: {_kind(section)}; {sizes}"))
     return found
 
 

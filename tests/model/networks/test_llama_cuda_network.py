@@ -20,7 +20,7 @@ from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.llama_parts import LlamaSource
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_model.testing import released_adapter, tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -182,6 +182,18 @@ def test_adapters_act_on_mask_rows_as_on_a_cpu(llama: Path, tmp_path: Path, monk
     own = run(fused, PREFILL, [Segment(s.ids, s.start, s.pages, s.layout) for s in steps[1]])
     assert torch.equal(found[:10], own[:10])  # chain rows
     assert not torch.allclose(found[10:], own[10:], atol=1e-3)
+
+
+def test_a_released_adapter_s_masks_read_as_on_a_cpu(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = {"fast": f"uno:{released_adapter(tmp_path, llama, rank=8)}"}
+    fused = load_on(ops_for("cpu"), llama, monkeypatch, adapters)
+    steps = (PREFILL, [Segment(ids_of(2, 3), 21, [5, 1, 2], DraftLayout(2, (3, 1, 2)), 0)])
+    found = run(fused, *steps)
+    torch.testing.assert_close(
+        found, run(load.load_model(llama, dtype="float32", adapters=adapters), *steps), atol=2e-5, rtol=0
+    )
 
 
 class NothingAsked(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.tensor_parallel import Share, check_ranks
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_model.testing import released_adapter, tiny_adapter, tiny_checkpoint
 from torch import Tensor
 
 
@@ -185,6 +185,13 @@ def test_a_gated_adapter_is_cut_as_the_linears_it_adds_to(
     if not compact:
         monkeypatch.setattr(LlamaNetwork, "fits", lambda config, dtype: False)
     said, _ = said_in_parts(path, 2, adapter=0, dtype="float32", adapters=adapters)
+    assert_the_same(said, wanted)
+
+
+def test_a_released_adapter_is_cut_as_the_linears_it_adds_to(llama: Path, tmp_path: Path) -> None:
+    adapters = {"code": f"uno:{released_adapter(tmp_path, llama, rank=8)}"}
+    wanted = say(load_model(llama, dtype="float32", adapters=adapters), IDS, adapter=0)
+    said, _ = said_in_parts(llama, 2, adapter=0, dtype="float32", adapters=adapters)
     assert_the_same(said, wanted)
 
 

@@ -221,10 +221,11 @@ def test_a_released_adapter_is_named_by_its_format(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", num_masks=0, num_layers=2)
     uno, idlm = (released_adapter(tmp_path / form, base, rank=8) for form in ("uno", "i-dlm"))
     words = ["--model", str(base), "--adapter", f"a=uno:{uno}", "--adapter", f"b=i-dlm:{idlm}"]
-    findings = [finding for finding in examine(parse([*LISTEN, *words])) if finding.part == "adapter"]
+    findings = [finding for finding in examine(parse([*LISTEN, *words])) if finding.fact.startswith("--adapter")]
+    assert {finding.part for finding in findings} == {"model"}
     assert [finding.fact for finding in findings] == [
-        "a: an adapter that drafts, in Uno's format (masks read noise ids); rank 8 on 14 linears, 7 masks",
-        "b: an adapter that drafts, in I-DLM's format (masks read one id); rank 8 on 14 linears, 3 masks",
+        "--adapter a: an adapter that drafts, in Uno's format (masks read noise ids); rank 8 on 14 linears, 7 masks",
+        "--adapter b: an adapter that drafts, in I-DLM's format (masks read one id); rank 8 on 14 linears, 3 masks",
     ]
     (failure,) = failures("--model", str(base), "--adapter", f"a={uno}")
     assert "or is said to be one of Uno or I-DLM" in failure.fact

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection, UnsupportedModel
-from space_model.testing import tiny_checkpoint
+from space_model.testing import released_adapter, tiny_checkpoint
 from space_train.data.examples import Example
 from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows
 from space_train.data.train_batch import Texts
@@ -23,6 +23,7 @@ from space_train.reports import write_report
 from space_train.run_folder import STATE_FILE, fingerprint, load_checkpoint, save_atomically
 from space_train.session import load_base
 from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
+from space_train.training.checkpoint import OwnMasks
 from torch.nn import functional
 
 
@@ -116,6 +117,14 @@ def test_a_head_is_trained_on_an_adapter_of_any_rank_which_it_leaves_as_it_is(tm
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor)
     assert load_model(folder).facts.adapters[0].has_draft_head
+
+
+def test_a_released_adapter_is_not_trained_further(base: Path, tmp_path: Path) -> None:
+    adapter = released_adapter(tmp_path / "uno", base, rank=8)
+    section = {"base": str(base), "adapter": ".", "adapter_format": "uno"}
+    (adapter / "config.json").write_text(json.dumps({"space": section}), encoding="utf-8")
+    with pytest.raises(InvalidPlan, match="has an adapter of uno, which is served and not trained further"):
+        OwnMasks.read(Checkpoint.open(adapter), tiny_plan(Method.GATED_LORA), hidden_size=64, vocab_size=128)
 
 
 def test_a_head_needs_masks_and_as_many_as_there_are(base: Path, space: Path, tmp_path: Path) -> None:
