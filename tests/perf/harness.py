@@ -114,6 +114,7 @@ MEASUREMENTS: Mapping[str, tuple[str, str]] = {
     "overhead": ("perf.overhead", "what mask rows cost, and the batch at which each draft layout stops paying"),
     "host-time": ("perf.host_time", "what a step of the worker takes besides model computation, by part"),
     "matmul": ("perf.matmul", "the CPU's matmul of few rows, beside memory's speed and torch's own"),
+    "sampling": ("perf.sampling", "sampling and log-probabilities of rows on the CPU, compiled and by torch"),
     "memory": ("perf.memory", "what SPACE takes in memory, beside a server with a draft model"),
     "edge": ("perf.edge", "one core and 1 GiB: whether all texts are exact, and what the server takes"),
     "scheduler": ("perf.scheduler", "what a step costs the router, by queued requests and by pages"),

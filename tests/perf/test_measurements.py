@@ -26,7 +26,7 @@ from space_model.space_model import SpaceModel
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_train.estimate import SHAPES
 
-from perf import edge, matmul, overhead, scheduler
+from perf import edge, matmul, overhead, sampling, scheduler
 from perf.edge import ROUTERS_SHARE, Held, MemoryWatch, Visit, confined, installed, problems
 from perf.harness import MEASUREMENTS, TAILS, PerfError, Report, main, parser, table, take_turns
 from perf.host_time import PARTS, Cell, run_cell
@@ -261,6 +261,15 @@ def test_without_compiled_operations_there_is_nothing_to_measure(
     assert main(["matmul"]) == 2
     assert "no compiled operations" in capsys.readouterr().err
     cpu_library.cpu_library.cache_clear()
+
+
+def test_sampling_is_measured_compiled_and_by_torch(tmp_path: Path) -> None:
+    flags = ["sampling", "--rows", "1,3", "--vocabulary", "64", "--rounds", "2", "--out", str(tmp_path)]
+    assert main(flags) == 0
+    record = json.loads((tmp_path / "sampling.json").read_text())
+    measured = {(row["what"], row["rows"]) for row in record["rows"]}
+    assert measured == {(what, count) for count in (1, 3) for what in sampling.subjects(1)}
+    assert all(row["ratio"] > 0 for row in record["rows"])
 
 
 @pytest.mark.parametrize("shape", ["64", "64x", "0x8", "8x7", "axb"])
