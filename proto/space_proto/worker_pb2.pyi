@@ -655,6 +655,7 @@ class Hello(_message.Message):
     STEP_COST_REASON_FIELD_NUMBER: _builtins.int
     LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
+    MASK_FORMAT_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -699,6 +700,8 @@ class Hello(_message.Message):
     """drafts come from masks, where there are some: Admit.num_forced_drafts can be set"""
     instruction_set: _builtins.str
     """of the products, such as amx_bf16 or sm_90: with others the last bits of a text's probabilities differ; "": the worker does not say"""
+    mask_format: _builtins.str
+    """of the checkpoint's own adapter: space, uno or i-dlm; "": it has none"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""
@@ -744,10 +747,11 @@ class Hello(_message.Message):
         step_cost_reason: _builtins.str = ...,
         lays_out_masks: _builtins.bool = ...,
         instruction_set: _builtins.str = ...,
+        mask_format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,22 +766,26 @@ class Adapter(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     NUM_MASKS_FIELD_NUMBER: _builtins.int
     HAS_DRAFT_HEAD_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """as Admit names it"""
     num_masks: _builtins.int
     """mask tokens of its own"""
     has_draft_head: _builtins.bool
     """its drafts are rescored one after the other"""
+    format: _builtins.str
+    """space, uno or i-dlm: what its masks read"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         num_masks: _builtins.int = ...,
         has_draft_head: _builtins.bool = ...,
+        format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_draft_head", b"has_draft_head", "name", b"name", "num_masks", b"num_masks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "has_draft_head", b"has_draft_head", "name", b"name", "num_masks", b"num_masks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,7 @@ from space_model.geometry.forward_batch import GatedRows
 from space_model.heads import BaseSpec, DraftHeadWeights, load_draft_head
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import AdapterFacts
-from space_model.released_adapters import MaskInputs
+from space_model.released_adapters import AdapterFormat, MaskInputs
 
 FORMAT = "space-gated-lora-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
@@ -279,13 +279,9 @@ class Adapter:
 
     @property
     def facts(self) -> AdapterFacts:
-        return AdapterFacts(
-            self.name,
-            self.gated.num_masks,
-            self.draft_head is not None,
-            self.acceptance,
-            may_take_turns=self.gated.mask_inputs is not None,
-        )
+        inputs = self.gated.mask_inputs
+        form = AdapterFormat.SPACE if inputs is None else inputs.format
+        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance, str(form))
 
     def embedded(self, model: PreTrainedModel, ids: Sequence[int], entry: Tensor) -> Adapter:
         """Return this with the inputs of its masks (GatedLora.embedded); errors name the adapter."""

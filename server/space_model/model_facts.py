@@ -26,7 +26,12 @@ class AdapterFacts:
     num_masks: int
     has_draft_head: bool
     acceptance: tuple[float, ...] = ()  # as in ModelFacts
-    may_take_turns: bool = False  # the cost model may draft in one step and verify in the next, as its format does
+    format: str = "space"  # one of released_adapters.AdapterFormat
+
+    @property
+    def may_take_turns(self) -> bool:
+        """Return whether the cost model may draft in one step and verify in the next, as released formats do."""
+        return self.format != "space"
 
 
 @dataclass(frozen=True)

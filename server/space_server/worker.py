@@ -162,8 +162,14 @@ class Worker:
             synthetic_acceptance=self.synthetic.chances if self.synthetic is not None else (),
             step_cost_source=self.cost.origin.source,
             step_cost_reason=self.cost.origin.reason,
+            mask_format=next((adapter.format for adapter in facts.adapters if not adapter.name), ""),
             adapters=[
-                pb.Adapter(name=adapter.name, num_masks=adapter.num_masks, has_draft_head=adapter.has_draft_head)
+                pb.Adapter(
+                    name=adapter.name,
+                    num_masks=adapter.num_masks,
+                    has_draft_head=adapter.has_draft_head,
+                    format=adapter.format,
+                )
                 for adapter in facts.adapters
                 if adapter.name
             ],

@@ -11,7 +11,7 @@ from doubles.worker import PROMPTS, ScriptedDrafts, ScriptedModel
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter
+from space_model.testing import released_adapter, tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
@@ -99,10 +99,13 @@ def test_an_unknown_adapter_fails_that_sequence_alone() -> None:
 def test_hello_lists_the_adapters_that_can_be_named(tiny_path: Path, tmp_path: Path) -> None:
     own = tiny_adapter(tmp_path / "own", tiny_path, num_masks=2)
     other = tiny_adapter(tmp_path / "other", tiny_path, num_masks=5, draft_head=False)
-    model = load_model(own, dtype="float32", num_threads=1, adapters={"other": other})
+    uno = f"uno:{released_adapter(tmp_path / 'uno', tiny_path, rank=4)}"
+    model = load_model(own, dtype="float32", num_threads=1, adapters={"other": other, "fast": uno})
     hello = Worker(model, num_blocks=64, block_size=4).hello("life 1")
-    assert (hello.num_masks, list(hello.mask_ids), hello.max_draft_length, hello.has_draft_head) == (2, [], 5, True)
-    assert [(a.name, a.num_masks, a.has_draft_head) for a in hello.adapters] == [("other", 5, False)]
+    assert (hello.num_masks, list(hello.mask_ids), hello.max_draft_length, hello.has_draft_head) == (2, [], 7, True)
+    found = [(a.name, a.num_masks, a.has_draft_head, a.format) for a in hello.adapters]
+    assert found == [("other", 5, False, "space"), ("fast", 7, False, "uno")]
+    assert hello.mask_format == "space"
     router = WorkerClient(Worker(model, num_blocks=64, block_size=4, controller=FixedLayout.full(5)))
     numbers = [router.admit([70, 71], max_tokens=12, adapter=name) for name in ("", "other")]
     router.run()

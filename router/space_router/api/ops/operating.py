@@ -97,13 +97,15 @@ class Cancelled(ResponseModel):
 
 
 class SpeculationInfo(ResponseModel):
-    """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be."""
+    """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be.
+    `mask_format`: of the model's own adapter: space, uno or i-dlm; null: it has none."""
 
     default: str
     max_draft_length: Count | None
     num_masks: Count | None
     max_request: Count | None
     draft_head: bool | None
+    mask_format: str | None
 
 
 class StepCostsInfo(ResponseModel):
@@ -146,6 +148,7 @@ class Info(ResponseModel):
     synthetic_acceptance: list[float] | None
     model_fallback: str | None
     adapters: list[str]
+    adapter_formats: dict[str, str]
     eos_token_ids: list[int] | None
     turn_end_token_ids: list[int]
     chat_template: bool
@@ -351,11 +354,13 @@ def describe(service: Service) -> dict[str, Any]:
             "num_masks": None if facts is None else facts.num_masks,
             "max_request": None if facts is None else max_forced_drafts(config, facts),
             "draft_head": None if facts is None else facts.has_draft_head,
+            "mask_format": None if facts is None else facts.mask_format or None,
         },
         "step_costs": step_costs,
         "synthetic_acceptance": (list(facts.synthetic_acceptance) or None) if facts is not None else None,
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
+        "adapter_formats": {} if facts is None else dict(zip(facts.adapters, facts.adapter_formats, strict=False)),
         "eos_token_ids": None if facts is None else list(facts.eos_ids),  # end any text
         "turn_end_token_ids": list(service.text.turn_end_ids),  # also end an assistant turn
         "chat_template": service.text.chat_template is not None,

@@ -37,6 +37,8 @@ class WorkerModelFacts:
     instruction_set: str = ""  # of the products, such as amx_bf16 or sm_90; "": the worker does not say
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
     adapter_masks: tuple[int, ...] = ()  # masks of each
+    adapter_formats: tuple[str, ...] = ()  # of each: space, uno or i-dlm; "": the worker does not say
+    mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
@@ -82,8 +84,11 @@ class WorkerModelFacts:
 
     @classmethod
     def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:
-        values = {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name != "adapter_masks"}
-        values["adapter_masks"] = tuple(adapter.num_masks for adapter in hello.adapters)
+        of_each = {
+            "adapter_masks": tuple(adapter.num_masks for adapter in hello.adapters),
+            "adapter_formats": tuple(adapter.format for adapter in hello.adapters),
+        }
+        values = of_each | {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name not in of_each}
         lists = {name: tuple(values[name]) for name in ("mask_ids", "eos_ids", "synthetic_acceptance")}
         return cls(**{**values, **lists, "adapters": tuple(adapter.name for adapter in hello.adapters)})
 

@@ -65,7 +65,10 @@ async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
         assert (await router.client.get("/v1/models/prose")).json() == prose
         missing = (await router.client.get("/v1/models/verse")).json()["error"]
         assert missing["message"].endswith("`tiny`, `code` and `prose` are.")
-        assert (await router.client.get("/info")).json()["adapters"] == ["code", "prose"]
+        info = (await router.client.get("/info")).json()
+        assert info["adapters"] == ["code", "prose"]
+        assert info["adapter_formats"] == {"code": "space", "prose": "space"}
+        assert info["speculation"]["mask_format"] is None
 
 
 TGI_INFO = {
@@ -86,6 +89,7 @@ async def test_info_says_what_runs(router: Any) -> None:
         "num_masks": 3,
         "max_request": 3,
         "draft_head": False,
+        "mask_format": None,
     }
     assert (await router.client.get("/version")).json()["version"] == info["version"]
     assert (await router.client.get("/load")).json()["num_running"] == 0

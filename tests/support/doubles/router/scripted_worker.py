@@ -245,7 +245,9 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         attention="none", instruction_set=script.instruction_set,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
-        adapters=[worker_pb2.Adapter(name=name, num_masks=script.draft_length) for name in script.adapters],
+        adapters=[
+            worker_pb2.Adapter(name=name, num_masks=script.draft_length, format="space") for name in script.adapters
+        ],
     )  # fmt: skip
 
 
