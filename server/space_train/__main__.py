@@ -27,6 +27,8 @@ from space_train.train_plan import (
 )
 from space_train.training.published_options import options_table
 
+BY_BUDGET = -1  # --own-data without a number
+
 DESCRIPTION = """\
 Turn a causal language model into a SPACE model: one that drafts for itself. The result is a folder that
 `spaceserve serve --model OUT/model` loads as it is.
@@ -39,7 +41,8 @@ Turn a causal language model into a SPACE model: one that drafts for itself. The
 
 Examples
 
-  spaceserve train --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/qwen
+  spaceserve train --model Qwen/Qwen3-0.6B --own-data --minutes 60 --out runs/qwen
+  spaceserve train --model Qwen/Qwen3-0.6B --data chats.jsonl --out runs/chats
   spaceserve train --model BASE --data chats.jsonl --self-generate 2000 --out runs/own
   spaceserve train --model BASE --data alpaca.json --preset paper --out runs/paper
   spaceserve train --model published-space --data chats.jsonl --method head --minutes 30 --out runs/head
@@ -48,6 +51,12 @@ Examples
 
 Data: JSON lines or JSON in the forms of alpaca, ShareGPT, OpenAI messages, prompt/completion or text; a text file, a
 folder of them, or the id of a dataset on the Hugging Face hub. Only answers are learnt, plain text whole.
+
+Without data: with --own-data the model writes all texts, over a frozen base (gated-lora, head). It writes user turns
+behind its chat template's header and answers them; other prompts are topics of ours, and signatures and docstrings of
+the installed Python packages. A model without a chat template goes on with code, with docstrings, and from the start
+of a text. Left out are duplicates, loops, empty answers and user turns without an end; answers that are cut at
+--self-generate-tokens are kept. OUT keeps prompts and texts: a run that was killed goes on with the same ones.
 
 Figures, on held-out records: mask_1 … mask_k, head_1 … head_k are the share of places at which draft 1 … k, without
 and with the draft head, is the model's own most likely token, given that the drafts before it are right;
@@ -76,14 +85,36 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, help="folder or hub id of the model, or demo")
-    add("--data", required=True, nargs="+", help="file, folder or dataset id; several are put together")
+    add("--data", nargs="+", help="file, folder or dataset id; several are put together")
+    add(
+        "--own-data",
+        nargs="?",
+        type=int,
+        const=BY_BUDGET,
+        metavar="N",
+        help="instead of --data: N prompts that the model answers itself (default: a third of --minutes or --flops, "
+        "what --steps or --tokens read four times, else 2000)",
+    )
+    add(
+        "--decontaminate",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="prompts of an evaluation, JSON lines or text: no text that shares 13 words in a row with them is trained "
+        "on",
+    )
     add("--out", type=Path, required=True, help="folder of the run; the checkpoint is written to OUT/model")
     add("--method", choices=[m.value for m in Method], help=f"what is trained (default: {own.method.value})")
     add("--preset", choices=["paper"], help="the published recipe; other flags may change parts of it")
     add("--split", default="train", help="of a dataset (default: train)")
     add("--template", help="chat template: a name or a .jinja file (default: the tokenizer's own); OUT/model keeps it")
     add("--limit", type=int, help="only so many records (default: all)")
-    add("--held-out-share", type=float, default=0.02, help="of the records, for the figures (default: 0.02)")
+    add(
+        "--held-out-share",
+        type=float,
+        default=0.02,
+        help="of the records, or of its own texts, for the figures (default: 0.02)",
+    )
     add("--restart", action="store_true", help="forget the run that OUT holds, but not own texts that fit")
 
     add = parser.add_argument_group("how long (the first that is used up; default: 2 epochs)").add_argument
@@ -130,9 +161,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--focal", action="store_true", default=None, help="weigh a mask by its own chance that it is reached")
     add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
-    add("--self-generate", type=int, default=0, help="texts the model writes itself to learn from (default: 0)")
-    add("--self-generate-tokens", type=int, default=256, help="ids of each (default: 256)")
-    add("--own-share", type=float, help="of the rows that are its own texts (default: 0.5; less if they are few)")
+    add("--self-generate", type=int, default=0, help="prompts of --data that the model continues itself (default: 0)")
+    add("--self-generate-tokens", type=int, default=256, help="ids of each, or of each answer (default: 256)")
+    add(
+        "--own-share",
+        type=float,
+        help="of the rows that are its own texts, beside --data (default: 0.5; less if they are few)",
+    )
 
     add = parser.add_argument_group("draft head").add_argument
     add("--head", choices=[h.value for h in HeadForm], help=f"its form (default: {own.head.value})")
@@ -199,6 +234,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         given |= {"head": HeadForm.NONE}
     limits = {name: getattr(options, name) for name in ("epochs", "steps", "minutes", "tokens", "flops")}
     limits = {name: value for name, value in limits.items() if value is not None}
+    check_source(options)
     if options.own_share is not None and not 0 < options.own_share <= 1:
         raise InvalidPlan(
             f"--own-share must be above 0 and at most 1; got {options.own_share:g}. For no texts of its own leave "
@@ -213,6 +249,23 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         except ValueError as error:
             raise InvalidPlan(str(error)) from error
     return replace(plan, **given)
+
+
+def check_source(options: argparse.Namespace) -> None:
+    """Raise InvalidPlan unless the options name one source of texts."""
+    if (options.data is None) == (options.own_data is None):
+        given = "are both given: leave one out" if options.data else "are both missing: give one"
+        raise InvalidPlan(
+            f"--data and --own-data {given}. --data FILE trains on texts that you have, --own-data on texts that the "
+            "model writes itself."
+        )
+    if options.own_data is None:
+        return
+    if options.own_data < 1 and options.own_data != BY_BUDGET:
+        raise InvalidPlan(f"--own-data must be at least 1; got {options.own_data}.")
+    for name, value in (("--self-generate", options.self_generate), ("--own-share", options.own_share)):
+        if value:
+            raise InvalidPlan(f"{name} is of --data: with --own-data all texts are the model's own. Leave it out.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

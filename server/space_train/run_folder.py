@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from space_model.checkpoint.checkpoint import PARTIAL, REPLACED, Checkpoint
 
-from space_train.data.rows import MixedRows, RowSource
+from space_train.data.rows import MixedRows
 from space_train.train_plan import InvalidPlan, TrainPlan
 
 Measures = dict[str, float]
@@ -23,7 +23,9 @@ MODEL = "model"
 MODELS = (MODEL, MODEL + PARTIAL, MODEL + REPLACED)
 REPORT = "run.json"
 OWN_TEXT_FILE, LEDGER = "own_texts.jsonl", "own_texts.cost.json"
-WRITTEN = (*MODELS, OWN_TEXT_FILE, LEDGER, "tensorboard", "run.md", "run.png", REPORT, STATE_FILE)
+OWN_PROMPTS, OWN_USER_TURNS = "own_prompts.json", "own_user_turns.jsonl"
+OWN_FILES = (OWN_TEXT_FILE, LEDGER, OWN_PROMPTS, OWN_USER_TURNS)
+WRITTEN = (*MODELS, *OWN_FILES, "tensorboard", "run.md", "run.png", REPORT, STATE_FILE)
 """Files that a run writes and `--restart` deletes; those that mark the folder as a run's come last."""
 
 
@@ -90,15 +92,9 @@ def identity_of(plan: TrainPlan, checkpoint: Checkpoint, data: MixedRows, mask_i
     }
 
 
-def inputs_of(plan: TrainPlan, checkpoint: Checkpoint, data: RowSource, own_texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `identity_of` that is known before the model's own texts exist, and the options `own_texts` of
-    their generation."""
-    return {
-        **plan.as_json(),
-        **own_texts,
-        **_model_identity(checkpoint),
-        "text of --data": data.digest().hex()[:12],
-    }
+def inputs_of(plan: TrainPlan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the part of `identity_of` that does not depend on texts."""
+    return {**plan.as_json(), **_model_identity(checkpoint)}
 
 
 def _model_identity(checkpoint: Checkpoint) -> dict[str, str]:

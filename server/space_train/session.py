@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +24,10 @@ from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from space_train.data.examples import Example, pad_id, read_examples
+from space_train.data.decontamination import EvaluationTexts
+from space_train.data.examples import Example, pad_id
 from space_train.data.records import UnusableTokenizer
-from space_train.data.rows import MixedRows, PackedExamples, RowStream, with_own_texts
+from space_train.data.rows import MixedRows, PackedExamples
 from space_train.data.train_batch import Texts
 from space_train.disk_space import check_disk
 from space_train.estimate import check_fits, does_not_fit, fitted, gpu_memory, parts_on_cpu, shape_of
@@ -34,7 +35,6 @@ from space_train.networks.trainee import check_is_trainable
 from space_train.reports import write_report
 from space_train.run_folder import (
     LEDGER,
-    OWN_TEXT_FILE,
     check_goes_on,
     check_may_write,
     forget,
@@ -42,8 +42,8 @@ from space_train.run_folder import (
     inputs_of,
     kept_parts,
 )
-from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
-from space_train.train_plan import Anchors, InvalidPlan, Method, TrainPlan
+from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextsOf, TextSource
+from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
 from space_train.training.trainer import TrainResult, on_cpu, train
 
@@ -88,42 +88,24 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
     if options.mask_ids:
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
-    loaded = read_examples(
-        options.data,
-        tokenizer,
-        split=options.split,
-        template=options.template,
-        limit=options.limit,
-        max_length=plan.length,
-        held_out_share=options.held_out_share,
-        vocab_size=vocab_size,
-        end_ids=checkpoint.eos_ids(vocab_size),
-        mask_ids=options.mask_ids or section.get("mask_token_ids") or (),
-        quiet=not processes.is_main_process,
-    )
+    fill = pad_id(tokenizer, vocab_size)
+    of = TextsOf(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process)
+    texts = text_source(of, plan, options.mask_ids or section.get("mask_token_ids") or ())
     # The server must use the chat template of the training data.
-    has_own = loaded.report.has_conversations and (options.template or not tokenizer.chat_template)
+    has_own = texts.template is not None and (options.template or not tokenizer.chat_template)
     if has_own and checkpoint.gguf is not None and not plan.trains_base:
         raise InvalidPlan(
             f"The chat template of {checkpoint.name} is in the GGUF file, and no other can be written beside it. "
             f"Train a converted copy: spaceserve convert {checkpoint.gguf.path} NEW_FOLDER"
         )
-    fill = pad_id(tokenizer, vocab_size)
-    asked = own_prompts(options, plan, loaded.examples)
-    rows, length = packed(loaded.examples, plan, fill), plan.length
-    plan = fitted_rows(plan, rows, asked, options.self_generate_tokens)
-    if plan.length != length:
-        rows = packed(loaded.examples, plan, fill)
+    plan = texts.fit(plan)
     chosen = options.accumulate is not None
     if not chosen and not options.restart and (parts := kept_parts(out)):  # so that a resumed run computes the same
         plan, chosen = replace(plan, accumulate=parts), True
     plan, note = in_memory(plan, checkpoint, processes.num_processes, is_chosen=chosen, resumes=holds_state(out))
     if note and processes.is_main_process:
         print(note, file=sys.stderr, flush=True)
-    own_texts = {"self_generate": len(asked)}
-    if asked:
-        own_texts |= {"self_generate_tokens": options.self_generate_tokens, "own_share": options.own_share}
-    inputs = inputs_of(plan, checkpoint, rows, own_texts)
+    inputs = inputs_of(plan, checkpoint) | texts.inputs()
     if options.mask_ids:
         inputs["mask ids"] = (options.mask_ids * plan.num_masks)[: plan.num_masks]
     if not options.restart:
@@ -134,22 +116,22 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
     model = load_base(checkpoint, plan)
     out.mkdir(parents=True, exist_ok=True)
     if options.restart and processes.is_main_process:
-        forget(out, but=(OWN_TEXT_FILE, LEDGER) if asked else ())
+        forget(out, but=texts.keeps())
     processes.wait_for_everyone()
-    streams, before = [RowStream(rows, 1.0)], dict[str, float]()
+    before = dict[str, float]()
     startup_seconds = time.monotonic() - started  # writing own texts is counted by its ledger
-    if asked:
+    if texts.num_written:
         if processes.is_main_process:
-            write_own(options, checkpoint, asked)
+            texts.write(plan)
         processes.wait_for_everyone()
-        own, before = own_examples(out / OWN_TEXT_FILE, asked), own_cost(out, model)
-        streams = with_own_texts(rows, packed(own, plan, fill), options.own_share)
+        before = own_cost(out, model)
+    streams, held_out_examples = texts.streams(plan)
     data = MixedRows(streams, plan.seed)
-    if len(data.streams) > 1 and processes.is_main_process:
+    if texts.num_written and processes.is_main_process:
         print(f"rows: {data}.", file=sys.stderr, flush=True)
     held_out = None
-    if loaded.held_out:
-        held_out = held_out_rows(loaded.held_out, plan, fill, rows_per_evaluation(plan, len(data)))
+    if held_out_examples:
+        held_out = held_out_rows(held_out_examples, plan, fill, rows_per_evaluation(plan, len(data)))
     try:
         result = train(
             model,
@@ -161,7 +143,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
             given_mask_ids=options.mask_ids,
             held_out=held_out,
             dtype=getattr(torch, options.weights),
-            chat_template=loaded.report.template if has_own else None,
+            chat_template=texts.template if has_own else None,
             before=before,
             inputs=inputs,
             startup_seconds=startup_seconds,
@@ -266,11 +248,6 @@ def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
-def packed(examples: list[Example], plan: TrainPlan, fill: int) -> PackedExamples:
-    """Pack examples into rows as the plan sets."""
-    return PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=fill, pack=plan.pack)
-
-
 def rows_per_evaluation(plan: TrainPlan, epoch: int) -> int:
     """Return the held-out rows per evaluation, limited so that a short run does not spend most of its time on them.
     `epoch`: rows of one epoch. A budget in minutes or operations cannot be converted to rows in advance."""
@@ -289,43 +266,16 @@ def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
 
 
-def own_prompts(options: argparse.Namespace, plan: TrainPlan, examples: list[Example]) -> list[list[int]]:
-    """Return the prompts that the model continues itself; none without --self-generate."""
-    if not options.self_generate:
-        return []
-    most = plan.length - options.self_generate_tokens
-    if most < 1:
-        raise InvalidPlan(f"--self-generate-tokens must be below --length, {plan.length}.")
-    return prompts_of(examples, options.self_generate, longest=most, seed=plan.seed)
-
-
-def fitted_rows(plan: TrainPlan, data: PackedExamples, prompts: list[list[int]], num_new: int) -> TrainPlan:
-    """Return the plan with rows as long as the fullest one at most, and with no more anchors than any row has places:
-    short data is not padded, and no mask is trained twice. `prompts`: of own texts, which get `num_new` ids each."""
-    num_own = sum(len(prompt) + num_new for prompt in prompts)
-    longest = max(data.longest, num_own, 2 * (plan.num_masks + 1) + 1)
-    length = min(plan.length, longest)
-    places = max(1, data.most_places, min(length, num_own))
-    if plan.anchors is Anchors.MANY:
-        plan = replace(plan, anchors_per_token=min(plan.anchors_per_token, places / length))
-    return replace(plan, length=length)
-
-
-def write_own(options: argparse.Namespace, checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
-    """Generate the model's own texts through a worker process, and record the cost."""
-    file: Path = options.out / OWN_TEXT_FILE
-    ledger = options.out / LEDGER
-    spent = json.loads(ledger.read_text()) if ledger.exists() else {"rows": 0, "seconds": 0.0}
-    if options.restart:
-        share = forget_others(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
-        spent = {name: share * value for name, value in spent.items()}
-        ledger.write_text(json.dumps(spent))
-    written = write_own_texts(checkpoint.home, prompts, max_tokens=options.self_generate_tokens, file=file)
-    spent = {"rows": spent["rows"] + written.counts.num_rows, "seconds": spent["seconds"] + written.seconds}
-    ledger.write_text(json.dumps(spent))
+def text_source(of: TextsOf, plan: TrainPlan, mask_ids: Sequence[int]) -> TextSource:
+    """Return the source that the options name."""
+    files, count = of.options.decontaminate, of.options.own_data
+    evaluation = EvaluationTexts.read(files) if files else None
+    if count is not None:
+        return OwnTextSource(of, plan, count if count > 0 else None, evaluation)
+    return DataTextSource.read(of, plan, mask_ids, evaluation)
 
 
 def own_cost(out: Path, model: PreTrainedModel) -> dict[str, float]:
     """Return the compute spent on the model's own texts, as counters of a run."""
-    spent = json.loads((out / LEDGER).read_text())
+    spent = Ledger(out / LEDGER).read()
     return {"flops": 2.0 * model.num_parameters() * spent["rows"], "seconds": spent["seconds"]}

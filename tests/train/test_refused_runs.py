@@ -35,7 +35,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
             stream.writelines(line + "\n" for line in lines if line not in there)
         return OwnTexts(tuple(texts), 0, ScribeCounts(num_rows=5), 0.1)
 
-    monkeypatch.setattr("space_train.session.write_own_texts", write)
+    monkeypatch.setattr("space_train.text_source.write_own_texts", write)
     return calls
 
 

@@ -449,7 +449,7 @@ def read_examples(
             admitted = _admitted(examples, max_length, document, set(mask_ids), report)
             if admitted:
                 found.append((hash_of(document.content), admitted))
-    examples, held_out = _parted(found, held_out_share)
+    examples, held_out = parted(found, held_out_share)
     report.num_examples, report.num_held_out = len(examples), len(held_out)
     report.num_tokens = sum(len(example.ids) for example in examples)
     report.num_learned = sum(example.num_learned for example in examples)
@@ -459,21 +459,24 @@ def read_examples(
     return LoadedExamples(examples, held_out, report)
 
 
-def _parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:
-    """Split into training and held-out examples: held-out records have a digest in the lowest `share` of all digests.
-    At least the record with the lowest digest is held out. Where all records are the same text, its end is held out; of
-    a text of one example, nothing."""
+def parted(found: Sequence[tuple[int, list[Example]]], share: float) -> tuple[list[Example], list[Example]]:
+    """Split into training and held-out examples: held-out records have a digest in the lowest `share` of all digests;
+    of few records the one with the lowest digest is held out. Copies of a record are held out together, or not at all
+    where they are more than the share. Where all records are the same text, its end is held out; of a text of one
+    example, nothing."""
     parts: tuple[list[Example], list[Example]] = ([], [])
-    digests = {digest for digest, _ in found}
-    if len(digests) == 1 and share:
+    copies = Counter(digest for digest, _ in found)
+    if len(copies) == 1 and share:
         for _, examples in found:
             border = len(examples) - math.ceil(share * len(examples)) if len(examples) > 1 else 1
             parts[0].extend(examples[:border])
             parts[1].extend(examples[border:])
         return parts
-    bound = max(share * 2**64, min(digests, default=0) + 1 if share else 0)
+    most = max(min(copies.values(), default=1), share * len(found))
+    few = [digest for digest, count in copies.items() if count <= most]
+    bound = max(share * 2**64, min(few, default=0) + 1 if share else 0)
     for digest, examples in found:
-        parts[digest < bound].extend(examples)
+        parts[digest < bound and copies[digest] <= most].extend(examples)
     return parts
 
 

@@ -67,6 +67,13 @@ def loop_loss(network: TrainNetwork, windows: Tensor, starts: Tensor, periods: T
 
 
 GRAM = 4  # length of a repeated n-gram, as in the measure of looping outputs
+LOOPING_FROM = 0.5  # share of repeated n-grams from which the measure calls an output looping
+
+
+def is_looping(ids: Sequence[int]) -> bool:
+    """Return whether at least LOOPING_FROM of a text's n-grams of GRAM ids occur before in it."""
+    grams = list(zip(*(ids[start:] for start in range(GRAM)), strict=False))
+    return bool(grams) and len(grams) - len(set(grams)) >= LOOPING_FROM * len(grams)
 
 
 @dataclass

@@ -15,8 +15,8 @@ import math
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,7 +318,23 @@ def write_own_texts(
     text in between, WorkerNotReady for a checkpoint that cannot be served, and OwnTextError for unusable prompts or
     an unusable file.
     """
-    asked = _asked(prompts, temperatures, seed)
+    options: dict[str, Any] = {"eos_stops": eos_stops, "banned_ids": banned_ids, "progress": progress, **worker}
+    return write_asked(checkpoint, _asked(prompts, temperatures, seed), max_tokens=max_tokens, file=file, **options)
+
+
+def write_asked(
+    checkpoint: Path | str,
+    asked: Sequence[Question],
+    *,
+    max_tokens: int,
+    eos_stops: bool = True,
+    banned_ids: Sequence[int] = (),
+    progress: bool = True,
+    what: str = "own texts",
+    file: Path,
+    **worker: object,
+) -> OwnTexts:
+    """Generate the text of every question, as `write_own_texts` does. `what`: names the texts in the progress."""
     if max_tokens < 1:
         raise OwnTextError(f"max_tokens must be at least 1; got {max_tokens}.")
     recipe = OwnTextRecipe(fingerprint(Checkpoint.open(checkpoint)), max_tokens, eos_stops, tuple(banned_ids))
@@ -330,7 +346,7 @@ def write_own_texts(
         todo = {question: UnfinishedText(*question) for question in asked if question not in kept}
         lines = ProgressLines(is_off=not progress or not todo)
         with contextlib.closing(lines):
-            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally))
+            _write_all(todo, own, flags, recipe, tally, _GenerationProgress(lines, len(todo), tally, what))
         texts = {text.question: text for text in own.texts}
     num_kept = sum(question in kept for question in asked)
     return OwnTexts(tuple(texts[question] for question in asked), num_kept, tally, time.monotonic() - started)
@@ -377,30 +393,41 @@ def prompts_of(
 class _GenerationProgress:
     """Shows how many texts are finished, the tokens per second of the current worker, and the time left."""
 
-    def __init__(self, lines: ProgressLines, num_texts: int, counts: ScribeCounts) -> None:
-        self._lines, self._num_texts, self._counts = lines, num_texts, counts
-        self._num_ended = self._num_ended_tokens = 0
+    def __init__(self, lines: ProgressLines, num_texts: int, counts: ScribeCounts, what: str) -> None:
+        self._lines, self._num_texts, self._counts, self._what = lines, num_texts, counts, what
+        self._num_ended, self._num_tokens, self._num_stopped = 0, 0, 0
         self._since, self._tokens_before = 0.0, counts.num_tokens
 
     def show_loading(self) -> None:
-        self._lines.show("own texts: loading the model", self._num_ended / self._num_texts)
+        self._lines.show(f"{self._what}: loading the model", self._num_ended / self._num_texts)
 
     def start_worker(self, now: float) -> None:
         """Measure the rate from `now` on, when a worker has loaded the model."""
         self._since, self._tokens_before = now, self._counts.num_tokens
 
-    def show(self, ended: Sequence[UnfinishedText], running: int, now: float, max_tokens: int) -> None:
-        """Show the progress after a step. `ended`: texts that it finished; `running`: ids of the unfinished ones."""
+    def show(self, ended: Sequence[UnfinishedText], unfinished: Collection[int], now: float, max_tokens: int) -> None:
+        """Show the progress after a step. `ended`: texts that it finished; `unfinished`: lengths of the others."""
         self._num_ended += len(ended)
-        self._num_ended_tokens += sum(len(text.output) for text in ended)
-        mean = self._num_ended_tokens / self._num_ended if self._num_ended else float(max_tokens)
-        written = self._num_ended_tokens + running
-        left = max(0.0, self._num_texts * mean - written)
+        self._num_tokens += sum(len(text.output) for text in ended)
+        self._num_stopped += sum(len(text.output) < max_tokens for text in ended)
+        written = self._num_tokens + sum(unfinished)
+        left = tokens_left(unfinished, max_tokens, self._num_stopped / max(1, written))
         rate = (self._counts.num_tokens - self._tokens_before) / max(now - self._since, 1e-9)
-        text = f"own texts: {self._num_ended} of {self._num_texts}, {rate:,.0f} tokens/s"
+        text = f"{self._what}: {self._num_ended} of {self._num_texts}, {rate:,.0f} tokens/s"
         if rate:
             text += f", about {duration(left / rate)} more"
         self._lines.show(text, written / max(1.0, written + left), is_due=self._num_ended == self._num_texts)
+
+
+def tokens_left(lengths: Collection[int], max_tokens: int, stops: float) -> float:
+    """Return the ids that unfinished texts of these `lengths` are expected to get, where each id ends its text with
+    probability `stops`. The mean length of those that have ended would be too short: short texts end first."""
+    mean = 1 / stops if stops else math.inf
+    counted = Counter(lengths)
+    return sum(
+        count * (mean * -math.expm1(-(max_tokens - length) / mean) if stops else max_tokens - length)
+        for length, count in counted.items()
+    )
 
 
 def _write_all(
@@ -422,8 +449,8 @@ def _write_all(
                 for text in ended:
                     own.append(text.finished)
                     del todo[text.finished.question]
-                running = sum(len(text.output) for text in todo.values())
-                progress.show(ended, running, time.monotonic(), recipe.max_tokens)
+                unfinished = [len(text.output) for text in todo.values()]
+                progress.show(ended, unfinished, time.monotonic(), recipe.max_tokens)
 
     num_left_at_loss = None
     while todo:

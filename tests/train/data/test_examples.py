@@ -419,3 +419,11 @@ def test_a_chat_begins_in_training_as_when_it_is_served(template: str | None, be
             assert (ids[0] == tokenizer.bos_token_id) == begins
             assert example.ids[: len(ids)] == ids
             assert example.learned[len(ids) - 1 : len(ids) + 1] == [False, True]
+
+
+def test_a_record_of_many_copies_is_not_held_out_whole(tmp_path: Path, tokenizer: Any) -> None:
+    for word in "abcdefgh":  # whichever has the lowest digest
+        found = read(tmp_path, [{"text": word}] * 50 + [{"text": "another"}], tokenizer, held_out_share=0.02)
+        assert (len(found.examples), len(found.held_out)) == (50, 1)
+    both = read(tmp_path, [{"text": "a"}] * 5 + [{"text": "b"}] * 5, tokenizer, held_out_share=0.02)
+    assert (len(both.examples), len(both.held_out)) == (5, 5)

@@ -1,0 +1,203 @@
+"""Training data without a data set: the model writes its prompts, where they do not come with the package, and answers.
+
+    prompts (journal) -> user turns -> filters -> answers -> filters -> examples
+
+Each stage depends only on the stages before it, which are kept in the folder of the run: a run that was killed goes on
+with the same texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from space_model.checkpoint.checkpoint import Checkpoint
+
+from space_train.data.decontamination import EvaluationTexts, word_grams
+from space_train.data.examples import Example
+from space_train.run_folder import OWN_PROMPTS, OWN_TEXT_FILE, OWN_USER_TURNS, fingerprint
+from space_train.self_generation.loops import is_looping
+from space_train.self_generation.prompts import OwnPrompt, PromptMaker, PromptSource
+from space_train.self_generation.self_generate import (
+    TEMPERATURES,
+    OwnText,
+    OwnTextRecipe,
+    Question,
+    keep_asked,
+    read_own_texts,
+    write_asked,
+)
+from space_train.train_plan import OwnTextError
+
+USER_TOKENS = 128  # ids of a user's turn at most; a longer one is dropped, because it did not end
+NEAR_GRAM, NEAR_SHARE = 5, 0.5
+"""A user's turn is a near-duplicate if more than this share of its n-grams of words is in the turns before it."""
+
+
+@dataclass(frozen=True)
+class OwnDataRecipe:
+    """What the prompts depend on, besides the installed packages."""
+
+    seed: int
+    longest: int  # ids of a prompt at most
+    max_tokens: int  # of an answer
+    template: str | None  # digest of the chat template
+
+    def is_of(self, journal: dict[str, Any], count: int | None) -> bool:
+        """Return whether `journal` has prompts of this recipe, and as many as asked for (None: any number)."""
+        return journal.get("recipe") == asdict(self) and count in (None, len(journal["prompts"]))
+
+
+def kept_prompts(out: Path, recipe: OwnDataRecipe, count: int | None) -> list[OwnPrompt] | None:
+    """Return the prompts of the journal in `out`, or None if it has none or was made otherwise."""
+    try:
+        journal = json.loads((out / OWN_PROMPTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not recipe.is_of(journal, count):
+        return None
+    return [OwnPrompt(PromptSource(kind), tuple(ids), heat, seed) for kind, ids, heat, seed in journal["prompts"]]
+
+
+class OwnData:
+    """The prompts of a run, and the texts in its folder `out` that continue them."""
+
+    def __init__(
+        self,
+        out: Path,
+        prompts: Sequence[OwnPrompt],
+        recipe: OwnDataRecipe,
+        maker: PromptMaker,
+        end_ids: Iterable[int],
+        evaluation: EvaluationTexts | None,
+    ) -> None:
+        self.out, self.prompts, self.recipe, self.maker = out, prompts, recipe, maker
+        self.end_ids, self._evaluation = frozenset(end_ids), evaluation
+
+    def keep_prompts(self) -> None:
+        """Write the journal of the prompts."""
+        lines = [[str(p.source), p.ids, p.temperature, p.seed] for p in self.prompts]
+        partial = (self.out / OWN_PROMPTS).with_suffix(".partial")
+        partial.write_text(json.dumps({"recipe": asdict(self.recipe), "prompts": lines}), encoding="utf-8")
+        partial.replace(self.out / OWN_PROMPTS)
+
+    def digest(self) -> bytes:
+        """Return a digest of the prompts."""
+        return hashlib.sha256(repr([prompt.question for prompt in self.prompts]).encode()).digest()
+
+    def forget_others(self, checkpoint: Checkpoint) -> float:
+        """Keep only the texts that `write` would request. Return the share of the answers' ids that is kept."""
+        model = fingerprint(checkpoint)
+        turns = OwnTextRecipe(model, USER_TOKENS, eos_stops=True)
+        keep_asked(self.out / OWN_USER_TURNS, turns, frozenset(self._user_questions))
+        answers = replace(turns, max_tokens=self.recipe.max_tokens)
+        return keep_asked(self.out / OWN_TEXT_FILE, answers, frozenset(self.questions()))
+
+    def write(self, checkpoint: Checkpoint, **worker: Any) -> Iterator[tuple[int, float]]:
+        """Write the user turns, then the answers; yield rows and seconds of each. `worker`: settings of the worker."""
+        turns = (OWN_USER_TURNS, USER_TOKENS, "user turns")
+        answers = (OWN_TEXT_FILE, self.recipe.max_tokens, "own texts")
+        for name, most, what in (turns, answers):
+            if asked := self._user_questions if name == OWN_USER_TURNS else self.questions():
+                file = self.out / name
+                found = write_asked(checkpoint.home, asked, max_tokens=most, file=file, what=what, **worker)
+                yield found.counts.num_rows, found.seconds
+
+    @property
+    def _user_questions(self) -> list[Question]:
+        return [prompt.question for prompt in self.prompts if prompt.source is PromptSource.USER]
+
+    def questions(self) -> list[Question]:
+        """Return the questions whose answers are learnt from; those of user turns as far as they are written."""
+        return self._questions(Counter())
+
+    def _questions(self, dropped: Counter[str]) -> list[Question]:
+        found = [prompt.question for prompt in self.prompts if prompt.source is not PromptSource.USER]
+        asked, file = frozenset(self._user_questions), self.out / OWN_USER_TURNS
+        turns = [text for text in read_own_texts(file) if text.question in asked] if file.exists() else []
+        for number, (text, ids) in enumerate(self._usable_turns(turns, dropped)):
+            found.append((ids, TEMPERATURES[number % len(TEMPERATURES)], text.seed))
+        return found
+
+    def examples(self) -> tuple[list[Example], str]:
+        """Return the answers that pass the filters, with their prompts as context, and a line on them. An answer
+        without an end is kept: it is text of the model as far as it goes, and no end is learnt from it. Raises
+        OwnTextError if none passes."""
+        dropped, num_cut = Counter[str](), 0
+        asked, found, seen = frozenset(self._questions(dropped)), list[Example](), set[tuple[int, ...]]()
+        for text in read_own_texts(self.out / OWN_TEXT_FILE):
+            if text.question not in asked:
+                continue
+            if reason := self._fault(text, seen):
+                dropped[f"answers {reason}"] += 1
+                continue
+            seen.add(text.output)
+            num_cut += text.output[-1] not in self.end_ids
+            learned = [False] * len(text.prompt) + [True] * len(text.output)
+            found.append(Example([*text.prompt, *text.output], learned))
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
+        if not found:
+            raise OwnTextError(f"None of the model's {len(self.prompts)} texts can be learnt from: {left_out}.")
+        kinds = Counter(prompt.source for prompt in self.prompts)
+        num_ids = sum(example.num_learned for example in found)
+        return found, (
+            f"own data: {len(self.prompts):,} prompts ({', '.join(f'{n:,} {kind}' for kind, n in kinds.items())}) gave "
+            f"{len(found):,} texts of {num_ids:,} ids, {num_cut:,} of them cut at {self.recipe.max_tokens}; "
+            f"left out: {left_out}"
+        )
+
+    def _usable_turns(
+        self, turns: Sequence[OwnText], dropped: Counter[str]
+    ) -> Iterator[tuple[OwnText, tuple[int, ...]]]:
+        """Yield the user turns that pass the filters, with the prompts that ask them."""
+        seen, grams = set[str](), set[tuple[str, ...]]()
+        special = [token for token in self.maker.tokenizer.all_special_tokens if token]
+        for text in turns:
+            words = self.maker.user_turn(text.output, self.end_ids)
+            near = set(word_grams(words or "", NEAR_GRAM))
+            key = " ".join((words or "").lower().split())
+            ids = self.maker.asked(words) if words else []
+            reason = (
+                "without an end"
+                if words is None
+                else "that are empty"
+                if not words
+                else "with a special token"
+                if any(token in words for token in special)
+                else "that are too long"
+                if len(ids) > self.recipe.longest
+                else "that loop"
+                if is_looping(text.output)
+                else "that are duplicates"
+                if key in seen
+                else "that are near-duplicates"
+                if len(near & grams) > NEAR_SHARE * len(near)
+                else "of an evaluation"
+                if self._is_of_an_evaluation(words)
+                else None
+            )
+            if reason is not None:
+                dropped[f"user turns {reason}"] += 1
+                continue
+            seen.add(key)
+            grams |= near
+            yield text, tuple(ids)
+
+    def _fault(self, text: OwnText, seen: set[tuple[int, ...]]) -> str | None:
+        """Return why an answer is not learnt from, or None."""
+        if all(id in self.end_ids for id in text.output):
+            return "that are empty"
+        if is_looping(text.output):
+            return "that loop"
+        if text.output in seen:
+            return "that are duplicates"
+        words = str(self.maker.tokenizer.decode([*text.prompt, *text.output]))
+        return "of an evaluation" if self._is_of_an_evaluation(words) else None
+
+    def _is_of_an_evaluation(self, text: str) -> bool:
+        return self._evaluation is not None and self._evaluation.is_shared_by(text)

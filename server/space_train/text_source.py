@@ -1,0 +1,261 @@
+"""Where a run's texts come from: records of --data, beside them texts that the model writes; or these alone."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.free_memory import FreeMemory
+from transformers import PreTrainedTokenizerBase
+
+from space_train.data.corpus import hash_of
+from space_train.data.decontamination import EvaluationTexts
+from space_train.data.examples import ChatText, Example, LoadedExamples, parted, read_examples
+from space_train.data.records import NothingToLearn
+from space_train.data.rows import PackedExamples, RowStream, with_own_texts
+from space_train.estimate import shape_of
+from space_train.run_folder import LEDGER, OWN_FILES, OWN_TEXT_FILE, holds_state
+from space_train.self_generation.own_cost import OwnCost
+from space_train.self_generation.own_data import USER_TOKENS, OwnData, OwnDataRecipe, kept_prompts
+from space_train.self_generation.prompts import PromptMaker
+from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
+from space_train.train_plan import Anchors, InvalidPlan, TrainPlan
+from space_train.training.trainer import on_cpu
+
+
+@dataclass(frozen=True)
+class TextsOf:
+    """The model and the options that a source reads its texts with."""
+
+    options: argparse.Namespace
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    pad_id: int
+    is_main_process: bool
+
+    @property
+    def out(self) -> Path:
+        out: Path = self.options.out
+        return out
+
+    @property
+    def max_tokens(self) -> int:
+        """Most ids of a text that the model writes."""
+        return int(self.options.self_generate_tokens)
+
+    def longest_prompt(self, plan: TrainPlan) -> int:
+        """Return the most ids of a prompt of such a text. Raises InvalidPlan where none is left."""
+        most = plan.length - self.max_tokens
+        if most < 1:
+            raise InvalidPlan(f"--self-generate-tokens must be below --length, {plan.length}.")
+        return most
+
+    def packed(self, examples: Sequence[Example], plan: TrainPlan) -> PackedExamples:
+        return packed(examples, plan, self.pad_id)
+
+    def say(self, line: str) -> None:
+        """Print a line, once for all processes."""
+        if self.is_main_process:
+            print(line, file=sys.stderr, flush=True)
+
+    def without(self, evaluation: EvaluationTexts | None, examples: list[Example]) -> list[Example]:
+        """Return the examples that share no words with an evaluation. Raises NothingToLearn if all do."""
+        if evaluation is None:
+            return examples
+        kept = [e for e in examples if not evaluation.is_shared_by(str(self.tokenizer.decode(e.ids)))]
+        self.say(f"decontaminate: {len(examples) - len(kept):,} of {len(examples):,} texts left out.")
+        if examples and not kept:
+            raise NothingToLearn("All texts share words with an evaluation of --decontaminate.")
+        return kept
+
+
+class TextSource(Protocol):
+    """The texts of a run."""
+
+    template: str | None
+    """Jinja source of the chat template of its conversations; None: it has none."""
+    num_written: int
+    """Prompts that the model continues itself."""
+
+    def fit(self, plan: TrainPlan) -> TrainPlan:
+        """Return the plan with rows no longer than the texts fill."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what a resumed run must share, by name."""
+
+    def keeps(self) -> Sequence[str]:
+        """Return the files in the run's folder that a new run may use."""
+
+    def write(self, plan: TrainPlan) -> None:
+        """Write the texts that are the model's own, and their cost. One process does it."""
+
+    def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
+        """Return the rows to train on, and the held-out examples."""
+
+
+class DataTextSource:
+    """Records of --data, and with --self-generate texts of the model that continue their prompts."""
+
+    def __init__(
+        self, of: TextsOf, plan: TrainPlan, loaded: LoadedExamples, evaluation: EvaluationTexts | None
+    ) -> None:
+        self._of, self._held_out, self._evaluation = of, loaded.held_out, evaluation
+        self.template = loaded.report.template if loaded.report.has_conversations else None
+        self._examples, count = of.without(evaluation, loaded.examples), of.options.self_generate
+        most = of.longest_prompt(plan) if count else None
+        self._prompts = prompts_of(self._examples, count, longest=most, seed=plan.seed) if count else []
+        self._rows, self.num_written = of.packed(self._examples, plan), len(self._prompts)
+
+    @classmethod
+    def read(
+        cls, of: TextsOf, plan: TrainPlan, mask_ids: Sequence[int], evaluation: EvaluationTexts | None
+    ) -> DataTextSource:
+        loaded = read_examples(
+            of.options.data,
+            of.tokenizer,
+            split=of.options.split,
+            template=of.options.template,
+            limit=of.options.limit,
+            max_length=plan.length,
+            held_out_share=of.options.held_out_share,
+            vocab_size=of.vocab_size,
+            end_ids=of.checkpoint.eos_ids(of.vocab_size),
+            mask_ids=mask_ids,
+            quiet=not of.is_main_process,
+        )
+        return cls(of, plan, loaded, evaluation)
+
+    def fit(self, plan: TrainPlan) -> TrainPlan:
+        num_own = sum(len(prompt) + self._of.max_tokens for prompt in self._prompts)
+        fitted = fitted_rows(plan, self._rows.longest, self._rows.most_places, num_own)
+        if fitted.length != plan.length:
+            self._rows = self._of.packed(self._examples, fitted)
+        return fitted
+
+    def inputs(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"self_generate": self.num_written, "own_data": 0}
+        if self._prompts:
+            found |= {"self_generate_tokens": self._of.max_tokens, "own_share": self._of.options.own_share}
+        return found | {"text of --data": self._rows.digest().hex()[:12]}
+
+    def keeps(self) -> Sequence[str]:
+        return (OWN_TEXT_FILE, LEDGER) if self._prompts else ()
+
+    def write(self, plan: TrainPlan) -> None:
+        if not self._prompts:
+            return
+        home, file, ledger = self._of.checkpoint.home, self._of.out / OWN_TEXT_FILE, Ledger(self._of.out / LEDGER)
+        if self._of.options.restart:
+            ledger.scale(forget_others(home, self._prompts, max_tokens=self._of.max_tokens, file=file))
+        written = write_own_texts(home, self._prompts, max_tokens=self._of.max_tokens, file=file)
+        ledger.add(written.counts.num_rows, written.seconds)
+
+    def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
+        if not self._prompts:
+            return [RowStream(self._rows, 1.0)], self._held_out
+        own = self._of.without(self._evaluation, own_examples(self._of.out / OWN_TEXT_FILE, self._prompts))
+        return with_own_texts(self._rows, self._of.packed(own, plan), self._of.options.own_share), self._held_out
+
+
+class OwnTextSource:
+    """Texts of the model alone, for --own-data. `count`: prompts, None: by the budget."""
+
+    def __init__(self, of: TextsOf, plan: TrainPlan, count: int | None, evaluation: EvaluationTexts | None) -> None:
+        if plan.trains_base:
+            raise InvalidPlan(
+                f"Method {plan.method} trains the model's own weights, which learn nothing from its own texts: give "
+                "--data. --own-data is for gated-lora and head."
+            )
+        is_chat = bool(of.options.template or of.tokenizer.chat_template)
+        chat = ChatText(of.tokenizer, of.options.template) if is_chat else None
+        self.template = None if chat is None else chat.template
+        digest = None if chat is None else hashlib.sha256(chat.template.encode()).hexdigest()[:12]
+        longest = of.longest_prompt(plan)
+        recipe, maker = OwnDataRecipe(plan.seed, longest, of.max_tokens, digest), PromptMaker(of.tokenizer, chat)
+        self._of, self._cost = (
+            of,
+            OwnCost.here(shape_of(of.checkpoint), plan, of.max_tokens, cpu=on_cpu(), chat=is_chat),
+        )
+        prompts = kept_prompts(of.out, recipe, count)
+        if prompts is None:
+            count = count or self._cost.default_count(plan)
+            prompts = maker.prompts(count, longest=longest, seed=plan.seed)
+        end_ids = {*of.checkpoint.eos_ids(of.vocab_size), of.tokenizer.eos_token_id}
+        self._data = OwnData(of.out, prompts, recipe, maker, end_ids, evaluation)
+        self.num_written = len(prompts)
+
+    def fit(self, plan: TrainPlan) -> TrainPlan:
+        most = sum(len(prompt.ids) + USER_TOKENS + self._of.max_tokens for prompt in self._data.prompts)
+        return fitted_rows(plan, 0, 0, most)
+
+    def inputs(self) -> dict[str, Any]:
+        found = {"self_generate": 0, "own_data": self.num_written, "self_generate_tokens": self._of.max_tokens}
+        return found | {"text of --data": "none", "prompts": self._data.digest().hex()[:12]}
+
+    def keeps(self) -> Sequence[str]:
+        return OWN_FILES
+
+    def write(self, plan: TrainPlan) -> None:
+        if not holds_state(self._of.out):  # else they are written
+            self._of.say(f"{self._cost.describe(plan, self.num_written)}.")
+        ledger = Ledger(self._of.out / LEDGER)
+        if self._of.options.restart:
+            ledger.scale(self._data.forget_others(self._of.checkpoint))
+        self._data.keep_prompts()
+        longest = max(len(prompt.ids) for prompt in self._data.prompts) + USER_TOKENS + self._of.max_tokens
+        free = FreeMemory.on(torch.device("cpu" if on_cpu() else "cuda")).num_bytes
+        settings = self._cost.worker_settings(self.num_written, longest, free)
+        for rows, seconds in self._data.write(self._of.checkpoint, **settings):
+            ledger.add(rows, seconds)
+
+    def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
+        found, line = self._data.examples()
+        self._of.say(f"{line}.")
+        digests = [(hash_of(str(example.ids)), [example]) for example in found]
+        examples, held_out = parted(digests, self._of.options.held_out_share)
+        return [RowStream(self._of.packed(examples, plan), 1.0, teaches=False)], held_out
+
+
+class Ledger:
+    """The rows and seconds spent on writing texts, in a file of the run."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def read(self) -> dict[str, float]:
+        """Return `rows` and `seconds`."""
+        found: dict[str, float] = {"rows": 0, "seconds": 0.0}
+        return json.loads(self._file.read_text()) if self._file.exists() else found
+
+    def add(self, rows: float, seconds: float) -> None:
+        before = self.read()
+        self._file.write_text(json.dumps({"rows": before["rows"] + rows, "seconds": before["seconds"] + seconds}))
+
+    def scale(self, share: float) -> None:
+        """Count only a share of what was spent: of the texts that are kept."""
+        self._file.write_text(json.dumps({name: share * value for name, value in self.read().items()}))
+
+
+def packed(examples: Sequence[Example], plan: TrainPlan, fill: int) -> PackedExamples:
+    """Pack examples into rows as the plan sets."""
+    return PackedExamples(examples, length=plan.length, seed=plan.seed, pad_id=fill, pack=plan.pack)
+
+
+def fitted_rows(plan: TrainPlan, longest: int, most_places: int, num_own: int) -> TrainPlan:
+    """Return the plan with rows as long as the fullest one at most, and with no more anchors than any row has places:
+    short data is not padded, and no mask is trained twice. `longest`, `most_places`: ids and places of the fullest row
+    of data; `num_own`: ids of all own texts at most."""
+    length = min(plan.length, max(longest, num_own, 2 * (plan.num_masks + 1) + 1))
+    places = max(1, most_places, min(length, num_own))
+    if plan.anchors is Anchors.MANY:
+        plan = replace(plan, anchors_per_token=min(plan.anchors_per_token, places / length))
+    return replace(plan, length=length)
