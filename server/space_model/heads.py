@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear, torch_linear
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.linear.group_weights import group_form
+from space_kernels.linear.gguf_blocks import dense
+from space_kernels.linear.group_weights import GroupLinear, group_form
 from space_kernels.linear.packed_linear import PackedLinear, pad_rows
 from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from space_model.checkpoint.space_section import DraftHeadSection
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import InvalidSpaceSection
 from space_model.model_facts import Ranks
+from space_model.stored_weights import StoredWeight, release
 
 _VOCABULARY_TILE = 64
 """The packed head is padded with zero rows to a multiple of this, so that element-wise work on logits has no tail."""
@@ -42,11 +44,15 @@ class OutputHead:
         packed: bool = True,
         weights: str = "plain",
         keeps_rows: bool = True,
+        stored: StoredWeight | None = None,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
         """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy. `packed` False: no
         copy, for a head with gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False:
-        no gathered rows are needed. `linear` replaces the full matmul."""
+        no gathered rows are needed; `stored`: the same weight in the blocks of its file, which the copy keeps; on a
+        CPU. `linear` replaces the full matmul."""
+        if stored is not None and keeps_rows and not all(weight.stride()):  # a placeholder
+            weight = dense(stored).to(weight.dtype)
         self.weight = weight.detach() if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
@@ -55,6 +61,10 @@ class OutputHead:
         if packed and weight.device.type == "cpu":
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
+            if stored is not None:
+                self._linear = _from_blocks([*stored[:-1], stored[-1].padded(missing)], padded_bias)
+                release(stored)
+                return
             padded = F.pad(weight.detach(), (0, 0, 0, missing))
             library = cpu_library() if CompiledLinear.takes(padded) else None
             if library is not None:
@@ -97,6 +107,13 @@ class OutputHead:
         if self._scale != 1.0:
             logits = logits.mul_(self._scale)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _from_blocks(weight: StoredWeight, bias: Tensor | None) -> nn.Module:
+    library = cpu_library()
+    if library is None:
+        return GroupLinear(weight, bias, wide=True)
+    return CompiledLinear(library, weight, bias, wide=True)
 
 
 class ShardedHead:

@@ -87,7 +87,7 @@ class ModelFacts:
     @property
     def quantizes_head(self) -> bool:
         """Return whether the output head is held in fewer bits, too, as linears are."""
-        return self.weights in ("int8", "int4")
+        return self.weights in ("int8", "int4", "gguf")
 
     @property
     def most_masks(self) -> int:

@@ -29,8 +29,9 @@ def refuse_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-WEIGHTS = ("plain", "int8", "fp8", "int4")
-"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), or int4 in groups."""
+WEIGHTS = ("plain", "int8", "fp8", "int4", "gguf")
+"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, or
+the blocks of a GGUF."""
 
 KV_DTYPES = ("auto", "fp8")  # storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)
 
@@ -48,9 +49,14 @@ def choose_dtype(
     weights, such as Q4_K, in which case `stored` is a dtype that is finer."""
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
-        raise InvalidSetting(f"weights must be plain, int8, int4 or fp8; got {weights!r}.")
+        raise InvalidSetting(f"weights must be plain, int8, int4, gguf or fp8; got {weights!r}.")
     if weights != "plain":
-        if weights in ("int8", "int4") and device.type != "cpu":
+        if weights == "gguf" and kept is None:
+            raise InvalidSetting(
+                "--weights gguf keeps the blocks of a quantised GGUF file, and the checkpoint is none; "
+                "take --weights int4."
+            )
+        if weights in ("int8", "int4", "gguf") and device.type != "cpu":
             cure = "take --weights fp8" if device.type == "cuda" else f"leave out --weights {weights}"
             raise InvalidSetting(f"{weights} weights are for CPUs, and the device is {device}; {cure}.")
         if dtype not in ("auto", "bfloat16"):

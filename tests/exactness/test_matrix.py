@@ -1,13 +1,18 @@
 """SPACE ≡ plain, bitwise, in every cell of the matrix, and in each drafts are refused, taken in part, taken whole."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
 
 import pytest
 import torch
+from doubles.gguf_files import write_gguf
 from exactness_matrix import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell, Subject, check_cell
 from pairwise import covering_cases
+from space_model.loading.load import load_model
+from space_model.testing import tiny_adapter, tiny_checkpoint
 
 Subjects = Callable[..., Subject]
 
@@ -82,6 +87,40 @@ def test_it_is_so_with_weights_of_eight_bits(
     subject = subject_of(model, cell.dtype, attention, weights=weights)
     assert subject.model.facts.weights == weights
     check_cell(subject, cell)
+
+
+@pytest.fixture(scope="module")
+def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """A type of GGUF blocks -> a model that keeps them, with a gated adapter and its draft head."""
+    subjects: dict[str, Subject] = {}
+
+    def find(kind: str) -> Subject:
+        if kind not in subjects:
+            folder = tmp_path_factory.mktemp(kind)
+            sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 0}
+            source = tiny_checkpoint(folder / "source", seed=1, tie_word_embeddings=False, **sizes)
+            own = tiny_adapter(folder / "own", source)
+            section = json.loads((own / "config.json").read_text())
+            del section["space"]["base"]
+            (own / "config.json").write_text(json.dumps(section))
+            bare = write_gguf(source, folder / "bare.gguf", kind)
+            shutil.copy(bare, own / "x.gguf")
+            model, base = (load_model(path, weights="gguf") for path in (own, bare))
+            assert base.facts.number_format == "bfloat16 with gguf weights"
+            subjects[kind] = Subject("own-llama", model, adapters=("",) * 4, base=base)
+        return subjects[kind]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_it_is_so_with_the_blocks_of_a_gguf(
+    model: str, cell: Cell, kind: str, in_blocks: Callable[[str], Subject]
+) -> None:
+    check_cell(in_blocks(kind), cell)
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=name_of)

@@ -301,7 +301,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "| format | CPU | GPU |",
         "|---|---|---|",
         "| safetensors, float32, bfloat16 or float16, in one file or several | served | served |",
-        f"| GGUF of {architectures} ({', '.join(sorted(SERVED_KINDS))}) | as plain numbers | as plain numbers |",
+        f"| GGUF of {architectures} ({', '.join(sorted(SERVED_KINDS))}) | as plain numbers; linears in their own "
+        "blocks with `--weights gguf`, but of Q5_1 | as plain numbers |",
     ]
     for name, (library, kinds) in _formats().items():
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"

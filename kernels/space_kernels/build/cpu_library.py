@@ -45,7 +45,19 @@ class LinearStruct(Structure):
 class GroupWeightsStruct(Structure):
     """`GroupWeights` of cpu/linear.h."""
 
-    _fields_ = (("numbers", c_void_p), ("scale", c_void_p), ("min", c_void_p))
+    _fields_ = (
+        ("numbers", c_void_p),
+        ("scale", c_void_p),
+        ("min", c_void_p),
+        ("scale_steps", c_void_p),
+        ("min_steps", c_void_p),
+    )
+
+
+class LinearPartStruct(Structure):
+    """`LinearPart` of cpu/linear.h."""
+
+    _fields_ = (("weight", c_void_p), ("first", c_int64), ("groups", c_int64))
 
 
 class MatmulStruct(Structure):

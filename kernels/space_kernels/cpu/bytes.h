@@ -49,6 +49,11 @@ static inline Lanes to_lanes(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline Lanes load_halves(const uint16_t* p) {  // float16
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
+static inline Ints load_steps(const uint8_t* p) {  // sixteen int8
+    return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))};
+}
+static inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+static inline Ints mul(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 // The greatest size of 32 numbers, as bits; at least those of infinity if one is not finite.
 static inline uint16_t most_of(const bf16* p) {
     const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
@@ -104,6 +109,14 @@ static inline Ints same_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_se
 static inline Lanes to_lanes(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 static inline Lanes load_halves(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline Ints load_steps(const uint8_t* p) {  // sixteen int8
+    const __m128i all = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
+}
+static inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
+static inline Ints mul(Ints a, Ints b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
 }
 static inline __m256i load_sizes(const bf16* p) {
     return _mm256_and_si256(_mm256_loadu_si256((const __m256i*)p), _mm256_set1_epi16(0x7fff));
@@ -163,6 +176,14 @@ static inline Lanes to_lanes(Ints a) { EACH(Lanes, vcvtq_f32_s32(a.v[i])); }
 static inline Lanes load_halves(const uint16_t* p) {
     EACH(Lanes, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
 }
+static inline Ints load_steps(const uint8_t* p) {  // sixteen int8
+    const int8x16_t all = vreinterpretq_s8_u8(vld1q_u8(p));
+    const int16x8_t low = vmovl_s8(vget_low_s8(all)), high = vmovl_s8(vget_high_s8(all));
+    return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
+             vmovl_s16(vget_high_s16(high))}};
+}
+static inline Ints add(Ints a, Ints b) { EACH(Ints, vaddq_s32(a.v[i], b.v[i])); }
+static inline Ints mul(Ints a, Ints b) { EACH(Ints, vmulq_s32(a.v[i], b.v[i])); }
 // The greatest size of 32 numbers, as bits; at least those of infinity if one is not finite.
 static inline uint16_t most_of(const bf16* p) {
     uint16x8_t most = vdupq_n_u16(0);

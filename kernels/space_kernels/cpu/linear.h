@@ -32,8 +32,10 @@ constexpr int64_t padded(int64_t inputs, bool codes) {
 
 enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 
-// Weights in groups of 32 inputs, named as in a GGUF: four or eight bits with a scale; Q4_1 with a minimum, too.
-enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };
+// Weights in groups of 32 inputs, named as in a GGUF: four or eight bits with a scale; Q4_1 with a minimum, too. The
+// K forms have such a scale (and minimum) for eight groups, and a whole number by which each group multiplies it. MIXED:
+// ranges of panels in several forms; the weight is their LinearPart[].
+enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7 };
 
 // The operands of a matmul and its destination.
 struct Linear {
@@ -46,10 +48,19 @@ struct Linear {
     Groups groups;
 };
 
+// The panels up to the next part's first one; the last part ends with `first` = panels of the linear, and no weight.
+struct LinearPart {
+    const uint8_t* weight;
+    int64_t first;
+    int64_t groups;
+};
+
 // Unpacked weights in groups: float16 bits, and a byte a number. Inputs are padded to whole groups.
 struct GroupWeights {
     const uint8_t* numbers;      // [outputs, groups·32]
-    const uint16_t *scale, *min;  // [outputs, groups]; min: of Q4_1
+    const uint16_t *scale, *min;  // [outputs, groups], of K forms [outputs, groups/8]; min: of Q4_1, Q4_K and Q5_K
+    const uint8_t* scale_steps;  // of K forms [outputs, groups]; Q6_K: [outputs, groups·2] int8
+    const uint8_t* min_steps;    // of Q4_K and Q5_K [outputs, groups]
 };
 
 // The columns of B that a panel of outputs has.

@@ -7,6 +7,11 @@
 //
 //     scale of outputs 0 .. 15 | min of outputs 0 .. 15 | numbers of 32 inputs by 16 outputs       (float16, bytes)
 //
+// In the K forms eight groups share a scale and a min, which each multiplies by whole numbers of its own, its steps
+// (Q6_K: by two, one for 16 inputs each). Eight blocks follow their scales and mins:
+//
+//     scale, min | steps of scale and min, numbers of 32 inputs | … of the next 32 inputs | …     (float16 | bytes)
+//
 // Products of numbers and codes are summed exactly in integers, and groups in ascending order in float32. So a row's
 // bits depend neither on the other rows, their number, or the thread, nor on the kind of processor.
 
@@ -25,6 +30,7 @@ namespace KIND {
 namespace {
 
 constexpr int64_t SIZE = 32;        // inputs of a group
+constexpr int64_t SHARED = 8;       // groups with one scale, of the K forms
 constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
 constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
 constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones
@@ -34,12 +40,24 @@ constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <
 
 template <Groups GROUPS>
 struct Form {
-    static constexpr int BITS = GROUPS == Groups::Q8_0 ? 8 : 4;
-    static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1;
-    static constexpr int OFFSET = GROUPS == Groups::Q8_0 ? 128 : GROUPS == Groups::Q4_0 ? 8 : 0;
-    static constexpr int64_t HEAD = (HAS_MIN ? 2 : 1) * LANES * 2;          // bytes of scales and mins
+    static constexpr Groups GROUPS_OF = GROUPS;
+    static constexpr int BITS = GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K ? 4 : 8;
+    static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K;
+    static constexpr int OFFSET = GROUPS == Groups::Q8_0   ? 128
+                                  : GROUPS == Groups::Q4_0 ? 8
+                                  : GROUPS == Groups::Q6_K ? 32
+                                                           : 0;
+    static constexpr bool IS_K = GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K || GROUPS == Groups::Q6_K;
+    static constexpr int STEPS = IS_K ? GROUPS == Groups::Q6_K ? 2 : 1 : 0;  // of a group's scale
+    static constexpr int64_t HALVES = (HAS_MIN ? 2 : 1) * LANES * 2;         // bytes of scales and mins
+    static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : HALVES;
     static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
     static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
+
+    // Bytes before the block of a group, or of a panel.
+    static constexpr int64_t place(int64_t group) {
+        return group * BLOCK + (IS_K ? (group + SHARED - 1) / SHARED * HALVES : 0);
+    }
 };
 
 // Some rows, rounded group by group. One group of all rows, then the next.
@@ -47,20 +65,20 @@ struct Rounded {
     int8_t* codes;    // [groups, rows, 32]
     float* scale;     // [groups, rows]
     float* total;     // [groups, rows]: scale · sum of the codes
-    int32_t* start;   // [groups, rows]: -offset · sum of the codes
+    int32_t* sum;     // [groups, rows, 2]: of the first 16 codes, and of all
 };
 
 // A thread's rows of the present job.
 struct ThreadRows {
     std::vector<int8_t> codes;
     std::vector<float> scale, total;
-    std::vector<int32_t> start;
+    std::vector<int32_t> sum;
     std::vector<int64_t> bounds;
     int64_t groups = 0;
 
     Rounded from(int64_t row) {
         const int64_t at = row * groups;
-        return {codes.data() + at * SIZE, scale.data() + at, total.data() + at, start.data() + at};
+        return {codes.data() + at * SIZE, scale.data() + at, total.data() + at, sum.data() + 2 * at};
     }
 };
 ThreadRows& thread_rows() {
@@ -80,8 +98,7 @@ int32_t round_group(const bf16* x, int8_t* codes, float* scale) {
     return round_all(x, 127.0f / most, codes);
 }
 
-void round_rows(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t groups, int offset,
-                const Rounded& to) {
+void round_rows(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t groups, const Rounded& to) {
     for (int64_t i = 0; i < rows; ++i) {
         const bf16* x = p.x + (row + i) * p.x_stride;
         for (int64_t g = 0; g < groups; ++g) {
@@ -90,7 +107,9 @@ void round_rows(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int6
             if (left < SIZE) std::memcpy(last, x + g * SIZE, left * sizeof(bf16));
             const int32_t sum = round_group(left < SIZE ? last : x + g * SIZE, to.codes + at * SIZE, to.scale + at);
             to.total[at] = to.scale[at] * float(sum);
-            to.start[at] = -offset * sum;
+            int32_t half = 0;
+            for (int64_t k = 0; k < SIZE / 2; ++k) half += to.codes[at * SIZE + k];
+            to.sum[2 * at] = half, to.sum[2 * at + 1] = sum;
         }
     }
 }
@@ -102,29 +121,49 @@ inline Lanes joined(Lanes sum, Ints product, Lanes scale, Lanes min, const Round
     return Form<GROUPS>::HAS_MIN ? fma(min, same(x.total[at]), sum) : sum;
 }
 
+// Moves the products of a group's first 16 inputs, times their steps, to `first`, and begins those of the others.
+template <int ROWS, int PANELS>
+inline void next_half(Ints (&product)[ROWS][PANELS], Ints (&first)[ROWS][PANELS], const uint8_t* block, int64_t size,
+                      int offset, const int32_t* sum) {
+#pragma GCC unroll 4
+    for (int j = 0; j < PANELS; ++j) {
+        const Ints times = load_steps(block + j * size);
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; ++i) {
+            first[i][j] = mul(product[i][j], times);
+            product[i][j] = same_int(-offset * (sum[2 * i + 1] - sum[2 * i]));
+        }
+    }
+}
+
 // Writes the sums of a tile of rows to `to`, in rows of `count` panels.
 template <Groups GROUPS, int ROWS, int PANELS>
 void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int count) {
     using F = Form<GROUPS>;
-    const int64_t size = groups * F::BLOCK;
+    const int64_t size = F::place(groups);
     Lanes sum[ROWS][PANELS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
-    const uint8_t* block = panels;
+    const uint8_t *block = panels, *shared = panels;
     const int8_t* codes = x.codes;
     for (int64_t g = 0; g < groups; ++g, block += F::BLOCK, codes += ROWS * SIZE) {
-        const uint8_t* next = block + AHEAD + ((g + 1) * F::BLOCK + AHEAD > size ? (PANELS - 1) * size : 0);
+        if (F::IS_K && g % SHARED == 0) shared = block, block += F::HALVES;
+        const uint8_t* next = block + AHEAD + (F::place(g + 1) + AHEAD > size ? (PANELS - 1) * size : 0);
 #pragma GCC unroll 4
         for (int j = 0; j < PANELS; ++j)
 #pragma GCC unroll 9
             for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(next + j * size + i);
-        Ints product[ROWS][PANELS];
+        Ints product[ROWS][PANELS], first[F::STEPS == 2 ? ROWS : 1][PANELS];
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-            for (int j = 0; j < PANELS; ++j) product[i][j] = same_int(F::OFFSET ? x.start[g * ROWS + i] : 0);
+            for (int j = 0; j < PANELS; ++j)
+                product[i][j] = same_int(-F::OFFSET * x.sum[(g * ROWS + i) * 2 + (F::STEPS != 2)]);
 #pragma GCC unroll 8
-        for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v)
+        for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
+            if constexpr (F::STEPS == 2)
+                if (v == F::VECTORS_OF_BLOCK / 2)
+                    next_half<ROWS, PANELS>(product, first, block, size, F::OFFSET, x.sum + g * ROWS * 2);
 #pragma GCC unroll 4
             for (int j = 0; j < PANELS; ++j) {
                 const Bytes numbers = load_bytes(block + j * size + F::HEAD + v * VECTOR);
@@ -142,10 +181,19 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
                         product[i][j] = dot_four(product[i][j], numbers, codes + i * SIZE + 4 * v);
                 }
             }
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < PANELS; ++j) {
-            const uint16_t* halves = (const uint16_t*)(block + j * size);
-            const Lanes scale = load_halves(halves), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+            const uint8_t* steps = block + j * size;
+            const uint16_t* halves = (const uint16_t*)((F::IS_K ? shared : block) + j * size);
+            Lanes scale = load_halves(halves), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+            if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(steps)));
+            if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(steps + LANES)));
+            if constexpr (F::STEPS == 2) {
+                const Ints times = load_steps(steps + LANES);
+#pragma GCC unroll 12
+                for (int i = 0; i < ROWS; ++i) product[i][j] = add(first[i][j], mul(product[i][j], times));
+            }
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i)
                 sum[i][j] = joined<GROUPS>(sum[i][j], product[i][j], scale, min, x, g * ROWS + i);
@@ -155,7 +203,7 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
         for (int j = 0; j < PANELS; ++j) to[i * count + j] = sum[i][j];
 }
 
-template <Groups GROUPS, int PANELS, int ROWS = SUMS / PANELS>
+template <Groups GROUPS, int PANELS, int ROWS = std::max(1, SUMS / PANELS)>
 void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
     if (rows == ROWS) return sum_up<GROUPS, ROWS, PANELS>(panels, groups, x, to, count);
     if constexpr (ROWS > 1) sum_up_of<GROUPS, PANELS, ROWS - 1>(rows, panels, groups, x, to, count);
@@ -165,7 +213,7 @@ template <Groups GROUPS>
 void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
     const int width = std::min(count, panels_of(rows));
     for (int j = 0; j < count; j += width) {
-        const uint8_t* here = panels + j * groups * Form<GROUPS>::BLOCK;
+        const uint8_t* here = panels + j * Form<GROUPS>::place(groups);
         if (width == 4)
             sum_up_of<GROUPS, 4>(rows, here, groups, x, to + j, count);
         else if (width == 2)
@@ -182,19 +230,19 @@ void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, 
     using F = Form<GROUPS>;
     ThreadRows& rows = thread_rows();
     if (!p.rows || first == last) return;
-    const int64_t groups = (w.inputs + SIZE - 1) / SIZE, size = groups * F::BLOCK;
+    const int64_t groups = (w.inputs + SIZE - 1) / SIZE, size = F::place(groups);
     if (fresh) {
         const int64_t num_tiles = (p.rows + SUMS - 1) / SUMS;
         rows.groups = groups;
         if (int64_t(rows.scale.size()) < p.rows * groups) {
             rows.codes.resize(p.rows * groups * SIZE);
-            rows.scale.resize(p.rows * groups), rows.total.resize(p.rows * groups), rows.start.resize(p.rows * groups);
+            rows.scale.resize(p.rows * groups), rows.total.resize(p.rows * groups), rows.sum.resize(2 * p.rows * groups);
         }
         rows.bounds.assign(num_tiles + 1, 0);
         for (int64_t n = 0; n < num_tiles; ++n) {
             const int64_t row = rows.bounds[n], count = (p.rows - row + num_tiles - n - 1) / (num_tiles - n);
             rows.bounds[n + 1] = row + count;
-            round_rows(p, row, count, w.inputs, groups, F::OFFSET, rows.from(row));
+            round_rows(p, row, count, w.inputs, groups, rows.from(row));
         }
         lay_out_low(p, rows.bounds.data(), num_tiles);
     }
@@ -253,15 +301,19 @@ void quantize_by(const bf16* weight, int64_t inputs, const Quantized& to, int64_
 template <Groups GROUPS>
 void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, uint8_t* panels) {
     using F = Form<GROUPS>;
-    const int64_t groups = (inputs + SIZE - 1) / SIZE;
-    std::memset(panels, 0, (outputs + LANES - 1) / LANES * groups * F::BLOCK);
+    const int64_t groups = (inputs + SIZE - 1) / SIZE, num_scales = F::IS_K ? groups / SHARED : groups;
+    std::memset(panels, 0, (outputs + LANES - 1) / LANES * F::place(groups));
     for (int64_t n = 0; n < outputs; ++n)
         for (int64_t g = 0; g < groups; ++g) {
-            uint8_t* block = panels + (n / LANES * groups + g) * F::BLOCK;
-            const int64_t lane = n % LANES;
-            uint16_t* halves = (uint16_t*)block;
-            halves[lane] = from.scale[n * groups + g];
-            if (F::HAS_MIN) halves[LANES + lane] = from.min[n * groups + g];
+            const int64_t lane = n % LANES, scale = n * num_scales + (F::IS_K ? g / SHARED : g);
+            uint8_t* panel = panels + n / LANES * F::place(groups);
+            uint8_t* block = panel + F::place(g) + (F::IS_K && g % SHARED == 0 ? F::HALVES : 0);
+            uint16_t* halves = (uint16_t*)(F::IS_K ? panel + F::place(g / SHARED * SHARED) : block);
+            halves[lane] = from.scale[scale];
+            if (F::HAS_MIN) halves[LANES + lane] = from.min[scale];
+            for (int i = 0; i < F::STEPS; ++i)
+                block[i * LANES + lane] = from.scale_steps[(n * groups + g) * F::STEPS + i];
+            if (F::IS_K && F::HAS_MIN) block[LANES + lane] = from.min_steps[n * groups + g];
             for (int64_t k = 0; k < SIZE; ++k) {
                 const uint8_t number = from.numbers[(n * groups + g) * SIZE + k];
                 const int64_t place = k % (SIZE * F::BITS / 8) / 4 * VECTOR + lane * 4 + k % 4;
@@ -270,22 +322,39 @@ void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, uint8_t*
         }
 }
 
+// Calls work(Form<…>()) for a form.
+template <typename Work>
+auto with_form(Groups groups, const Work& work) {
+    switch (groups) {
+        case Groups::Q4_0: return work(Form<Groups::Q4_0>());
+        case Groups::Q4_1: return work(Form<Groups::Q4_1>());
+        case Groups::Q4_K: return work(Form<Groups::Q4_K>());
+        case Groups::Q5_K: return work(Form<Groups::Q5_K>());
+        case Groups::Q6_K: return work(Form<Groups::Q6_K>());
+        default: return work(Form<Groups::Q8_0>());
+    }
+}
+
 }  // namespace
 
 void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
-    if (w.groups == Groups::Q4_0)
-        multiply_by<Groups::Q4_0>(w, p, first, last, fresh);
-    else if (w.groups == Groups::Q4_1)
-        multiply_by<Groups::Q4_1>(w, p, first, last, fresh);
-    else
-        multiply_by<Groups::Q8_0>(w, p, first, last, fresh);
+    if (w.groups != Groups::MIXED) {
+        with_form(w.groups, [&](auto form) { multiply_by<decltype(form)::GROUPS_OF>(w, p, first, last, fresh); });
+        return;
+    }
+    for (auto part = (const LinearPart*)w.weight; part->weight; ++part) {
+        const int64_t from = std::max(first, part->first), to = std::min(last, part[1].first);
+        if (from >= to) continue;
+        Linear one = w;
+        one.groups = Groups(part->groups);
+        one.weight = part->weight - part->first * panel_bytes(w.inputs, one.groups);  // its panels keep their numbers
+        multiply_by_groups(one, p, from, to, fresh);
+        fresh = false;
+    }
 }
 
 int64_t panel_bytes(int64_t inputs, Groups groups) {
-    const int64_t count = (inputs + SIZE - 1) / SIZE;
-    return count * (groups == Groups::Q4_0   ? Form<Groups::Q4_0>::BLOCK
-                    : groups == Groups::Q4_1 ? Form<Groups::Q4_1>::BLOCK
-                                             : Form<Groups::Q8_0>::BLOCK);
+    return with_form(groups, [&](auto form) { return form.place((inputs + SIZE - 1) / SIZE); });
 }
 
 void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized& to, int64_t first, int64_t last) {
@@ -298,12 +367,7 @@ void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized
 }
 
 void pack(const GroupWeights& weight, int64_t outputs, int64_t inputs, Groups groups, uint8_t* panels) {
-    if (groups == Groups::Q4_0)
-        pack_by<Groups::Q4_0>(weight, outputs, inputs, panels);
-    else if (groups == Groups::Q4_1)
-        pack_by<Groups::Q4_1>(weight, outputs, inputs, panels);
-    else
-        pack_by<Groups::Q8_0>(weight, outputs, inputs, panels);
+    with_form(groups, [&](auto form) { pack_by<decltype(form)::GROUPS_OF>(weight, outputs, inputs, panels); });
 }
 
 }  // namespace KIND

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, pointer
 from enum import IntEnum
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +18,22 @@ from space_kernels.build.cpu_library import (
     CpuLibrary,
     DeltaStruct,
     GatedRowsStruct,
-    GroupWeightsStruct,
+    LinearPartStruct,
     LinearStruct,
     MatmulStruct,
     cpu_library,
 )
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, group_form
+from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, Parts, group_form
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 
 LANES = 16
 """Outputs per panel."""
+
+_TOGETHER = 4096
+"""Outputs of stored weights that are unpacked at a time."""
+
+_MIXED = 7  # of `Groups` of cpu/linear.h: parts in several forms
 
 LOW_PADDING = 32
 """Columns behind the ranks of A·x that the compiled matmul may read, and multiplies by 0."""
@@ -48,7 +53,7 @@ class CompiledLinear(nn.Module):
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Tensor | GroupWeights,
+        weight: Tensor | Parts,
         bias: Tensor | None,
         *,
         wide: bool = False,
@@ -57,11 +62,14 @@ class CompiledLinear(nn.Module):
         """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
 
         `wide`: results are float32; `weights`: the copy is quantised to int8 or int4, or to a form of groups, unless it
-        is in groups already. Raises ValueError for other weights.
+        is in groups already; all parts but the last then have multiples of 16 outputs. Raises ValueError for other
+        weights.
         """
         super().__init__()
-        if isinstance(weight, GroupWeights):
-            self.out_features, self.in_features = len(weight.numbers), weight.in_features
+        if not isinstance(weight, Tensor):
+            self.out_features, self.in_features = sum(part.out_features for part in weight), weight[0].in_features
+            if any(part.out_features % LANES for part in weight[:-1]):
+                raise ValueError(f"Parts below each other have multiples of {LANES} outputs.")
         elif self.takes(weight):
             self.out_features, self.in_features = weight.shape
         else:
@@ -72,10 +80,15 @@ class CompiledLinear(nn.Module):
         self.scale: Tensor | None = None
         groups = 0
         form = weights if isinstance(weights, GroupForm) else group_form(weights)
-        if not isinstance(weight, Tensor) or form is not None:
-            grouped = GroupWeights.of(weight, form) if isinstance(weight, Tensor) and form is not None else weight
-            assert isinstance(grouped, GroupWeights)
-            self.weight, groups = self._packed(grouped, num_panels), grouped.form
+        place = None
+        if not isinstance(weight, Tensor):
+            runs = [[*run] for _, run in groupby(weight, lambda part: part.form)]
+            self._panels = [self._packed(run) for run in runs]
+            self.weight, groups = self._panels[0], weight[0].form
+            if len(runs) > 1:
+                groups, place = _MIXED, self._table([run[0].form for run in runs], num_panels)
+        elif form is not None:
+            self.weight, groups = self._packed([GroupWeights.of(weight, form)]), form
         elif weights == "int8":
             kept = Int8Weights.of(weight)
             self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, True), dtype=torch.uint8)
@@ -87,7 +100,7 @@ class CompiledLinear(nn.Module):
             library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
         self.bias = None if bias is None else _per_output(bias.detach(), num_panels)
         self.struct = LinearStruct(
-            self.weight.data_ptr(),
+            self.weight.data_ptr() if place is None else place,
             _address(self.scale),
             _address(self.bias),
             num_panels,
@@ -97,14 +110,29 @@ class CompiledLinear(nn.Module):
         )
         self._here = byref(self.struct)
 
-    def _packed(self, kept: GroupWeights, num_panels: int) -> Tensor:
-        """[panels, bytes of a panel]"""
-        packed = torch.empty(num_panels, self._library.panel_bytes(self.in_features, kept.form), dtype=torch.uint8)
-        numbers, scale, mins = kept.numbers.contiguous(), kept.scale.contiguous(), kept.min
-        mins = None if mins is None else mins.contiguous()
-        struct = GroupWeightsStruct(numbers.data_ptr(), scale.data_ptr(), _address(mins))
-        self._library.pack_groups(byref(struct), self.out_features, self.in_features, kept.form, packed.data_ptr())
+    def _packed(self, parts: Parts) -> Tensor:
+        """Pack weights below each other, of the same form: [panels, bytes of a panel]"""
+        form, outputs = parts[0].form, sum(part.out_features for part in parts)
+        size = self._library.panel_bytes(self.in_features, form)
+        packed = torch.empty(-(-outputs // LANES), size, dtype=torch.uint8)
+        place = packed.data_ptr()
+        for part in parts:
+            for begin in range(0, part.out_features, _TOGETHER):
+                some = part.rows(slice(begin, begin + _TOGETHER))
+                struct = some.struct()
+                self._library.pack_groups(byref(struct), some.out_features, self.in_features, form, place)
+                place += -(-some.out_features // LANES) * size
         return packed
+
+    def _table(self, forms: Sequence[GroupForm], num_panels: int) -> int:
+        """Return the address of the C structs of parts in several forms."""
+        table, first = (LinearPartStruct * (len(forms) + 1))(), 0
+        for entry, form, panels in zip(table, forms, self._panels, strict=False):
+            entry.weight, entry.first, entry.groups = panels.data_ptr(), first, form
+            first += len(panels)
+        table[len(forms)].first = num_panels
+        self._structs = table
+        return addressof(table)
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -223,16 +251,22 @@ DeltaRows = tuple[CompiledDelta, slice]
 """The rows that a delta is added to."""
 
 
-def cpu_linear(weight: Tensor, bias: Tensor | None, *, weights: str = "plain") -> nn.Module:
+def cpu_linear(weight: Tensor | Parts, bias: Tensor | None, *, weights: str = "plain") -> nn.Module:
     """Return the fastest linear layer for this weight on this processor; `weights`: quantise to int8 or int4."""
-    library = cpu_library() if CompiledLinear.takes(weight) else None
+    library = cpu_library() if not isinstance(weight, Tensor) or CompiledLinear.takes(weight) else None
     if library is not None:
         return CompiledLinear(library, weight, bias, weights=weights)
-    return torch_linear(weights)(weight, bias)
+    return GroupLinear(weight, bias) if not isinstance(weight, Tensor) else torch_linear(weights)(weight, bias)
 
 
 def torch_linear(weights: str, *, head: bool = False) -> Callable[..., Int8Linear | PackedLinear]:
     """Return the class of linears, or of the output head, by torch alone."""
+    if weights == "gguf":
+        return _stored_or_plain
     if (form := group_form(weights, head=head)) is not None:
         return partial(GroupLinear, form=form)
     return Int8Linear if weights == "int8" else PackedLinear
+
+
+def _stored_or_plain(weight: Tensor | Parts, bias: Tensor | None) -> Int8Linear | PackedLinear:
+    return PackedLinear(weight, bias) if isinstance(weight, Tensor) else GroupLinear(weight, bias)

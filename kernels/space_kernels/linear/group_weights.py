@@ -3,16 +3,23 @@
     Q4_0   W = scale·(number - 8)           number 0 .. 15     4.5 bits a weight
     Q4_1   W = scale·number + min           number 0 .. 15     5 bits
     Q8_0   W = scale·(number - 128)         number 0 .. 255    8.5 bits
+    Q4_K   W = scale·number + min           number 0 .. 15     4.6 bits
+    Q5_K   W = scale·number + min           number 0 .. 31     8.6 bits
+    Q6_K   W = scale·(number - 32)          number 0 .. 63     8.6 bits
 
-as in a GGUF (whose Q8_0 keeps number - 128); scale and min are float16. Inputs are rounded to whole numbers, too: those
-of a row and group become codes from -127 to 127 with a float32 scale.
+as in a GGUF (whose Q8_0 keeps number - 128, and the min of Q4_K and Q5_K with the other sign); scale and min are
+float16. In the K forms eight groups share them, and each group multiplies them by whole numbers of its own, its steps;
+a group of Q6_K has two, one for 16 inputs each. Inputs are rounded to whole numbers, too: those of a row and group
+become codes from -127 to 127 with a float32 scale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +38,9 @@ GREATEST = 127
 FLOOR = 2.0**-100
 """Groups of inputs that are smaller are taken for 0."""
 
+SHARED = 8
+"""Groups with one scale, of the K forms."""
+
 _OUTPUTS = 1024
 """Outputs converted at a time, to bound the float32 copies in memory."""
 
@@ -41,16 +51,36 @@ class GroupForm(IntEnum):
     Q4_0 = 1
     Q4_1 = 2
     Q8_0 = 3
+    Q4_K = 4
+    Q5_K = 5
+    Q6_K = 6
 
     @property
     def offset(self) -> int:
         """Return the number that stands for 0, or for the minimum."""
-        return {GroupForm.Q4_0: 8, GroupForm.Q4_1: 0, GroupForm.Q8_0: 128}[self]
+        return {"Q4_0": 8, "Q8_0": 128, "Q6_K": 32}.get(self.name, 0)
 
     @property
-    def bytes_of_group(self) -> int:
-        """Return the bytes of 32 weights of an output."""
-        return {GroupForm.Q4_0: 18, GroupForm.Q4_1: 20, GroupForm.Q8_0: 34}[self]
+    def has_min(self) -> bool:
+        return self in (GroupForm.Q4_1, GroupForm.Q4_K, GroupForm.Q5_K)
+
+    @property
+    def is_k(self) -> bool:
+        """Return whether eight groups share a scale."""
+        return self.name.endswith("_K")
+
+    @property
+    def num_steps(self) -> int:
+        """Return the steps of a group's scale; 0: it has a scale of its own."""
+        return (2 if self is GroupForm.Q6_K else 1) if self.is_k else 0
+
+    @property
+    def bytes_of_groups(self) -> int:
+        """Return the bytes of eight groups, 256 weights, of an output."""
+        numbers = GROUP // 2 if self in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q4_K) else GROUP
+        halves = 2 * (1 + self.has_min)
+        own = self.num_steps + self.has_min if self.is_k else halves
+        return SHARED * (numbers + own) + (halves if self.is_k else 0)
 
 
 INT4, INT4_HEAD = GroupForm.Q4_1, GroupForm.Q8_0
@@ -63,13 +93,34 @@ class GroupWeights:
 
     form: GroupForm
     numbers: Tensor  # [out, groups·32] uint8
-    scale: Tensor  # [out, groups] float16
-    min: Tensor | None  # [out, groups] float16; None: 0
+    scale: Tensor  # [out, groups] float16; of the K forms [out, groups/8]
+    min: Tensor | None  # as scale; None: 0
     in_features: int
+    scale_steps: Tensor | None = None  # of the K forms [out, groups], uint8; of Q6_K [out, groups·2], int8
+    min_steps: Tensor | None = None  # of Q4_K and Q5_K [out, groups], uint8
+
+    @property
+    def out_features(self) -> int:
+        return len(self.numbers)
+
+    def rows(self, part: slice | Tensor) -> GroupWeights:
+        """Return the weights of some outputs."""
+        fields = (self.min, self.scale_steps, self.min_steps)
+        least, steps, least_steps = (None if one is None else one[part] for one in fields)
+        return GroupWeights(
+            self.form, self.numbers[part], self.scale[part], least, self.in_features, steps, least_steps
+        )
+
+    def struct(self) -> GroupWeightsStruct:
+        """Return the C struct; the tensors must be contiguous, and live as long."""
+        fields = (self.numbers, self.scale, self.min, self.scale_steps, self.min_steps)
+        return GroupWeightsStruct(*(None if one is None else one.data_ptr() for one in fields))
 
     @classmethod
     def of(cls, weight: Tensor, form: GroupForm) -> GroupWeights:
-        """Quantise a weight [out, in]. Raises ValueError for weights beyond float16's range."""
+        """Quantise a weight [out, in], to no K form. Raises ValueError for weights beyond float16's range."""
+        if form.is_k:
+            raise ValueError(f"weights are not quantised to {form.name}, only taken from a file in it")
         outputs, inputs = weight.shape
         groups = -(-inputs // GROUP)
         numbers = torch.empty(outputs, groups * GROUP, dtype=torch.uint8)
@@ -77,8 +128,7 @@ class GroupWeights:
         mins = torch.empty_like(scale) if form is GroupForm.Q4_1 else None
         library = cpu_library() if weight.dtype is torch.bfloat16 and weight.device.type == "cpu" else None
         if library is not None:
-            source, least = weight.detach().contiguous(), None if mins is None else mins.data_ptr()
-            place = GroupWeightsStruct(numbers.data_ptr(), scale.data_ptr(), least)
+            source, place = weight.detach().contiguous(), cls(form, numbers, scale, mins, inputs).struct()
             library.quantize(source.data_ptr(), outputs, inputs, form, byref(place), torch.get_num_threads())
         else:
             _quantize(weight.detach(), form, numbers.view(outputs, groups, GROUP), scale, mins)
@@ -88,11 +138,39 @@ class GroupWeights:
 
     def dense(self) -> Tensor:
         """Dequantise: [out, in] float32."""
-        numbers = self.numbers.view(len(self.numbers), -1, GROUP).float().sub_(self.form.offset)
-        numbers.mul_(self.scale.float()[:, :, None])
+        scale = _times(self.scale, self.scale_steps)
+        numbers = self.numbers.reshape(*scale.shape, -1).float().sub_(self.form.offset)
+        numbers.mul_(scale[:, :, None])
         if self.min is not None:
-            numbers.add_(self.min.float()[:, :, None])
+            numbers.add_(_times(self.min, self.min_steps)[:, :, None])
         return numbers.flatten(1)[:, : self.in_features]
+
+
+def _times(shared: Tensor, steps: Tensor | None) -> Tensor:
+    """Return [out, groups] float32: each shared number times its groups' steps, which float32 holds exactly."""
+    if steps is None:
+        return shared.float()
+    return (shared.float()[:, :, None] * steps.view(*shared.shape, -1).float()).flatten(1)
+
+
+class StoredWeights(Protocol):
+    """Weights in groups that are made when they are asked for, such as blocks of a mapped file."""
+
+    @property
+    def form(self) -> GroupForm: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def rows(self, part: slice | Tensor) -> GroupWeights:
+        """Return the weights of some outputs."""
+
+
+Parts = Sequence[StoredWeights]
+"""Weights of outputs below each other, each in a form of its own."""
 
 
 def _quantize(weight: Tensor, form: GroupForm, numbers: Tensor, scale: Tensor, mins: Tensor | None) -> None:
@@ -139,12 +217,13 @@ class GroupLinear(Int8Linear):
     """As Int8Linear, by weights in groups and rounded inputs."""
 
     def __init__(
-        self, weight: Tensor | GroupWeights, bias: Tensor | None, *, wide: bool = False, form: GroupForm = INT4
+        self, weight: Tensor | Parts, bias: Tensor | None, *, wide: bool = False, form: GroupForm = INT4
     ) -> None:
         """weight [out, in], bias [out], on the CPU. A tensor is quantised to `form`. `wide`: results are float32."""
         nn.Module.__init__(self)
-        self.grouped = weight if isinstance(weight, GroupWeights) else GroupWeights.of(weight, form)
-        self.out_features, self.in_features = len(self.grouped.numbers), self.grouped.in_features
+        parts = [GroupWeights.of(weight, form)] if isinstance(weight, Tensor) else weight
+        self.parts = [part.rows(slice(None)) for part in parts]
+        self.out_features, self.in_features = sum(part.out_features for part in parts), parts[0].in_features
         self.bias = None if bias is None else bias.detach().float()
         self._wide = wide
 
@@ -154,19 +233,17 @@ class GroupLinear(Int8Linear):
         near = rounded(x.reshape(num_rows, self.in_features).float())
         tiles = torch.split(pad_rows(near, TILE), TILE)
         whole = torch.empty(len(tiles) * TILE, self.out_features)
-        for begin in range(0, self.out_features, _OUTPUTS):
-            outputs = slice(begin, begin + _OUTPUTS)
-            weight = self._part(outputs).dense()
-            for number, tile in enumerate(tiles):
-                whole[number * TILE : (number + 1) * TILE, outputs] = F.linear(tile, weight)
+        first = 0
+        for part in self.parts:
+            for begin in range(0, part.out_features, _OUTPUTS):
+                weight = part.rows(slice(begin, begin + _OUTPUTS)).dense()
+                outputs = slice(first + begin, first + begin + len(weight))
+                for number, tile in enumerate(tiles):
+                    whole[number * TILE : (number + 1) * TILE, outputs] = F.linear(tile, weight)
+            first += part.out_features
         if self.bias is not None:
             whole += self.bias
         return whole[:num_rows].view(*x.shape[:-1], self.out_features)
-
-    def _part(self, outputs: slice) -> GroupWeights:
-        kept = self.grouped
-        mins = None if kept.min is None else kept.min[outputs]
-        return GroupWeights(kept.form, kept.numbers[outputs], kept.scale[outputs], mins, kept.in_features)
 
 
 def group_form(weights: str, *, head: bool = False) -> GroupForm | None:

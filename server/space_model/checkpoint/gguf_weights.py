@@ -19,7 +19,8 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile, GgufTensor
-from space_common.gguf.tensors import TensorSource, sources_of
+from space_common.gguf.tensors import TensorRows, TensorSource, sources_of
+from space_kernels.linear.gguf_blocks import KINDS, Blocks, form_of
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -28,7 +29,15 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 _log = logging.getLogger(__name__)
 
+EMBEDDING = "model.embed_tokens.weight"
+
 PIECE = 1 << 17  # elements dequantised at once: in float32 they fit a core's cache
+
+_PANEL = 16
+"""Outputs of a weight that others are joined to come in multiples of this (LANES of cpu_linear.py)."""
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that compact networks fuse."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -44,7 +53,7 @@ class GgufWeights(WeightFiles):
 
     @property
     def num_packed(self) -> int:
-        return sum(any(not _is_plain(rows.tensor) for rows in one.parts) for one in self.opened.handles.values())
+        return sum(map(self.is_quantised, self.names))
 
     def shape(self, name: str) -> tuple[int, ...]:
         with self.opened.reading(name) as source:
@@ -54,6 +63,11 @@ class GgufWeights(WeightFiles):
         """Return whether the tensor cannot be a view of the file."""
         with self.opened.reading(name) as source:
             return not (source.is_plain and _is_plain(source.parts[0].tensor))
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether the file has the tensor in fewer bits."""
+        with self.opened.reading(name) as source:
+            return any(not _is_plain(rows.tensor) for rows in source.parts)
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor: a view of the file in its own dtype, or dequantised to float32."""
@@ -98,6 +112,19 @@ class GgufWeights(WeightFiles):
         with self._lock:
             self.num_bytes += int(place.numel() * bits / 8)
 
+    def blocks(self, name: str) -> list[Blocks]:
+        """Return a matrix whose parts are of kinds in KINDS as blocks, whose bytes are views of the file."""
+        with self.opened.reading(name) as source:
+            return [self._blocks(source, rows) for rows in source.parts]
+
+    def _blocks(self, source: TensorSource, rows: TensorRows) -> Blocks:
+        tensor = rows.tensor
+        kept = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
+        order = np.arange(rows.start, rows.stop)
+        if source.turned_heads:
+            order = _turned(source, rows, np.arange(rows.stop - rows.start))
+        return Blocks(tensor.name, tensor.kind_name, torch.from_numpy(kept), torch.from_numpy(order))
+
     def _view(self, tensor: GgufTensor) -> Tensor:
         kept = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
         dtype = _PLAIN[tensor.kind_name]
@@ -114,11 +141,7 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
     """Return [stop - start, columns] or [stop - start], in the model's row order."""
     if source.turned_heads:
         (rows,) = source.parts
-        size = (rows.stop - rows.start) // source.turned_heads
-        number = np.arange(start, stop)
-        head, row = number // size, number % size
-        # the file interleaves the rotary pairs; the model has them half a head apart
-        wanted = rows.start + head * size + row % (size // 2) * 2 + row // (size // 2)
+        wanted = _turned(source, rows, np.arange(start, stop))
         found: npt.NDArray[np.float32] = _dequantized(data, rows.tensor, wanted)
     else:
         pieces, before = [], 0
@@ -131,6 +154,41 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
     return found - np.float32(source.shift) if source.shift else found
 
 
+def _turned(source: TensorSource, rows: TensorRows, number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the rows of the file's tensor for rows of the model's, whose heads are interleaved."""
+    size = (rows.stop - rows.start) // source.turned_heads
+    head, row = number // size, number % size
+    # the file interleaves the rotary pairs; the model has them half a head apart
+    return rows.start + head * size + row % (size // 2) * 2 + row // (size // 2)
+
+
+def kept_blocks(sources: Mapping[str, TensorSource], *, fuses: bool) -> set[str]:
+    """Return the names of the weights that `--weights gguf` keeps in their blocks: linears, and the output head (of a
+    tied one the embedding's name). `fuses`: the network fuses linears; they are kept if all parts are."""
+    names = {name for name, source in sources.items() if _keeps(name, source)}
+    for name in [*names] if fuses else []:
+        module, _, linear = name.removesuffix(".weight").rpartition(".")
+        group = next((group for group in _FUSED if linear in group), ())
+        fused = [f"{module}.{one}.weight" for one in group]
+        if not names.issuperset(fused) or any(len(sources[one].parts) > 1 for one in fused):
+            names.discard(name)
+        elif any(sources[one].shape[0] % _PANEL for one in fused):
+            names.difference_update(fused)
+        elif "gate_proj" in group and len({form_of(sources[one].parts[0].tensor.kind_name) for one in fused}) > 1:
+            names.difference_update(fused)  # their outputs alternate
+    if "lm_head.weight" in sources:
+        names.discard(EMBEDDING)
+    return names
+
+
+def _keeps(name: str, source: TensorSource) -> bool:
+    matrix = (
+        len(source.shape) == 2 and not source.shift and name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING))
+    )
+    even = all((rows.stop - rows.start) % _PANEL == 0 for rows in source.parts[:-1])
+    return matrix and even and all(rows.tensor.kind_name in KINDS for rows in source.parts)
+
+
 def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> Any:
     """Return some rows of a tensor of the file, float32: a slice, or row numbers."""
     kept = data[tensor.offset : tensor.offset + tensor.num_bytes]
@@ -138,6 +196,18 @@ def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> 
     if len(tensor.shape) == 1:  # a block of a 1-D tensor spans several elements
         return quants.dequantize(np.ascontiguousarray(kept), kind)[rows].copy()
     return quants.dequantize(np.ascontiguousarray(kept.reshape(tensor.shape[0], -1)[rows]), kind)
+
+
+def held_bytes(file: GgufFile, config: Mapping[str, Any], *, fuses: bool) -> dict[str, int]:
+    """Return the bytes that each weight takes whose blocks are kept."""
+    sources = sources_of(file, config)
+    return {
+        name: sum(
+            (rows.stop - rows.start) * sources[name].shape[1] * form_of(rows.tensor.kind_name).bytes_of_groups // 256
+            for rows in sources[name].parts
+        )
+        for name in kept_blocks(sources, fuses=fuses)
+    }
 
 
 def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:

@@ -361,6 +361,7 @@ class WeightStream:
         self._copies = device.type != "cpu" if copies is None else copies
         self._joined = joined
         self._as_kept = as_kept
+        self.placeholders: dict[str, Tensor] = {}  # of weights that are not read: zeros of their shape, in no memory
         self._clock = clock
         self._begun = self._said = clock()
         self._lock = threading.Lock()
@@ -371,6 +372,8 @@ class WeightStream:
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Return a tensor on the device; a quantised one is dequantised in place, without a copy in another dtype."""
+        if name in self.placeholders:
+            return self.placeholders[name]
         if dtype is None or not self.files.is_packed(name):
             return self.put(name, self.files.whole(name), dtype)
         self._say_how_far()
@@ -388,6 +391,10 @@ class WeightStream:
         place = self._place(name, found.shape, dtype)
         send(found, place)
         return place
+
+    def leave(self, name: str, dtype: torch.dtype) -> None:
+        """Do not read this tensor: a placeholder stands for it."""
+        self.placeholders[name] = torch.zeros(1, dtype=dtype).expand(self.files.shape(name))
 
     def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)

@@ -47,6 +47,7 @@ from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
 from space_model.space_model import SpaceModel
+from space_model.stored_weights import stored_of
 from space_model.uncompiled import without_compiler
 from space_model.verification.layer_reference import reference
 from space_model.verification.probe import check_attention, check_parts
@@ -74,14 +75,14 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
 
-    `dtype` auto, float32, bfloat16 or float16; `weights` plain, int4 or int8 on a CPU, fp8 on a GPU (on a CPU fp8
-    computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu, cuda, …;
-    `mask_ids` (one shared, or one per position) and `num_masks` override the checkpoint's own; `max_model_len` shortens
-    the window; `num_threads` of a CPU matmul (None: torch's setting), for the whole process and fixed from then on,
-    because activations depend on it; `adapters`: name -> folder of a gated adapter for requests that name it, besides
-    the checkpoint's own; `attention`: auto, torch or triton; `exact`: results are row-invariant (bitwise) on a GPU too,
-    for families with a compact network; `choose_ops`: selects the operations instead of these two; `ranks`: the
-    processes that share the model, of which this one loads its part; None: this process loads all.
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, int4, int8 or, of a GGUF, gguf on a CPU, fp8 on a GPU
+    (on a CPU fp8 computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu,
+    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` override the checkpoint's own; `max_model_len`
+    shortens the window; `num_threads` of a CPU matmul (None: torch's setting), for the whole process and fixed from
+    then on, because activations depend on it; `adapters`: name -> folder of a gated adapter for requests that name it,
+    besides the checkpoint's own; `attention`: auto, torch or triton; `exact`: results are row-invariant (bitwise) on a
+    GPU too, for families with a compact network; `choose_ops`: selects the operations instead of these two; `ranks`:
+    the processes that share the model, of which this one loads its part; None: this process loads all.
     Raises a ModelError that names the cause.
     """
     if num_threads is not None:
@@ -191,6 +192,7 @@ def _assemble(
     scale, softcap = family.head_scale(config), family.head_softcap(config)
     keeps_rows = facts.has_any_draft_head or not facts.quantizes_head
     form: dict[str, Any] = {"weights": facts.weights, "keeps_rows": keeps_rows, "linear": ops.linear}
+    form["stored"] = stored_of(output)
     head = OutputHead(output.weight, output.bias, scale=scale, softcap=softcap, **form)
     if facts.most_masks:
         facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
@@ -232,7 +234,8 @@ def _read_weights(
         if form is not None and stays_packed(form, device):
             packed = read_packed(checkpoint, config, form, dtype, device)
         in_turn = weights == "fp8" and device.type != "cpu"  # fp8 conversion then moves the weights one after another
-        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn)
+        kept = weights == "gguf"
+        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn, keeps_blocks=kept)
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from space_kernels.fp8 import Fp8
@@ -27,6 +27,10 @@ from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightS
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
+from space_model.stored_weights import StoredWeight, attach
+
+if TYPE_CHECKING:
+    from space_model.checkpoint.gguf_weights import GgufWeights
 
 
 class QuantizedWeights(WeightFiles):
@@ -196,7 +200,7 @@ def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[T
     elif files.num_packed:
         _log.info(
             "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read "
-            "at every step",
+            "at every step; on a CPU --weights gguf leaves them as they are",
             checkpoint.name,
             files.num_packed,
             checkpoint.kept_as or "few bits",
@@ -262,9 +266,11 @@ def stream_model(
     *,
     as_kept: bool = False,
     copies: bool | None = None,
+    keeps_blocks: bool = False,
 ) -> Loaded:
     """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice. `as_kept`: weights
-    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream."""
+    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream; `keeps_blocks`: linears
+    of a GGUF are not read, but refer to the blocks of the file (see stored_weights.py)."""
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
     if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):
@@ -276,6 +282,7 @@ def stream_model(
         if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
+        kept = _leave_blocks(files, stream, config, dtype) if keeps_blocks else {}
         show_load_progress_on_terminals()
         model, found = model_class.from_pretrained(
             None,
@@ -287,8 +294,59 @@ def stream_model(
             ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
         )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
-        log_dense(checkpoint, files, model.parameters(), dtype)
+        if keeps_blocks:
+            _attach_blocks(checkpoint, files, stream, model, kept)
+        else:
+            log_dense(checkpoint, files, model.parameters(), dtype)
     return model, found
+
+
+def _leave_blocks(
+    files: WeightFiles, stream: WeightStream, config: PreTrainedConfig, dtype: torch.dtype
+) -> dict[str, StoredWeight]:
+    """Return the linears that stay in the blocks of the file, by name; they are not read."""
+    from space_model.checkpoint.gguf_weights import EMBEDDING, GgufWeights, kept_blocks  # late, as above
+
+    assert isinstance(files, GgufWeights)
+    kept: dict[str, StoredWeight] = {
+        name: files.blocks(name) for name in kept_blocks(files.opened.handles, fuses=config.model_type in FAMILIES)
+    }
+    kept.pop(EMBEDDING, None)  # its rows are looked up, too
+    for name in kept:
+        stream.leave(name, dtype)
+    return kept
+
+
+def _attach_blocks(
+    checkpoint: Checkpoint,
+    files: WeightFiles,
+    stream: WeightStream,
+    model: PreTrainedModel,
+    kept: dict[str, StoredWeight],
+) -> None:
+    """Give the linears their blocks, and a head that shares the embedding's weight those of the embedding."""
+    from space_model.checkpoint.gguf_weights import EMBEDDING, GgufWeights, kept_blocks  # late, as above
+
+    assert isinstance(files, GgufWeights)
+    attach(model, {stream.placeholders[name].data_ptr(): blocks for name, blocks in kept.items()})
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight and EMBEDDING in kept_blocks(files.opened.handles, fuses=False):
+        kept[EMBEDDING] = head.__dict__["stored"] = files.blocks(EMBEDDING)
+    _log_kept(checkpoint, files, kept)
+
+
+def _log_kept(checkpoint: Checkpoint, files: GgufWeights, kept: dict[str, StoredWeight]) -> None:
+    kinds = sorted({part.kind for weight in kept.values() for part in weight})
+    dense = sorted(name for name in files.names if files.is_quantised(name) and name not in kept)
+    _log.info(
+        "%s: %d weights stay in the blocks of the file (%s); %s",
+        checkpoint.name,
+        len(kept),
+        ", ".join(kinds) or "none",
+        f"{len(dense)} others are held as plain numbers: {', '.join(dense[:3])}{' …' if len(dense) > 3 else ''}"
+        if dense
+        else "the embedding's rows are held as plain numbers, too",
+    )
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:

@@ -40,6 +40,7 @@ from space_model.networks.llama_parts import (
     packed,
 )
 from space_model.networks.network import PagedKV
+from space_model.stored_weights import alternate
 
 
 @dataclass(frozen=True)
@@ -289,5 +290,6 @@ def _take_apart(
     fields = layer_fields(
         source, layer, path, window, partial(packed, pack), delta=partial(CompiledDelta, library), interleaved=True
     )
-    gate_up = packed(pack, layer.get_submodule("mlp"), ["gate_proj", "up_proj"], lambda parts: in_turn(*parts))
+    mlp = layer.get_submodule("mlp")
+    gate_up = packed(pack, mlp, ["gate_proj", "up_proj"], lambda parts: in_turn(*parts), alternate)
     return CompiledLayer(**fields, gate_up=gate_up)

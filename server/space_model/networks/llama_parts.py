@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from space_kernels.linear.gated_delta import GatedDelta
+from space_kernels.linear.group_weights import Parts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -19,12 +20,14 @@ from space_model.adapters import GatedLora
 from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 from space_model.model_facts import Ranks
+from space_model.stored_weights import StoredWeight, below, release, stored_of
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
 Linear = TypeVar("Linear", bound=nn.Module)
 Delta = TypeVar("Delta")
-Pack = Callable[[Tensor, Tensor | None], Linear]  # returns a linear layer for a weight [out, in] and a bias [out]
+Pack = Callable[[Tensor | Parts, Tensor | None], Linear]
+"""Returns a linear layer for a weight [out, in], as numbers or stored, and a bias [out]."""
 Take = Callable[[nn.Module, Sequence[str]], Linear]
 """Returns the named linears of a module as one, and frees the originals."""
 
@@ -40,7 +43,7 @@ class LlamaSource:
     adapters: Sequence[GatedLora] = ()
     prefix: str = "model"  # path of `base` in the whole model
     ranks: Ranks | None = None  # that hold parts of the same layers (heads, inner columns); None: no tensor parallelism
-    weights: str = "plain"  # int8 or int4: linears are quantised
+    weights: str = "plain"  # int8 or int4: linears are quantised; gguf: they may be stored
 
     def layers(self) -> list[tuple[nn.Module, str, int | None]]:
         """Return each decoder layer, its path in the whole model, and its sliding window."""
@@ -137,19 +140,27 @@ def packed(
     parent: nn.Module,
     names: Sequence[str],
     join: Callable[[Sequence[Tensor]], Tensor] = torch.cat,  # type: ignore[assignment]
+    join_stored: Callable[[Sequence[StoredWeight]], Parts] = below,
 ) -> Linear:
-    """Pack the linears `names` of `parent` as one, their outputs joined by `join`, and free the originals."""
+    """Pack the linears `names` of `parent` as one, their outputs joined by `join`, and free the originals. Either all
+    of them are stored or none is."""
     linears = [parent.get_submodule(name) for name in names]
+    stored = [weight for linear in linears if (weight := stored_of(linear)) is not None]
     weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
-    if len(names) == 1:
-        made = pack(weights[0], biases[0] if biases else None)
+    bias = None
+    if biases:
+        bias = biases[0] if len(names) == 1 else join([bias[:, None] for bias in biases])[:, 0]
+    if stored:
+        made = pack(join_stored(stored) if len(names) > 1 else stored[0], bias)
+        for weight in stored:
+            release(weight)
     else:
-        bias = join([bias[:, None] for bias in biases])[:, 0] if biases else None
-        made = pack(join(weights), bias)
-    for name, weight in zip(names, weights, strict=True):
+        made = pack(weights[0] if len(names) == 1 else join(weights), bias)
+    for name, dense in zip(names, weights, strict=True):
         delattr(parent, name)
-        let_go(weight)
+        if not stored:
+            let_go(dense)
     return made
 
 

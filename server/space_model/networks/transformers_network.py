@@ -30,6 +30,7 @@ from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
 from space_model.model_error import UnsupportedModel
 from space_model.networks.network import PagedKV
+from space_model.stored_weights import release, stored_of, weight_of
 
 
 class ServedGate:
@@ -294,15 +295,18 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
     routers.
 
-    `weights`: int8 or int4: linears and experts are quantised.
+    `weights`: int8 or int4: linears and experts are quantised; gguf: linears may be stored.
 
     One module at a time, so that only one weight is in memory twice.
     """
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
-            setattr(base, name, cpu_linear(child.weight, child.bias, weights=weights))
-            let_go(child.weight)
+            setattr(base, name, cpu_linear(weight_of(child), child.bias, weights=weights))
+            if (stored := stored_of(child)) is None:
+                let_go(child.weight)
+            else:
+                release(stored)
         elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, weights=weights))

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from space_kernels.fp8 import FORMAT, nearest
+from space_kernels.linear import gguf_blocks as blocks
 from space_kernels.linear.cuda_linear import Fp8Linear
+from space_kernels.linear.gguf_blocks import chosen
 from space_kernels.linear.group_weights import GroupWeights, group_form, rounded
 from space_kernels.linear.int8_linear import Int8Weights
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
+from space_model.stored_weights import stored_of
 
 NUM_ROWS = 24  # more than a page of 16
 
@@ -260,11 +263,13 @@ class _Walk:
         padding = getattr(embedding, "padding_idx", None)
         embedding.padding_idx = None
         if self._has_head:
-            weight = head.weight[self._head_ids]
-            if self._facts.quantizes_head:
+            weight, stored = head.weight[self._head_ids], stored_of(head)
+            if stored is not None:
+                weight = chosen(stored, self._head_ids)
+            elif self._facts.quantizes_head:
                 weight = _dequantized(weight, self._facts.weights, head=True)
             swaps.put(head._parameters, "weight", weight.to(dtype))
-            if dtype is self._dtype and group_form(self._facts.weights) is not None:
+            if dtype is self._dtype and (stored is not None or group_form(self._facts.weights) is not None):
                 self._rounded.take(head.weight)
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
@@ -391,7 +396,8 @@ class _Dense(nn.Module):
 
 
 class _RoundedInputs(TorchFunctionMode):
-    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int4 linears do."""
+    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int4 and stored linears
+    do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,6 +420,8 @@ class _RoundedInputs(TorchFunctionMode):
 
 def _dequantized(weight: Tensor, weights: str, *, head: bool = False) -> Tensor:
     """Return a weight [out, in] as `--weights` would hold it, in float32."""
+    if weights == "gguf":  # what is not stored is plain
+        return weight
     form = group_form(weights, head=head)
     return Int8Weights.of(weight).dense() if form is None else GroupWeights.of(weight, form).dense()
 
@@ -423,7 +431,7 @@ def _held(
     layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, weights: str, inputs: _RoundedInputs
 ) -> Iterator[None]:
     """Hold the layer's weights in `dtype`; quantised weights are dequantised. In the serving dtype the inputs of int4
-    linears are rounded: that is part of the deviation that is usual."""
+    and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
     try:
@@ -432,7 +440,12 @@ def _held(
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            if weights in ("int8", "int4"):
+            if (stored := stored_of(module)) is not None:
+                swaps.put(module._parameters, "weight", blocks.dense(stored).to(dtype))
+                if dtype is narrow:
+                    taken.append(module.get_parameter("weight"))
+                    inputs.take(taken[-1])
+            elif weights in ("int8", "int4"):
                 for name in _quantised(module):
                     weight = module.get_parameter(name)
                     whole = [_dequantized(part, weights).to(dtype) for part in weight.view(-1, *weight.shape[-2:])]

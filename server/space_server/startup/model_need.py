@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from space_common.worker_client import WorkerClient
 from space_common.worker_settings import WorkerSettings
-from space_kernels.linear.group_weights import GROUP, INT4, INT4_HEAD
+from space_kernels.linear.group_weights import GROUP, INT4, INT4_HEAD, SHARED
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
@@ -23,6 +23,7 @@ from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.whole_model import check_plain, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
+from space_model.networks.llama_parts import FAMILIES
 from space_model.precision import choose_device, choose_dtype
 from space_proto import worker_pb2 as pb
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -183,9 +184,11 @@ class ModelNeed:
             linears = _in_linears(stored(checkpoint), kinds)
             halves, packed = 2 * weights // dtype.itemsize, vocab * hidden
             if on_cpu:
-                head = INT4_HEAD.bytes_of_group * packed // GROUP
-                less = linears * (2 * GROUP - INT4.bytes_of_group) // GROUP
+                head = INT4_HEAD.bytes_of_groups * packed // (SHARED * GROUP)
+                less = linears * (2 * SHARED * GROUP - INT4.bytes_of_groups) // (SHARED * GROUP)
                 small = Small("int8", halves - linears, packed), Small("int4", halves - less, head)
+                if checkpoint.kept_as is not None:
+                    small = *small, _in_blocks(checkpoint, config, packed)
             else:
                 small = (Small("fp8", halves - linears, 0),)
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
@@ -298,6 +301,17 @@ def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
     from space_model.checkpoint.gguf_weights import entries  # only here: other formats need no gguf package
 
     yield from entries(checkpoint.gguf, checkpoint.config)
+
+
+def _in_blocks(checkpoint: Checkpoint, config: PreTrainedConfig, in_head: int) -> Small:
+    """Return the bytes of a GGUF whose linears stay in their blocks. `in_head`: weights of the output head."""
+    from space_model.checkpoint.gguf_weights import EMBEDDING, held_bytes  # only here, as above
+
+    assert checkpoint.gguf is not None
+    sizes = held_bytes(checkpoint.gguf, checkpoint.config, fuses=config.model_type in FAMILIES)
+    head = sizes.pop("lm_head.weight", None) or sizes.pop(EMBEDDING, 2 * in_head)
+    dense = sum(2 * count for name, _, count in stored(checkpoint) if name not in sizes and name != "lm_head.weight")
+    return Small("gguf", dense + sum(sizes.values()), head)
 
 
 def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
