@@ -144,7 +144,7 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
     """What the training command leaves, under every name that later commands use."""
-    words = ["train", "--model", str(EMBEDDED), "--data", "chats.jsonl", "--out", "runs/mine", "--self-generate", "2"]
+    words = ["train", "--model", str(EMBEDDED), "--own-data", "--minutes", "60", "--out", "runs/mine"]
     run([*shown_as(["spaceserve"]), *words, *ADDED["train"].split()], folder)
     for name in ("chat", "code"):
         shutil.copytree(folder / "runs/mine/model", folder / f"runs/{name}/model")
