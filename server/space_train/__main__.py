@@ -273,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     options = arguments(argv)
     try:
+        from space_train.run_folder import holds_state
         from space_train.session import run_session
         from space_train.training.optimiser import Diverged
         from space_train.training.trainer import Interrupted, stopped_at_once, what_is_kept
@@ -285,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"spaceserve train: {error}", file=sys.stderr)
         return 2
     except Diverged as error:
-        print(f"spaceserve train: {error} {what_is_kept(options.out)}", file=sys.stderr)
+        restart = " To begin anew there, add --restart." if holds_state(options.out) else ""
+        print(f"spaceserve train: {error} {what_is_kept(options.out)}{restart}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"spaceserve train: {str(error).rstrip('.')}. {what_is_kept(options.out)}", file=sys.stderr)

@@ -241,7 +241,7 @@ class TrainPlan:
                 what = " and ".join(text for text, used in parts if used)
                 kept = (
                     f"They are kept: the same command goes on from them with more --{name}, or with --restart and a "
-                    "lower --self-generate."
+                    "lower --self-generate or --own-data."
                 )
                 raise InvalidPlan(
                     f"{what[0].upper()}{what[1:]} took {own + start:.3g} of the {most:g} {name}, so nothing would be "

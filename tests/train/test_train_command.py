@@ -288,7 +288,7 @@ def test_a_run_that_is_stopped_behind_its_last_update_says_what_it_keeps(
 
 def test_a_rate_too_high_is_named(base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = train(base, chats, tmp_path, "--method full --learning-rate 1e30 --warmup 0")
-    assert_refused(capsys, code, r"a lower --learning-rate than 1e\+30\. No update was saved")
+    assert_refused(capsys, code, r"anew with a lower --learning-rate than 1e\+30\. No update was saved\.$")
     assert not (tmp_path / "state.pt").exists()
     assert not (tmp_path / "model").exists()
 

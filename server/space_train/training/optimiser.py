@@ -54,7 +54,7 @@ class Optimiser:
             cure = " and ".join(f"a lower {SWITCHES[name]} than {self._peaks[name]:g}" for name in sorted(self.parts))
             raise Diverged(
                 f"The gradient of the update has the norm {length}, so that nothing was learnt from it. "
-                f"Begin anew (--restart) with {cure}."
+                f"Begin anew with {cure}."
             )
         for name, optimiser in self.parts.items():
             for group in optimiser.param_groups:

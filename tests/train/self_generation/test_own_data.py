@@ -431,5 +431,5 @@ def test_a_real_worker_writes_user_turns_and_answers(
 ) -> None:
     monkeypatch.setattr("space_train.self_generation.prompts.installed_folders", lambda: [packages])
     assert own(chat, tmp_path, "--own-data 24 --steps 1") == 0
-    assert len(lines_of(tmp_path / "own_user_turns.jsonl")) == 16
+    assert len(lines_of(tmp_path / "own_user_turns.jsonl")) == 15
     assert len(lines_of(tmp_path / "own_texts.jsonl")) >= 8
