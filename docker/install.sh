@@ -8,6 +8,7 @@
 #   environment    python -m venv
 #   torch          the CPU build where there is no NVIDIA GPU, else the CUDA build   (docker/locks/torch.txt)
 #   dependencies   every other package, pinned and hashed                            (docker/locks/run.txt or dev.txt)
+#                  and zig where there is no C++ compiler                            (docker/locks/compiler.txt)
 #   project        spaceserve itself
 # It may be interrupted at any time: the next run repairs what was left half done.
 set -euo pipefail
@@ -91,7 +92,7 @@ python=$venv/bin/python
 # Everything that decides what gets installed, in one number.
 fingerprint() {
     {
-        cat "$ROOT/docker/install.sh" "$ROOT/pyproject.toml" "$LOCKS/torch.txt" "$LOCKS/$1.txt"
+        cat "$ROOT/docker/install.sh" "$ROOT/pyproject.toml" "$LOCKS/torch.txt" "$LOCKS/compiler.txt" "$LOCKS/$1.txt"
         echo "$ROOT $venv $device $gpu $editable $("$python" -V 2>&1)"
     } | cksum
 }
@@ -205,6 +206,15 @@ $(cat "$log")
     end torch
 }
 
+# The compilers that space_kernels.build.compiler looks for.
+has_compiler() {
+    local name
+    for name in ${CXX:-c++} g++ clang++; do
+        if command -v "$name" >/dev/null 2>&1; then return 0; fi
+    done
+    return 1
+}
+
 stage_dependencies() {
     if [ ! -e "$venv/.installing-dependencies" ] && "$python" -I "$LOCKS/installed.py" "$lock" >/dev/null; then
         return
@@ -217,6 +227,12 @@ stage_dependencies() {
 $(cat "$log")
          Run it again when the package index is reachable. Behind a proxy set HTTPS_PROXY; for a mirror set PIP_INDEX_URL."
     end dependencies
+    if [ -z "$stages" ] && [ "$device" = cpu ] && [ "$(uname -s)" = Linux ] && ! has_compiler; then
+        say "dependencies: there is no C++ compiler here, so zig (a 100 MB package) will build the CPU operations at the
+         first start, in some minutes. \`apt install g++\` is smaller and builds them in seconds."
+        pip install --no-deps --require-hashes -r "$LOCKS/compiler.txt" || say "note: zig could not be installed. \
+Without a C++ compiler a small model is about three times slower: apt install g++"
+    fi
     if $gpu; then
         say "dependencies: optional GPU packages, built from source: this can take half an hour"
         # Unquoted on purpose: one word per package.

@@ -182,7 +182,8 @@ def test_every_flag_of_serve_exists_and_takes_its_value(typed: list[list[str]]) 
 
 def test_the_variables_they_name_are_flags(whole: str) -> None:
     names = set(re.findall(r"SPACESERVE_([A-Z_]+)", whole))
-    assert {name.lower() for name in names} <= settings().keys() | {"api_keys"}  # no flag: every process reads those
+    # no flags: the keys, which every process reads, and what is read where a wheel is built
+    assert {name.lower() for name in names} <= settings().keys() | {"api_keys", "wheel_kernels"}
 
 
 def test_every_convert_command_parses(typed: list[list[str]]) -> None:

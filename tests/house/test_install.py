@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -47,11 +48,15 @@ class Machine:
     def venv(self) -> Path:
         return self.state / "venv"
 
-    def install(self, *flags: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    def install(self, *flags: str, device: str = "cpu", path: str = "") -> subprocess.CompletedProcess[str]:
         (self.state / "calls").write_text("")
         return subprocess.run(
             [str(self.root / "docker/install.sh"), "--venv", str(self.venv), "--device", device, *flags],
-            env={"PATH": os.environ["PATH"], "PYTHON": str(self.state / "python"), "STUB_STATE": str(self.state)},
+            env={
+                "PATH": path or os.environ["PATH"],
+                "PYTHON": str(self.state / "python"),
+                "STUB_STATE": str(self.state),
+            },
             capture_output=True,
             text=True,
             start_new_session=True,  # a group of its own, to be interrupted as a whole
@@ -125,6 +130,22 @@ def test_packages_are_compiled_at_their_import_and_in_images_at_once(
     calls = [call for call in (machine.state / "compiles").read_text().splitlines() if " install " in call]
     assert len(calls) >= 2
     assert all(call.startswith(f"compiles={compiles} ") for call in calls), calls
+
+
+def test_without_a_c_compiler_zig_is_installed_and_its_absence_ends_nothing(machine: Machine) -> None:
+    tools = machine.state / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "grep", "cat", "cksum", "awk", "uname", "mkdir", "mktemp", "rm", "cp", "basename"):
+        (tools / tool).symlink_to(shutil.which(tool) or pytest.fail(f"there is no {tool}"))
+    run = machine.install(path=str(tools))
+    assert run.returncode == 0, run.stderr
+    assert "there is no C++ compiler here, so zig" in run.stdout
+    assert any(
+        call.endswith("--require-hashes -r " + str(machine.root / "docker/locks/compiler.txt")) for call in machine.pip
+    )
+    (tools / "g++").symlink_to("/bin/true")
+    assert machine.install("--dev", path=str(tools)).returncode == 0
+    assert not any("compiler.txt" in call for call in machine.pip)
 
 
 def test_with_a_gpu_the_default_build_is_taken(machine: Machine) -> None:

@@ -9,23 +9,24 @@ The ctypes structures mirror those in cpu/*.h, with the same fields in the same 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import itertools
 import logging
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_bool, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from space_kernels.build.cache_folder import cache_folder
+from space_kernels.build.compiler import Compiler, find_compiler
 
 
 class LinearStruct(Structure):
@@ -340,10 +341,6 @@ _SOURCE_FILES = (
     "api.cpp",
     "probe.cpp",
 )
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
-_SECONDS = 300.0
-"""Timeout of one compiler call, in seconds."""
-
 SWITCH = "SPACESERVE_CPU_KERNELS"
 CHOICES = ("auto", "compiled", "torch", *(kind for kinds in KINDS.values() for kind in kinds))
 """Values of the variable: compiled if possible; compiled or an error; torch's operations; compiled for that kind."""
@@ -460,11 +457,7 @@ def library_for(kind: str) -> CpuLibrary:
 
 def library_file(kind: str) -> Path:
     """Return the path of a kind's library, building it if needed. Raises OSError."""
-    flags = (*_FLAGS, *KINDS[platform.machine()][kind].split())
-    key = hashlib.sha256(repr(flags).encode())
-    for source in sorted(_SOURCES.iterdir()):
-        key.update(source.name.encode() + b"\0" + source.read_bytes())
-    name = f"cpu-kernels-{kind}-{key.hexdigest()[:16]}.so"
+    name = library_name(kind, platform.machine())
     places = [_SOURCES.with_name("built") / name, cache_folder() / name]
     for place in places:
         if place.is_file():
@@ -472,12 +465,40 @@ def library_file(kind: str) -> Path:
     for place in reversed(places):  # the cache first; beside the sources if the cache is read-only
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-                _compile(flags, Path(folder)).replace(place)
+            with _locked(place.parent), tempfile.TemporaryDirectory(dir=place.parent) as folder:
+                if place.is_file():  # another process has built it meanwhile
+                    return place
+                compiler = find_compiler()
+                _log.info("compiling the operations of this processor with %s", compiler)
+                build(compiler, kind, platform.machine(), Path(folder)).replace(place)
         except PermissionError:
             continue
         return place
     raise OSError(f"neither {places[1].parent} nor {places[0].parent} can be written to")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds a library in this folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def library_name(kind: str, machine: str) -> str:
+    """Return the file name of a kind's library, which changes with its sources and flags."""
+    key = hashlib.sha256(repr(KINDS[machine][kind]).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        key.update(source.name.encode() + b"\0" + source.read_bytes())
+    return f"cpu-kernels-{kind}-{key.hexdigest()[:16]}.so"
+
+
+def build(compiler: Compiler, kind: str, machine: str, folder: Path) -> Path:
+    """Compile a kind's library in `folder` and return its path. Raises OSError with the compiler's message."""
+    return compiler.build([_SOURCES / file for file in _SOURCE_FILES], KINDS[machine][kind].split(), folder)
 
 
 def cpu_fact(*names: str) -> str:
@@ -487,29 +508,6 @@ def cpu_fact(*names: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
-
-
-def _compile(flags: Sequence[str], folder: Path) -> Path:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))), None)
-    if compiler is None:
-        raise OSError("no C++ compiler is installed (Debian: `apt install g++`)")
-    _log.info("compiling the operations of this processor with %s: once, some 10 s", compiler)
-    objects = [folder / f"{file}.o" for file in _SOURCE_FILES]
-    with ThreadPoolExecutor() as pool:
-        pairs = zip(_SOURCE_FILES, objects, strict=True)
-        list(pool.map(_run, ([compiler, *flags, "-c", str(_SOURCES / file), "-o", str(to)] for file, to in pairs)))
-    library = folder / "library.so"
-    _run([compiler, "-shared", "-pthread", "-o", str(library), *map(str, objects)])
-    return library
-
-
-def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.SubprocessError as error:
-        raise OSError(str(error)) from error
-    if done.returncode:
-        raise OSError(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
 
 
 def main() -> int:

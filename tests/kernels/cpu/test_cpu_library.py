@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from space_kernels import dispatch
-from space_kernels.build import cpu_library
+from space_kernels.build import compiler, cpu_library
+from space_kernels.linear.cpu_linear import CompiledLinear
 
 AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "sse4_2"}
 XEON = AVX512 | {"avx512_bf16", "avx512vbmi", "avx512_vnni"}
@@ -142,3 +148,43 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", cpu_library.KINDS.get(platform.machine(), {}))
 def test_every_kind_of_this_machine_compiles(kind: str) -> None:
     assert cpu_library.library_file(kind).is_file()  # a processor of one kind need not be of the others
+
+
+def test_without_a_compiler_zig_is_taken_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = compiler.find_compiler()
+    assert found == compiler.zig(platform.machine())
+    assert found.command[1:] == ("-P", "-m", "ziglang", "c++", "-target", f"{platform.machine()}-linux-gnu.2.28")
+    (tmp_path / "g++").touch(mode=0o755)
+    assert compiler.find_compiler() == compiler.Compiler((str(tmp_path / "g++"),))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_wheel_carries_the_operations_of_every_kind(tmp_path: Path) -> None:
+    """Needs a package index: hatch installs zig, auditwheel comes by uvx."""
+    environment = {**os.environ, "SPACESERVE_WHEEL_KERNELS": "1"}
+    environment.pop("PIP_NO_INDEX", None)
+    uv = [sys.executable, "-P", "-m", "uv"]
+    subprocess.run([*uv, "build", "--wheel", "-o", tmp_path, Path(__file__).parents[3]], env=environment, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    machine = platform.machine()
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{machine}.whl")
+    audit = [*uv, "tool", "run", "auditwheel", "show", wheel]
+    shown = subprocess.run(audit, env=environment, check=True, capture_output=True, text=True).stdout
+    tag = re.search(rf'following platform tag: "manylinux_2_(\d+)_{machine}"', " ".join(shown.split()))
+    assert tag is not None, shown
+    assert int(tag[1]) <= 28
+    names = {f"space_kernels/built/{cpu_library.library_name(kind, machine)}" for kind in cpu_library.KINDS[machine]}
+    with zipfile.ZipFile(wheel) as archive:
+        assert names <= set(archive.namelist())
+        for kind in cpu_library.own_kinds():
+            file = archive.extract(f"space_kernels/built/{cpu_library.library_name(kind, machine)}", tmp_path)
+            library = cpu_library.CpuLibrary(Path(file), kind)
+            weight, x = torch.randn(64, 32).bfloat16(), torch.randn(3, 32).bfloat16()
+            compiled_here = CompiledLinear(cpu_library.library_for(kind), weight, None)(x)
+            assert torch.equal(CompiledLinear(library, weight, None)(x), compiled_here)
