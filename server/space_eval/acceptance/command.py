@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from space_common.repetition import is_looping, repeated_share
 from space_model.loading.load import load_model
 from space_model.precision import KV_DTYPES, WEIGHTS
 from space_proto import worker_pb2 as pb
@@ -21,9 +22,7 @@ from space_eval.acceptance.generation import (
     encode_conversations,
     is_blank,
     is_filler,
-    is_looping,
     load_tokenizer,
-    repeated_share,
     torch_facts,
 )
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer

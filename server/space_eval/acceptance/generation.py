@@ -176,7 +176,6 @@ def _add(generation: CompletionOutput, sequence: pb.SequenceReport, stats: pb.St
     generation.finish = sequence.finish
 
 
-LOOP_SHARE = 0.5
 PUNCTUATION_AND_SPACE = frozenset(string.punctuation + string.whitespace)
 
 
@@ -253,20 +252,6 @@ def environment_facts(model: SpaceModel) -> dict[str, object]:
         **environment(),
         "machine": f"{machine()}; {model.facts.num_threads} threads of torch {torch.__version__}",
     }
-
-
-def repeated_share(ids: Sequence[int], n: int = 4) -> float:
-    """Return the share of n-grams of `ids` that occurred before in `ids`; 0 for texts shorter than n."""
-    num_grams = len(ids) - n + 1
-    if num_grams < 1:
-        return 0.0
-    distinct = {tuple(ids[i : i + n]) for i in range(num_grams)}
-    return 1.0 - len(distinct) / num_grams
-
-
-def is_looping(ids: Sequence[int]) -> bool:
-    """Return whether an output loops: at least half of its 4-grams occurred before in it."""
-    return repeated_share(ids) >= LOOP_SHARE
 
 
 def is_filler(text: str) -> bool:

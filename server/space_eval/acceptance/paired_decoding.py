@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from space_common.repetition import is_looping
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.worker import Worker
 
-from space_eval.acceptance.generation import CompletionOutput, generate, is_looping
+from space_eval.acceptance.generation import CompletionOutput, generate
 from space_eval.report import Spread, ratio
 
 PLAIN = 0  # the k of plain decoding
@@ -63,7 +64,7 @@ class TimedAnswer:
 
     @property
     def is_looping(self) -> bool:
-        """Whether the answer loops, see `texts.is_looping`."""
+        """Whether the answer repeats itself, see `space_common.repetition`."""
         return is_looping(self.ids)
 
 

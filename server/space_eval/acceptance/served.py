@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from space_common.repetition import is_looping
 from tqdm import tqdm
 
-from space_eval.acceptance.generation import is_looping
 from space_eval.acceptance.paired_decoding import PLAIN, TextsDiffer
 from space_eval.bench.client import Endpoint, LoadError, get_json, post_json, read_api_key
 from space_eval.data import Conversation, load_conversations

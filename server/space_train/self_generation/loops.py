@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from space_common.repetition import GRAM
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -64,16 +65,6 @@ def loop_loss(network: TrainNetwork, windows: Tensor, starts: Tensor, periods: T
     distance = (chance - wanted).abs().clamp(max=1 - 1e-4)
     losses = -torch.log1p(-distance) * is_repeat
     return losses.sum() / is_repeat.sum()
-
-
-GRAM = 4  # length of a repeated n-gram, as in the measure of looping outputs
-LOOPING_FROM = 0.5  # share of repeated n-grams from which the measure calls an output looping
-
-
-def is_looping(ids: Sequence[int]) -> bool:
-    """Return whether at least LOOPING_FROM of a text's n-grams of GRAM ids occur before in it."""
-    grams = list(zip(*(ids[start:] for start in range(GRAM)), strict=False))
-    return bool(grams) and len(grams) - len(set(grams)) >= LOOPING_FROM * len(grams)
 
 
 @dataclass

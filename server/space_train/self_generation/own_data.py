@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from space_common.repetition import is_looping
 from space_model.checkpoint.checkpoint import Checkpoint
 
 from space_train.data.decontamination import EvaluationTexts, word_grams
 from space_train.data.examples import Example
 from space_train.run_folder import OWN_PROMPTS, OWN_TEXT_FILE, OWN_USER_TURNS, fingerprint
-from space_train.self_generation.loops import is_looping
 from space_train.self_generation.prompts import OwnPrompt, PromptMaker, PromptSource
 from space_train.self_generation.self_generate import (
     TEMPERATURES,

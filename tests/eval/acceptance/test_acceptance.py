@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from space_common.repetition import is_looping, repeated_share
 from space_eval.__main__ import main
 from space_eval.acceptance import command, paired_decoding, speed
 from space_eval.acceptance.command import AcceptanceRow
@@ -16,8 +17,6 @@ from space_eval.acceptance.generation import (
     generate,
     is_blank,
     is_filler,
-    is_looping,
-    repeated_share,
 )
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TextsDiffer, TimedAnswer, check_same_text
 from space_eval.acceptance.speed import OURS, MethodRow, SpeedRow, size, to_markdown, write_speed
