@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LOADS = """
 import sys
 import space_server.__main__
@@ -91,6 +93,7 @@ for name, code in FOREIGN.items():
 """
 
 
+@pytest.mark.slow
 def test_a_package_that_is_imported_meanwhile_may_use_the_compiler() -> None:
     """Each in a process of its own, forked before the compiler is there."""
     assert run(f"FOREIGN = {FOREIGN!r}\n{TRIED}") == []

@@ -55,7 +55,12 @@ print(run.peak_bytes())
 
 @pytest.mark.parametrize(
     ("method", "precision", "rows"),
-    [("gated-lora", "bf16", 8), ("gated-lora", "no", 4), ("gated-lora", "bf16", 1), ("full", "no", 4)],
+    [
+        ("gated-lora", "bf16", 8),
+        pytest.param("gated-lora", "no", 4, marks=pytest.mark.slow),
+        pytest.param("gated-lora", "bf16", 1, marks=pytest.mark.slow),
+        ("full", "no", 4),
+    ],
 )
 def test_the_memory_of_a_run_on_a_cpu_is_that_of_its_process(
     method: str, precision: str, rows: int, tmp_path: Path

@@ -28,6 +28,16 @@ def attention(request: pytest.FixtureRequest) -> Attention:
     return CompiledAttention(cpu_library.library_for(request.param))
 
 
+in_each_dtype = pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        *((name, torch.bfloat16) for name in ["torch", *cpu_library.own_kinds()]),
+        *((name, torch.float32) for name in ["torch", *cpu_library.own_kinds()[:1]]),  # torch's in every kind
+    ],
+    indirect=["attention"],
+)
+
+
 @pytest.fixture(params=[16, 64, 144])
 def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Head sizes of one vector; of several, with keys read in place; and of several with a remainder."""
@@ -109,7 +119,7 @@ def test_bfloat16_is_as_near_as_its_roundings(
 
 
 @pytest.mark.usefixtures("head_dim")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_each_dtype
 @pytest.mark.parametrize("window", [None, 40, 300])
 def test_a_row_has_the_same_bits_in_any_company(
     attention: Attention, num_threads: int, dtype: torch.dtype, window: int | None
@@ -122,7 +132,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @pytest.mark.usefixtures("head_dim")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_each_dtype
 @pytest.mark.parametrize("heads", [2, 4, 6])
 def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(
     attention: Attention, num_threads: int, dtype: torch.dtype, heads: int
@@ -131,7 +141,7 @@ def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(
     options = {"heads": heads, "dtype": dtype}
     whole = made([MadeUp(cached=230, num_chain=64, seed=7)], **options)
     ((expected, _),) = outputs(whole, attention)
-    for length in (*range(1, 12), 16, 33, 64):
+    for length in (1, 2, 3, 4, 6, 8, 11, 16, 33, 64):
         for groups in ([], [(length - 1, 3)]):
             part = made([MadeUp(230, length, groups)], **options)
             for mine, theirs in zip(part.qkv, whole.qkv, strict=True):
@@ -141,7 +151,7 @@ def test_a_chain_row_does_not_depend_on_masks_or_on_later_rows(
             assert torch.equal(found, expected[:length]), (length, groups)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_each_dtype
 def test_what_lies_in_unwritten_slots_changes_nothing(attention: Attention, dtype: torch.dtype) -> None:
     clean, dirty = (outputs(made(ALL, dtype=dtype, garbage=garbage), attention) for garbage in (math.nan, 7.0))
     for (chain, masks), (other, other_masks) in zip(clean, dirty, strict=True):
@@ -149,7 +159,7 @@ def test_what_lies_in_unwritten_slots_changes_nothing(attention: Attention, dtyp
         assert torch.equal(masks, other_masks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_each_dtype
 def test_a_mask_row_gone_wrong_leaves_the_chain_alone(attention: Attention, dtype: torch.dtype) -> None:
     healthy, sick = made(ALL, dtype=dtype), made(ALL, dtype=dtype)
     for new in (sick.key, sick.value):
@@ -159,7 +169,7 @@ def test_a_mask_row_gone_wrong_leaves_the_chain_alone(attention: Attention, dtyp
         assert torch.equal(chain, spoilt)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_each_dtype
 def test_the_block_size_changes_no_bit(attention: Attention, dtype: torch.dtype) -> None:
     ((expected, _),) = outputs(made([SPACE], dtype=dtype, block_size=16), attention)
     for block_size in (8, 32, 128, 256):

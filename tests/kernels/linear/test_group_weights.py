@@ -154,7 +154,7 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(
     weight, bias, x, other = draw(out, width)
     linear = linear_of(weight, bias, form)
     whole, summed = linear(x), linear.plus(x, other)
-    for rows in range(1, 65):
+    for rows in range(1, 65) if isinstance(linear, CompiledLinear) else (1, 2, 3, 5, 8, 13, 33, 64):
         assert torch.equal(linear(x[:rows]), whole[:rows]), rows
         assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
         assert torch.equal(linear.plus(x[:rows], other[:rows]), summed[:rows]), rows

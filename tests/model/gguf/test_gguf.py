@@ -21,6 +21,7 @@ from gguf import quants
 from safetensors.torch import load_file
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import sources_of
+from space_kernels.build.cpu_library import library_file, own_kinds
 from space_model.checkpoint import gguf_weights
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import WeightStream
@@ -266,7 +267,11 @@ WORDS = ["--listen", "unix:/nowhere", "--device", "cpu", "--model"]
 
 @pytest.fixture(autouse=True)
 def own_environment(tmp_path: Path) -> Iterator[None]:
-    """Texts of this test's files, and variables that a worker sets are of this test."""
+    """Texts of this test's files, and variables that a worker sets are of this test. The compiled library is shared."""
+    (tmp_path / "cache" / "spaceserve").mkdir(parents=True)
+    for kind in own_kinds()[:1]:
+        library = library_file(kind)
+        (tmp_path / "cache" / "spaceserve" / library.name).symlink_to(library)
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path / "cache")}):
         yield
 
