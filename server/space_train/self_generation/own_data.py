@@ -156,37 +156,36 @@ class OwnData:
     ) -> Iterator[tuple[OwnText, tuple[int, ...]]]:
         """Yield the user turns that pass the filters, with the prompts that ask them."""
         seen, grams = set[str](), set[tuple[str, ...]]()
-        special = [token for token in self.maker.tokenizer.all_special_tokens if token]
         for text in turns:
             words = self.maker.user_turn(text.output, self.end_ids)
-            near = set(word_grams(words or "", NEAR_GRAM))
-            key = " ".join((words or "").lower().split())
-            ids = self.maker.asked(words) if words else []
-            reason = (
-                "without an end"
-                if words is None
-                else "that are empty"
-                if not words
-                else "with a special token"
-                if any(token in words for token in special)
-                else "that are too long"
-                if len(ids) > self.recipe.longest
-                else "that loop"
-                if is_looping(text.output)
-                else "that are duplicates"
-                if key in seen
-                else "that are near-duplicates"
-                if len(near & grams) > NEAR_SHARE * len(near)
-                else "of an evaluation"
-                if self._is_of_an_evaluation(words)
-                else None
-            )
-            if reason is not None:
+            reason = self._fault_of_turn(text, words, seen, grams)
+            if words is None or reason is not None:
                 dropped[f"user turns {reason}"] += 1
                 continue
-            seen.add(key)
-            grams |= near
-            yield text, tuple(ids)
+            seen.add(_plain_words(words))
+            grams |= set(word_grams(words, NEAR_GRAM))
+            yield text, tuple(self.maker.asked(words))
+
+    def _fault_of_turn(
+        self, text: OwnText, words: str | None, seen: set[str], grams: set[tuple[str, ...]]
+    ) -> str | None:
+        """Return why the user turn `words` is not answered, or None. `seen`, `grams`: of the turns before it."""
+        if words is None:
+            return "without an end"
+        if not words:
+            return "that are empty"
+        if any(token in words for token in self.maker.tokenizer.all_special_tokens if token):
+            return "with a special token"
+        if len(self.maker.asked(words)) > self.recipe.longest:
+            return "that are too long"
+        if is_looping(text.output):
+            return "that loop"
+        if _plain_words(words) in seen:
+            return "that are duplicates"
+        own = set(word_grams(words, NEAR_GRAM))
+        if len(own & grams) > NEAR_SHARE * len(own):
+            return "that are near-duplicates"
+        return "of an evaluation" if self._is_of_an_evaluation(words) else None
 
     def _fault(self, text: OwnText, seen: set[tuple[int, ...]]) -> str | None:
         """Return why an answer is not learnt from, or None."""
@@ -201,3 +200,8 @@ class OwnData:
 
     def _is_of_an_evaluation(self, text: str) -> bool:
         return self._evaluation is not None and self._evaluation.is_shared_by(text)
+
+
+def _plain_words(text: str) -> str:
+    """Return the text in lower case with single spaces."""
+    return " ".join(text.lower().split())

@@ -13,7 +13,7 @@ import torch
 from space_kernels.dispatch import ops_for, triton_ops
 from space_kernels.fp8 import FORMAT, Fp8
 from space_kernels.linear.cuda_linear import Fp8Linear
-from space_kernels.linear.group_weights import INT4, INT4_HEAD, GroupForm, GroupWeights, rounded
+from space_kernels.linear.group_weights import INT4, INT4_HEAD, GroupWeights, rounded
 from space_kernels.linear.int8_linear import Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -38,53 +38,48 @@ def logits_of(model: SpaceModel, ids: list[int]) -> Tensor:
     return model.logits(model.forward(batch, kv)[: batch.num_rows])
 
 
+def check_logits(
+    path: Path, weights: str, attention: str, held: Callable[[Tensor, bool], Tensor], tolerance: float
+) -> None:
+    """Compare the served logits with those of transformers in float32 on the weights that `held` gives for a weight and
+    whether it is the head's. `tolerance`: of the greatest logit."""
+    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    head = oracle.get_output_embeddings()
+    for module in oracle.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(held(module.weight, module is head))
+            if weights == "int4":
+                module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0].bfloat16().float()),))
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            for weight in (module.gate_up_proj, module.down_proj):
+                weight.data = torch.stack([held(expert, False) for expert in weight.data])
+    with torch.inference_mode():
+        wanted = oracle(input_ids=torch.tensor([IDS])).logits[0]
+    model = load_model(path, weights=weights, attention=attention)
+    assert model.facts.number_format == f"bfloat16 with {weights} weights"
+    off = (logits_of(model, IDS) - wanted).abs().amax(dim=1) > tolerance * wanted.abs().max()
+    # near ties: other experts than in float32 are chosen
+    assert int(off.sum()) <= (2 if oracle.config.model_type == "mixtral" else 0)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_int4_weights_are_those_of_their_groups(
     family: str, attention: str, checkpoint_of: Callable[[str], Path]
 ) -> None:
-    path = checkpoint_of(family)
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    def held(weight: Tensor, is_head: bool) -> Tensor:
+        return GroupWeights.of(weight.bfloat16(), INT4_HEAD if is_head else INT4).dense()
 
-    def held(weight: Tensor, form: GroupForm) -> Tensor:
-        return GroupWeights.of(weight.bfloat16(), form).dense()
-
-    head = oracle.get_output_embeddings()
-    for module in oracle.modules():
-        if isinstance(module, nn.Linear):
-            form = INT4_HEAD if module is head else INT4
-            module.weight = nn.Parameter(held(module.weight, form))
-            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0].bfloat16().float()),))
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            for weight in (module.gate_up_proj, module.down_proj):
-                weight.data = torch.stack([held(expert, INT4) for expert in weight.data])
-    with torch.inference_mode():
-        wanted = oracle(input_ids=torch.tensor([IDS])).logits[0]
-    model = load_model(path, weights="int4", attention=attention)
-    assert model.facts.number_format == "bfloat16 with int4 weights"
-    found = logits_of(model, IDS)
-    off = (found - wanted).abs().amax(dim=1) > 0.06 * wanted.abs().max()
-    assert int(off.sum()) <= (2 if family == "mixtral" else 0)  # near ties, other experts than in float32 are chosen
+    check_logits(checkpoint_of(family), "int4", attention, held, tolerance=0.06)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_int8_weights_are_the_nearest_ones(family: str, attention: str, checkpoint_of: Callable[[str], Path]) -> None:
-    path = checkpoint_of(family)
-    oracle = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    for module in oracle.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Int8Weights.of(module.weight.bfloat16()).dense())
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            for weight in (module.gate_up_proj, module.down_proj):
-                weight.data = torch.stack([Int8Weights.of(expert.bfloat16()).dense() for expert in weight.data])
-    with torch.inference_mode():
-        wanted = oracle(input_ids=torch.tensor([IDS])).logits[0]
-    model = load_model(path, weights="int8", attention=attention)
-    assert model.facts.number_format == "bfloat16 with int8 weights"
-    found = logits_of(model, IDS)
-    off = (found - wanted).abs().amax(dim=1) > 0.04 * wanted.abs().max()
-    assert int(off.sum()) <= (2 if family == "mixtral" else 0)  # near ties, other experts than in float32 are chosen
+    def held(weight: Tensor, is_head: bool) -> Tensor:
+        return Int8Weights.of(weight.bfloat16()).dense()
+
+    check_logits(checkpoint_of(family), "int8", attention, held, tolerance=0.04)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
