@@ -27,6 +27,17 @@ os.environ.setdefault("PIP_NO_INDEX", "1")  # and one that would fetch the defau
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; triton 3.9 warns where it is not said
 
 
+_TOGETHER = (
+    "tests/e2e/",
+    "tests/model/test_family_sweep.py",
+    "tests/real/",
+    "tests/server/machine/test_memory.py",
+    "tests/server/tensor_parallel/",
+    "tests/train/test_recipe.py",
+)
+"""Folders and files whose tests share what takes seconds to make."""
+
+
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     if not pluginmanager.hasplugin("timeout"):  # on a GPU machine with pytest alone
         parser.addini("timeout", "of pytest-timeout, which is not installed")
@@ -47,7 +58,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling | None":
-    """`--dist loadgroup`: all of tests/e2e in one process, for they share servers; every other test by itself.
+    """`--dist loadgroup`: tests that share a server or a long computation in one process; every other test by itself.
 
     pytest-xdist 3.8 marks groups by a suffix to node ids, which pytest 9.2 computes anew: the marks have no effect.
     """
@@ -57,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid
+            return next((place for place in _TOGETHER if nodeid.startswith(place)), nodeid)
 
     return Scheduling(config, log)
 

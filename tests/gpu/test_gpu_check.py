@@ -103,6 +103,7 @@ def wait_until_ended(pid: int) -> None:
 # ------------------------------------------------------------------------------------------------- stages
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_stage_ends_as_its_process_does(made_up: Path) -> None:
     outcomes = {name: ran(name, made_up) for name in ("passes", "fails", "breaks", "cannot", "dies")}
@@ -174,6 +175,7 @@ def test_every_stage_has_a_function_a_title_and_targets(name: str) -> None:
     assert TARGETS[name]
 
 
+@pytest.mark.slow
 def test_nothing_of_it_needs_the_router_or_a_web_server() -> None:
     absent = ["fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "orjson", "space_router"]
     modules = [f"gpu.{file.stem}" for file in Path(__file__).parent.glob("*.py") if file.stem != "test_gpu_check"]

@@ -53,6 +53,10 @@ RUN_BY = {
         "tests/e2e/process/test_worker_loss.py",
         '"--faults", "20"',
     ),
+    "SPACESERVE_WHEEL_KERNELS=1 .venv/bin/uv build --wheel": (
+        "tests/kernels/cpu/test_cpu_library.py",
+        '"build", "--wheel"',
+    ),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
 }
 """Commands that other tests run, and what of those says so."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -221,7 +222,7 @@ OLD, NEW = {"weights": "old", "config": "old"}, {"weights": "new", "config": "ne
 DIES_AT = """
 import os, pathlib, shutil, sys
 from space_model.checkpoint.checkpoint import whole_folder
-left = int(sys.argv[2])
+left = 0
 def dying(call):
     def at_last(*arguments, **keywords):
         global left
@@ -233,10 +234,17 @@ def dying(call):
 for name in ("mkdir", "rename", "write_text"):
     setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
 shutil.rmtree = dying(shutil.rmtree)
-with whole_folder(pathlib.Path(sys.argv[1])) as new:
-    (new / "weights").write_text("new")
-    (new / "config").write_text("new")
+for line in sys.stdin:
+    folder, left = pathlib.Path(line.split()[0]), int(line.split()[1])
+    if (child := os.fork()) == 0:
+        with whole_folder(folder) as new:
+            (new / "weights").write_text("new")
+            (new / "config").write_text("new")
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+"""Reads lines of a folder and a number of calls, and answers each with the exit code of a process that writes the
+folder and ends at the call after these."""
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -250,20 +258,30 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def test_a_writer_that_is_killed_leaves_the_old_or_the_new_whole(tmp_path: Path) -> None:
-    num_kills = 0
-    while True:
+    words = [sys.executable, "-c", DIES_AT]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writers:
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        num_kills = kill_writers(tmp_path, writers.stdin, writers.stdout)
+        writers.stdin.close()
+    assert num_kills == 8, "every call that moves something was the last one of a process"
+
+
+def kill_writers(tmp_path: Path, asks: IO[str], exit_codes: IO[str]) -> int:
+    """Let a writer die at each of its calls in turn; return how many there are."""
+    for num_kills in itertools.count():
         folder = tmp_path / str(num_kills) / "model"
         write(folder, OLD)
-        ended = subprocess.run([sys.executable, "-c", DIES_AT, str(folder), str(num_kills)], check=False)
-        if ended.returncode == 0:
-            break
+        asks.write(f"{folder} {num_kills}\n")
+        asks.flush()
+        if int(exit_codes.readline()) == 0:
+            return num_kills
         beside = folder.with_name("model.replaced")
         assert contents(folder) in (OLD, NEW) or contents(beside) == OLD, num_kills
         write(folder, NEW)  # the same command, given again
         assert contents(folder) == NEW
         assert [place.name for place in folder.parent.iterdir()] == ["model"]
-        num_kills += 1
-    assert num_kills == 8, "every call that moves something was the last one of a process"
+    raise AssertionError
 
 
 def test_a_writer_that_fails_leaves_the_old_and_no_half(tmp_path: Path) -> None:
