@@ -9,7 +9,7 @@ import ctypes
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 
 KEPT, PAD = 1 << 30, 64 << 20
-"""Bytes: tensors up to KEPT are taken from the heap, whose free end may be as large; it grows by PAD."""
+"""Bytes. malloc takes tensors up to KEPT from the heap, keeps as much free at its end, and extends it by PAD."""
 
 LARGE = 1 << 20
 """While weights are loaded, tensors from this size on return to the system when freed."""

@@ -23,8 +23,8 @@ GLIBC = "2.28"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden")
 _ZIG_FLAGS = {"-march=armv8.2-a+bf16": "-mcpu=generic+v8_2a+bf16"}
 """What zig calls a flag of gcc and clang."""
-_SECONDS = {False: 300.0, True: 1800.0}
-"""Timeout of one compiler call, in seconds; by whether it is zig, whose first link builds the C++ runtime."""
+_SECONDS = 1800.0
+"""Timeout of one compiler call, in seconds: the first link by zig builds a C++ runtime, which takes minutes."""
 
 MISSING = "no C++ compiler is installed (Debian: `apt install g++`; without root: `pip install ziglang`)"
 
@@ -59,10 +59,11 @@ class Compiler:
     def _run(self, folder: Path, *arguments: str) -> None:
         # zig builds its C++ runtime once per cache folder
         caches = {name: str(folder / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
-        command, seconds = [*self.command, *arguments], _SECONDS[self.is_zig]
         environment = caches | os.environ if self.is_zig else None
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+            done = subprocess.run(
+                [*self.command, *arguments], capture_output=True, text=True, timeout=_SECONDS, env=environment
+            )
         except subprocess.SubprocessError as error:
             raise OSError(str(error)) from error
         if done.returncode:

@@ -74,7 +74,7 @@ def _q6_k(blocks: Tensor) -> GroupWeights:
 
 
 def _with_steps(form: GroupForm, numbers: Tensor, blocks: Tensor) -> GroupWeights:
-    """Of the forms whose twelve bytes behind scale and min have eight steps of each, of six bits."""
+    """Unpack the twelve bytes that follow scale and min in Q4_K and Q5_K: eight steps of each, six bits a step."""
     first, second, third = _split(blocks[..., 4:16], 4).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1).flatten(1)
     mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1).flatten(1)
@@ -105,7 +105,7 @@ _KINDS: dict[str, tuple[GroupForm, int, int, Callable[[Tensor], GroupWeights]]] 
 """By type of the file: form, weights and bytes of a block."""
 
 KINDS = frozenset(_KINDS)
-"""Types whose blocks are kept."""
+"""GGUF types that stay in memory as blocks."""
 
 
 def form_of(kind: str) -> GroupForm:

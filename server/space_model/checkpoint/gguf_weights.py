@@ -113,7 +113,7 @@ class GgufWeights(WeightFiles):
             self.num_bytes += int(place.numel() * bits / 8)
 
     def blocks(self, name: str) -> list[Blocks]:
-        """Return a matrix whose parts are of kinds in KINDS as blocks, whose bytes are views of the file."""
+        """Return the blocks of a matrix as views of the file. All of its parts must be of types in KINDS."""
         with self.opened.reading(name) as source:
             return [self._blocks(source, rows) for rows in source.parts]
 
@@ -155,7 +155,7 @@ def _numbers(data: npt.NDArray[np.uint8], source: TensorSource, start: int, stop
 
 
 def _turned(source: TensorSource, rows: TensorRows, number: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the rows of the file's tensor for rows of the model's, whose heads are interleaved."""
+    """Return the rows of the file's tensor that are rows `number` of the model's."""
     size = (rows.stop - rows.start) // source.turned_heads
     head, row = number // size, number % size
     # the file interleaves the rotary pairs; the model has them half a head apart
@@ -199,7 +199,7 @@ def _dequantized(data: npt.NDArray[np.uint8], tensor: GgufTensor, rows: Any) -> 
 
 
 def held_bytes(file: GgufFile, config: Mapping[str, Any], *, fuses: bool) -> dict[str, int]:
-    """Return the bytes that each weight takes whose blocks are kept."""
+    """Return the bytes of each weight that stays in memory as blocks."""
     sources = sources_of(file, config)
     return {
         name: sum(

@@ -304,7 +304,7 @@ def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
 
 
 def _in_blocks(checkpoint: Checkpoint, config: PreTrainedConfig, in_head: int) -> Small:
-    """Return the bytes of a GGUF whose linears stay in their blocks. `in_head`: weights of the output head."""
+    """Return the bytes of a GGUF with `--weights gguf`. `in_head`: number of weights of the output head."""
     from space_model.checkpoint.gguf_weights import EMBEDDING, held_bytes  # only here, as above
 
     assert checkpoint.gguf is not None
