@@ -230,7 +230,7 @@ $(cat "$log")
     if [ -z "$stages" ] && [ "$device" = cpu ] && [ "$(uname -s)" = Linux ] && ! has_compiler; then
         say "dependencies: there is no C++ compiler here, so zig (a 100 MB package) will build the CPU operations at the
          first start, in some minutes. \`apt install g++\` is smaller and builds them in seconds."
-        pip install --no-deps --require-hashes -r "$LOCKS/compiler.txt" || say "note: zig could not be installed. \
+        pip install --quiet --no-deps --require-hashes -r "$LOCKS/compiler.txt" || say "note: zig could not be installed. \
 Without a C++ compiler a small model is about three times slower: apt install g++"
     fi
     if $gpu; then

@@ -1,4 +1,4 @@
-"""Adapters of others that only draft: what their mask rows read, for their files are those of any LoRA of peft.
+"""What the mask rows of released adapters read. Their files are ordinary LoRAs of peft and do not say it.
 
     format   a mask at position p reads the base's embedding of       as in
     uno      an id drawn uniformly from 1 .. mask_token_id - 1        SGLang 0.5.23, srt/speculative/uno_utils.py

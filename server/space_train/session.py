@@ -42,7 +42,7 @@ from space_train.run_folder import (
     inputs_of,
     kept_parts,
 )
-from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextsOf, TextSource
+from space_train.text_source import DataTextSource, Ledger, OwnTextSource, TextSettings, TextSource
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks, check_can_start_from, check_given_ids
 from space_train.training.trainer import TrainResult, on_cpu, train
@@ -89,8 +89,8 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
     fill = pad_id(tokenizer, vocab_size)
-    of = TextsOf(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process)
-    texts = text_source(of, plan, options.mask_ids or section.get("mask_token_ids") or ())
+    settings = TextSettings(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process)
+    texts = text_source(settings, plan, options.mask_ids or section.get("mask_token_ids") or ())
     # The server must use the chat template of the training data.
     has_own = texts.template is not None and (options.template or not tokenizer.chat_template)
     if has_own and checkpoint.gguf is not None and not plan.trains_base:
@@ -266,13 +266,13 @@ def held_out_rows(examples: list[Example], plan: TrainPlan, fill: int, most: int
     return Texts(rows.ids, rows.learned, rows.document, torch.ones(len(rows.ids), dtype=torch.bool))
 
 
-def text_source(of: TextsOf, plan: TrainPlan, mask_ids: Sequence[int]) -> TextSource:
+def text_source(settings: TextSettings, plan: TrainPlan, mask_ids: Sequence[int]) -> TextSource:
     """Return the source that the options name."""
-    files, count = of.options.decontaminate, of.options.own_data
+    files, count = settings.options.decontaminate, settings.options.own_data
     evaluation = EvaluationTexts.read(files) if files else None
     if count is not None:
-        return OwnTextSource(of, plan, count if count > 0 else None, evaluation)
-    return DataTextSource.read(of, plan, mask_ids, evaluation)
+        return OwnTextSource(settings, plan, count if count > 0 else None, evaluation)
+    return DataTextSource.read(settings, plan, mask_ids, evaluation)
 
 
 def own_cost(out: Path, model: PreTrainedModel) -> dict[str, float]:

@@ -32,8 +32,8 @@ from space_train.training.trainer import on_cpu
 
 
 @dataclass(frozen=True)
-class TextsOf:
-    """The model and the options that a source reads its texts with."""
+class TextSettings:
+    """The model, its tokenizer and the options of the command, as a source of texts needs them."""
 
     options: argparse.Namespace
     checkpoint: Checkpoint
@@ -67,7 +67,7 @@ class TextsOf:
         if self.is_main_process:
             print(line, file=sys.stderr, flush=True)
 
-    def without(self, evaluation: EvaluationTexts | None, examples: list[Example]) -> list[Example]:
+    def decontaminated(self, evaluation: EvaluationTexts | None, examples: list[Example]) -> list[Example]:
         """Return the examples that share no words with an evaluation. Raises NothingToLearn if all do."""
         if evaluation is None:
             return examples
@@ -106,45 +106,45 @@ class DataTextSource:
     """Records of --data, and with --self-generate texts of the model that continue their prompts."""
 
     def __init__(
-        self, of: TextsOf, plan: TrainPlan, loaded: LoadedExamples, evaluation: EvaluationTexts | None
+        self, settings: TextSettings, plan: TrainPlan, loaded: LoadedExamples, evaluation: EvaluationTexts | None
     ) -> None:
-        self._of, self._held_out, self._evaluation = of, loaded.held_out, evaluation
+        self._settings, self._held_out, self._evaluation = settings, loaded.held_out, evaluation
         self.template = loaded.report.template if loaded.report.has_conversations else None
-        self._examples, count = of.without(evaluation, loaded.examples), of.options.self_generate
-        most = of.longest_prompt(plan) if count else None
+        self._examples, count = settings.decontaminated(evaluation, loaded.examples), settings.options.self_generate
+        most = settings.longest_prompt(plan) if count else None
         self._prompts = prompts_of(self._examples, count, longest=most, seed=plan.seed) if count else []
-        self._rows, self.num_written = of.packed(self._examples, plan), len(self._prompts)
+        self._rows, self.num_written = settings.packed(self._examples, plan), len(self._prompts)
 
     @classmethod
     def read(
-        cls, of: TextsOf, plan: TrainPlan, mask_ids: Sequence[int], evaluation: EvaluationTexts | None
+        cls, settings: TextSettings, plan: TrainPlan, mask_ids: Sequence[int], evaluation: EvaluationTexts | None
     ) -> DataTextSource:
         loaded = read_examples(
-            of.options.data,
-            of.tokenizer,
-            split=of.options.split,
-            template=of.options.template,
-            limit=of.options.limit,
+            settings.options.data,
+            settings.tokenizer,
+            split=settings.options.split,
+            template=settings.options.template,
+            limit=settings.options.limit,
             max_length=plan.length,
-            held_out_share=of.options.held_out_share,
-            vocab_size=of.vocab_size,
-            end_ids=of.checkpoint.eos_ids(of.vocab_size),
+            held_out_share=settings.options.held_out_share,
+            vocab_size=settings.vocab_size,
+            end_ids=settings.checkpoint.eos_ids(settings.vocab_size),
             mask_ids=mask_ids,
-            quiet=not of.is_main_process,
+            quiet=not settings.is_main_process,
         )
-        return cls(of, plan, loaded, evaluation)
+        return cls(settings, plan, loaded, evaluation)
 
     def fit(self, plan: TrainPlan) -> TrainPlan:
-        num_own = sum(len(prompt) + self._of.max_tokens for prompt in self._prompts)
+        num_own = sum(len(prompt) + self._settings.max_tokens for prompt in self._prompts)
         fitted = fitted_rows(plan, self._rows.longest, self._rows.most_places, num_own)
         if fitted.length != plan.length:
-            self._rows = self._of.packed(self._examples, fitted)
+            self._rows = self._settings.packed(self._examples, fitted)
         return fitted
 
     def inputs(self) -> dict[str, Any]:
         found: dict[str, Any] = {"self_generate": self.num_written, "own_data": 0}
         if self._prompts:
-            found |= {"self_generate_tokens": self._of.max_tokens, "own_share": self._of.options.own_share}
+            found |= {"self_generate_tokens": self._settings.max_tokens, "own_share": self._settings.options.own_share}
         return found | {"text of --data": self._rows.digest().hex()[:12]}
 
     def keeps(self) -> Sequence[str]:
@@ -153,76 +153,87 @@ class DataTextSource:
     def write(self, plan: TrainPlan) -> None:
         if not self._prompts:
             return
-        home, file, ledger = self._of.checkpoint.home, self._of.out / OWN_TEXT_FILE, Ledger(self._of.out / LEDGER)
-        if self._of.options.restart:
-            ledger.scale(forget_others(home, self._prompts, max_tokens=self._of.max_tokens, file=file))
-        written = write_own_texts(home, self._prompts, max_tokens=self._of.max_tokens, file=file)
+        home, file, ledger = (
+            self._settings.checkpoint.home,
+            self._settings.out / OWN_TEXT_FILE,
+            Ledger(self._settings.out / LEDGER),
+        )
+        if self._settings.options.restart:
+            ledger.scale(forget_others(home, self._prompts, max_tokens=self._settings.max_tokens, file=file))
+        written = write_own_texts(home, self._prompts, max_tokens=self._settings.max_tokens, file=file)
         ledger.add(written.counts.num_rows, written.seconds)
 
     def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
         if not self._prompts:
             return [RowStream(self._rows, 1.0)], self._held_out
-        own = self._of.without(self._evaluation, own_examples(self._of.out / OWN_TEXT_FILE, self._prompts))
-        return with_own_texts(self._rows, self._of.packed(own, plan), self._of.options.own_share), self._held_out
+        own = self._settings.decontaminated(
+            self._evaluation, own_examples(self._settings.out / OWN_TEXT_FILE, self._prompts)
+        )
+        return with_own_texts(
+            self._rows, self._settings.packed(own, plan), self._settings.options.own_share
+        ), self._held_out
 
 
 class OwnTextSource:
     """Texts of the model alone, for --own-data. `count`: prompts, None: by the budget."""
 
-    def __init__(self, of: TextsOf, plan: TrainPlan, count: int | None, evaluation: EvaluationTexts | None) -> None:
+    def __init__(
+        self, settings: TextSettings, plan: TrainPlan, count: int | None, evaluation: EvaluationTexts | None
+    ) -> None:
         if plan.trains_base:
             raise InvalidPlan(
                 f"Method {plan.method} trains the model's own weights, which learn nothing from its own texts: give "
                 "--data. --own-data is for gated-lora and head."
             )
-        is_chat = bool(of.options.template or of.tokenizer.chat_template)
-        chat = ChatText(of.tokenizer, of.options.template) if is_chat else None
+        is_chat = bool(settings.options.template or settings.tokenizer.chat_template)
+        chat = ChatText(settings.tokenizer, settings.options.template) if is_chat else None
         self.template = None if chat is None else chat.template
         digest = None if chat is None else hashlib.sha256(chat.template.encode()).hexdigest()[:12]
-        longest = of.longest_prompt(plan)
-        recipe, maker = OwnDataRecipe(plan.seed, longest, of.max_tokens, digest), PromptMaker(of.tokenizer, chat)
-        self._of, self._cost = (
-            of,
-            OwnCost.here(shape_of(of.checkpoint), plan, of.max_tokens, cpu=on_cpu(), chat=is_chat),
+        longest = settings.longest_prompt(plan)
+        recipe, maker = (
+            OwnDataRecipe(plan.seed, longest, settings.max_tokens, digest),
+            PromptMaker(settings.tokenizer, chat),
         )
-        prompts = kept_prompts(of.out, recipe, count)
+        self._settings = settings
+        self._cost = OwnCost.here(shape_of(settings.checkpoint), plan, settings.max_tokens, cpu=on_cpu(), chat=is_chat)
+        prompts = kept_prompts(settings.out, recipe, count)
         if prompts is None:
             count = count or self._cost.default_count(plan)
             prompts = maker.prompts(count, longest=longest, seed=plan.seed)
-        end_ids = {*of.checkpoint.eos_ids(of.vocab_size), of.tokenizer.eos_token_id}
-        self._data = OwnData(of.out, prompts, recipe, maker, end_ids, evaluation)
+        end_ids = {*settings.checkpoint.eos_ids(settings.vocab_size), settings.tokenizer.eos_token_id}
+        self._data = OwnData(settings.out, prompts, recipe, maker, end_ids, evaluation)
         self.num_written = len(prompts)
 
     def fit(self, plan: TrainPlan) -> TrainPlan:
-        most = sum(len(prompt.ids) + USER_TOKENS + self._of.max_tokens for prompt in self._data.prompts)
+        most = sum(len(prompt.ids) + USER_TOKENS + self._settings.max_tokens for prompt in self._data.prompts)
         return fitted_rows(plan, 0, 0, most)
 
     def inputs(self) -> dict[str, Any]:
-        found = {"self_generate": 0, "own_data": self.num_written, "self_generate_tokens": self._of.max_tokens}
+        found = {"self_generate": 0, "own_data": self.num_written, "self_generate_tokens": self._settings.max_tokens}
         return found | {"text of --data": "none", "prompts": self._data.digest().hex()[:12]}
 
     def keeps(self) -> Sequence[str]:
         return OWN_FILES
 
     def write(self, plan: TrainPlan) -> None:
-        if not holds_state(self._of.out):  # else they are written
-            self._of.say(f"{self._cost.describe(plan, self.num_written)}.")
-        ledger = Ledger(self._of.out / LEDGER)
-        if self._of.options.restart:
-            ledger.scale(self._data.forget_others(self._of.checkpoint))
+        if not holds_state(self._settings.out):  # else they are written
+            self._settings.say(f"{self._cost.describe(plan, self.num_written)}.")
+        ledger = Ledger(self._settings.out / LEDGER)
+        if self._settings.options.restart:
+            ledger.scale(self._data.forget_others(self._settings.checkpoint))
         self._data.keep_prompts()
-        longest = max(len(prompt.ids) for prompt in self._data.prompts) + USER_TOKENS + self._of.max_tokens
+        longest = max(len(prompt.ids) for prompt in self._data.prompts) + USER_TOKENS + self._settings.max_tokens
         free = FreeMemory.on(torch.device("cpu" if on_cpu() else "cuda")).num_bytes
-        settings = self._cost.worker_settings(self.num_written, longest, free)
-        for rows, seconds in self._data.write(self._of.checkpoint, **settings):
+        worker = self._cost.worker_settings(self.num_written, longest, free)
+        for rows, seconds in self._data.write(self._settings.checkpoint, **worker):
             ledger.add(rows, seconds)
 
     def streams(self, plan: TrainPlan) -> tuple[list[RowStream], list[Example]]:
         found, line = self._data.examples()
-        self._of.say(f"{line}.")
+        self._settings.say(f"{line}.")
         digests = [(hash_of(str(example.ids)), [example]) for example in found]
-        examples, held_out = parted(digests, self._of.options.held_out_share)
-        return [RowStream(self._of.packed(examples, plan), 1.0, teaches=False)], held_out
+        examples, held_out = parted(digests, self._settings.options.held_out_share)
+        return [RowStream(self._settings.packed(examples, plan), 1.0, teaches=False)], held_out
 
 
 class Ledger:
