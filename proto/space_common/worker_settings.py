@@ -221,6 +221,12 @@ class WorkerSettings:
         "are the host's, for on a device steps wait for each other while texts are read (default: %(default)s)",
         choices=("auto", "on", "off", "only"),
     )
+    speculation_method: Literal["auto", "masks", "head"] = flag(
+        "auto",
+        "what of the model drafts: its masks, its recurrent head, or at each step the one that brings more tokens per "
+        "second (auto); either is left out where the model has it not (default: %(default)s)",
+        choices=("auto", "masks", "head"),
+    )
     steps: Steps = flag(
         "auto",
         "device: sequences whose prompt is read keep their state on the device, which begins the next step before "

@@ -110,6 +110,8 @@ class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSour
     """Admit.prediction"""
     DRAFT_SOURCE_GRAMMAR: _DraftSource.ValueType  # 3
     """what the grammar leaves no choice about"""
+    DRAFT_SOURCE_HEAD: _DraftSource.ValueType  # 4
+    """the recurrent draft head, which needs no masks"""
 
 class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
     """Who proposed drafts. All are verified by the same rule."""
@@ -122,6 +124,8 @@ DRAFT_SOURCE_PREDICTION: DraftSource.ValueType  # 2
 """Admit.prediction"""
 DRAFT_SOURCE_GRAMMAR: DraftSource.ValueType  # 3
 """what the grammar leaves no choice about"""
+DRAFT_SOURCE_HEAD: DraftSource.ValueType  # 4
+"""the recurrent draft head, which needs no masks"""
 Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
@@ -656,6 +660,7 @@ class Hello(_message.Message):
     LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
+    NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -702,6 +707,8 @@ class Hello(_message.Message):
     """of the products, such as amx_bf16 or sm_90: with others the last bits of a text's probabilities differ; "": the worker does not say"""
     mask_format: _builtins.str
     """of the checkpoint's own adapter: space, uno or i-dlm; "": it has none"""
+    num_head_drafts: _builtins.int
+    """most drafts that the checkpoint's own recurrent head makes in a step (0: it has none)"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""
@@ -748,10 +755,11 @@ class Hello(_message.Message):
         lays_out_masks: _builtins.bool = ...,
         instruction_set: _builtins.str = ...,
         mask_format: _builtins.str = ...,
+        num_head_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -767,6 +775,7 @@ class Adapter(_message.Message):
     NUM_MASKS_FIELD_NUMBER: _builtins.int
     HAS_DRAFT_HEAD_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """as Admit names it"""
     num_masks: _builtins.int
@@ -775,6 +784,8 @@ class Adapter(_message.Message):
     """its drafts are rescored one after the other"""
     format: _builtins.str
     """space, uno or i-dlm: what its masks read"""
+    num_head_drafts: _builtins.int
+    """most drafts that its recurrent head makes in a step (0: it has none)"""
     def __init__(
         self,
         *,
@@ -782,10 +793,11 @@ class Adapter(_message.Message):
         num_masks: _builtins.int = ...,
         has_draft_head: _builtins.bool = ...,
         format: _builtins.str = ...,
+        num_head_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "has_draft_head", b"has_draft_head", "name", b"name", "num_masks", b"num_masks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "has_draft_head", b"has_draft_head", "name", b"name", "num_head_drafts", b"num_head_drafts", "num_masks", b"num_masks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

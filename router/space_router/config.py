@@ -211,6 +211,9 @@ class ServeConfig:
     they are worth more than the masks', off leaves drafting to masks (and a request's `prediction`), only lays out no
     masks; auto is on where --steps are the host's, for on a device a lookup makes steps wait. Costs a few microseconds
     per token. The text is the same with each"""
+    speculation_method: str = _own_speculation("auto", one_of("auto", "masks", "head"))
+    """what of the model drafts: its masks, its recurrent head (which adds no mask rows to a step, so it suits large
+    batches), or at each step the one that brings more tokens per second (auto). The text is the same with each"""
     steps: str = _own_speculation("auto", one_of("auto", "device", "eager", "host"))
     """where decoding requests are kept between steps: on the device, where the next step is launched before the host
     has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and

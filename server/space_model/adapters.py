@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,9 +39,10 @@ from space_model.checkpoint.checkpoint import (
 )
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.geometry.forward_batch import GatedRows
-from space_model.heads import BaseSpec, DraftHeadWeights, load_draft_head
+from space_model.heads import BaseSpec, DraftHeadWeights, OutputHead, load_draft_head
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
-from space_model.model_facts import AdapterFacts
+from space_model.model_facts import AdapterFacts, HeadFacts
+from space_model.recurrent_head import RecurrentHead, RecurrentHeadWeights, load_recurrent_head
 from space_model.released_adapters import AdapterFormat, MaskInputs
 
 FORMAT = "space-gated-lora-1"
@@ -265,6 +267,27 @@ def _on_disk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """All that drafts for one base model: the heads of the checkpoint's own masks, and the loaded adapters."""
+
+    draft_head: DraftHeadWeights | None = None
+    recurrent_head: RecurrentHeadWeights | None = None
+    adapters: tuple[Adapter, ...] = ()
+
+    def each(self, change: Callable[[Adapter], Adapter]) -> Drafting:
+        """Return this with each adapter changed."""
+        return replace(self, adapters=tuple(map(change, self.adapters)))
+
+    def recurrent_heads(self, whole: OutputHead, **form: Any) -> dict[int | None, RecurrentHead]:
+        """Return the recurrent heads by the adapter's number (None: the checkpoint's own). Arguments: as RecurrentHead
+        takes them."""
+        weights = {None: self.recurrent_head} | {
+            number: adapter.recurrent_head for number, adapter in enumerate(self.adapters)
+        }
+        return {number: RecurrentHead(one, whole, **form) for number, one in weights.items() if one is not None}
+
+
 OWN = ""  # the name of the checkpoint's own adapter, for requests that name none
 
 
@@ -276,12 +299,20 @@ class Adapter:
     gated: GatedLora
     draft_head: DraftHeadWeights | None
     acceptance: tuple[float, ...] = ()  # as declared in its `space` section
+    recurrent_head: RecurrentHeadWeights | None = None
 
     @property
     def facts(self) -> AdapterFacts:
         inputs = self.gated.mask_inputs
         form = AdapterFormat.SPACE if inputs is None else inputs.format
-        return AdapterFacts(self.name, self.gated.num_masks, self.draft_head is not None, self.acceptance, str(form))
+        return AdapterFacts(
+            self.name,
+            self.gated.num_masks,
+            self.draft_head is not None,
+            self.acceptance,
+            str(form),
+            HeadFacts.of(self.recurrent_head),
+        )
 
     def embedded(self, model: PreTrainedModel, ids: Sequence[int], entry: Tensor) -> Adapter:
         """Return this with the inputs of its masks (GatedLora.embedded); errors name the adapter."""
@@ -313,7 +344,9 @@ class Adapter:
         else:
             gated = GatedLora.load_released(file, base, section.mask_inputs)
         head = None if section.draft_head is None else load_draft_head(folder, section.draft_head, base)
-        return cls(name, gated, head, section.acceptance)
+        recurrent = section.recurrent_head
+        recurrent_head = None if recurrent is None else load_recurrent_head(folder, recurrent, base)
+        return cls(name, gated, head, section.acceptance, recurrent_head)
 
     @classmethod
     def open(cls, name: str, path: str | Path, checkpoint: Checkpoint, vocab_size: int, base: BaseSpec) -> Adapter:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,6 +104,13 @@ class OutputHead:
             logits = logits + self.bias[ids]
         return self._finish(logits)
 
+    def rows(self, ids: Tensor, **form: Any) -> OutputHead:
+        """Return the head of the ids [D] alone, which copies their rows. `form`: keyword arguments of the class."""
+        if self.weight is None:
+            raise RuntimeError("The rows of this head were not kept.")
+        bias = None if self.bias is None else self.bias[ids]
+        return OutputHead(self.weight[ids], bias, scale=self._scale, softcap=self._softcap, keeps_rows=False, **form)
+
     def _finish(self, logits: Tensor) -> Tensor:
         if self._scale != 1.0:
             logits = logits.mul_(self._scale)
@@ -123,7 +131,7 @@ class ShardedHead:
 
     def __init__(self, part: OutputHead, whole: OutputHead | None, vocab_size: int, ranks: Ranks) -> None:
         """`part`: this rank's ids, equally many on every rank; `whole`: rank 0's whole head, to rescore drafts."""
-        self._part, self._whole, self._ranks = part, whole, ranks
+        self._part, self.whole, self._ranks = part, whole, ranks
         self.vocab_size = vocab_size
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -135,9 +143,9 @@ class ShardedHead:
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, hidden], ids [N, M] -> [N, M] float32; computed on rank 0 alone."""
-        if self._whole is None:
+        if self.whole is None:
             raise RuntimeError("This rank does not have the whole head: it has no draft head to rescore with.")
-        return self._whole.logits_of(hidden, ids)
+        return self.whole.logits_of(hidden, ids)
 
 
 @dataclass(frozen=True)
@@ -165,28 +173,34 @@ class DraftHeadWeights:
 
 def load_draft_head(folder: Path, section: DraftHeadSection, base: BaseSpec) -> DraftHeadWeights:
     """Read w1 [head hidden, 2·hidden or, low-rank, hidden] and w2 [hidden, head hidden], and check their shapes."""
-    file = folder / section.file
-    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
-        raise InvalidSpaceSection(f"The draft head {section.file} is not in {folder}.")
     wanted = {
         "draft_head.w1.weight": (section.hidden, section.form.num_inputs(base.hidden_size)),
         "draft_head.w2.weight": (base.hidden_size, section.hidden),
     }
-    found = {}
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name, shape in wanted.items():
-                if name not in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    raise InvalidSpaceSection(f"{file} has no tensor {name}.")
-                found[name] = tensors.get_tensor(name)
-                if tuple(found[name].shape) != shape:
-                    raise InvalidSpaceSection(
-                        f"{name} in {file} has shape {tuple(found[name].shape)}; config.json makes it {shape}."
-                    )
-    except SafetensorError as error:
-        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    found = read_head_tensors(folder, section.file, wanted)
     w1, w2 = (base.place(found[name]) for name in wanted)
     return DraftHeadWeights(w1, w2, section.embedding_scale, section.form)
+
+
+def read_head_tensors(folder: Path, name: str, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors file `name` in `folder`, among them the `wanted` ones of these shapes.
+    Raises InvalidSpaceSection."""
+    file = folder / name
+    if file.parent != folder or not file.is_file() or not is_contained(file, folder):
+        raise InvalidSpaceSection(f"The draft head {name} is not in {folder}.")
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            found = {one: tensors.get_tensor(one) for one in tensors.keys()}  # noqa: SIM118  (safe_open is no mapping)
+    except SafetensorError as error:
+        raise InvalidSpaceSection(f"{file} is no safetensors file: {error}") from error
+    for one, shape in wanted.items():
+        if one not in found:
+            raise InvalidSpaceSection(f"{file} has no tensor {one}.")
+        if tuple(found[one].shape) != shape:
+            raise InvalidSpaceSection(
+                f"{one} in {file} has shape {tuple(found[one].shape)}; config.json makes it {shape}."
+            )
+    return found
 
 
 def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from space_kernels.build.cpu_library import cpu_library
@@ -18,6 +18,29 @@ def number_format(dtype: torch.dtype, weights: str, *, fp8_kv: bool) -> str:
     return f"{form} with {' and '.join(small)}" if small else form
 
 
+class _Head(Protocol):
+    @property
+    def num_drafts(self) -> int: ...
+
+    @property
+    def acceptance(self) -> tuple[float, ...]: ...
+
+
+class HeadFacts(NamedTuple):
+    """A recurrent draft head."""
+
+    num_drafts: int = 0  # most drafts of a step; 0: there is no such head
+    acceptance: tuple[float, ...] = ()  # conditional, of draft 1, 2, …, as declared; empty: unknown
+
+    @classmethod
+    def of(cls, head: _Head | None) -> HeadFacts:
+        """Return the figures of a loaded head, or of none."""
+        return cls() if head is None else cls(head.num_drafts, head.acceptance)
+
+
+NO_HEAD = HeadFacts()
+
+
 @dataclass(frozen=True)
 class AdapterFacts:
     """A loaded gated adapter."""
@@ -27,6 +50,7 @@ class AdapterFacts:
     has_draft_head: bool
     acceptance: tuple[float, ...] = ()  # as in ModelFacts
     format: str = "space"  # one of released_adapters.AdapterFormat
+    head: HeadFacts = NO_HEAD  # its recurrent head
 
     @property
     def may_take_turns(self) -> bool:
@@ -63,6 +87,7 @@ class ModelFacts:
     weights: str = "plain"  # storage of linears: one of precision.WEIGHTS
     fp8_kv: bool = False  # the KV cache is 8-bit
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
+    head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property
@@ -93,6 +118,25 @@ class ModelFacts:
     def most_masks(self) -> int:
         """Return the maximum masks per group, over all adapters."""
         return max(self.num_masks, *(adapter.num_masks for adapter in self.adapters), 0)
+
+    def head_of(self, adapter: int | None) -> HeadFacts:
+        """Return the recurrent head of an adapter; None: the checkpoint's own."""
+        return self.head if adapter is None else self.adapters[adapter].head
+
+    @property
+    def most_head_drafts(self) -> int:
+        """Return the most drafts of a recurrent head in one step, over all adapters."""
+        return max(self.head.num_drafts, *(adapter.head.num_drafts for adapter in self.adapters), 0)
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the most drafts in one step from masks or a recurrent head, over all adapters."""
+        return max(self.most_masks, self.most_head_drafts)
+
+    @property
+    def keeps_head_rows(self) -> bool:
+        """Return whether drafting needs single rows of the output head."""
+        return self.has_any_draft_head or self.most_head_drafts > 0
 
     @property
     def has_any_draft_head(self) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from space_model.adapters import Adapter
+from space_model.adapters import Drafting
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import Network, PagedKV
+from space_model.recurrent_head import RecurrentHead
 
 
 class SpaceModel:
@@ -23,17 +24,21 @@ class SpaceModel:
         facts: ModelFacts,
         network: Network,
         head: OutputHead | ShardedHead,
-        draft_head: DraftHeadWeights | None,
-        adapters: Sequence[Adapter] = (),
+        drafting: Drafting,
+        recurrent_heads: Mapping[int | None, RecurrentHead],
     ) -> None:
+        """`recurrent_heads`: by adapter; None: the checkpoint's own."""
         self.facts = facts
-        self.draft_head = draft_head  # for the checkpoint's own masks
-        self.adapters = tuple(adapters)
+        self.drafting, self._recurrent_heads = drafting, recurrent_heads
         self._network, self._head = network, head
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head trained with this adapter's masks; None: with the checkpoint's own masks."""
-        return self.draft_head if adapter is None else self.adapters[adapter].draft_head
+        return self.drafting.draft_head if adapter is None else self.drafting.adapters[adapter].draft_head
+
+    def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
+        """Return the adapter's recurrent draft head; None: the checkpoint's own. None if there is none."""
+        return self._recurrent_heads.get(adapter)
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Allocate a KV cache of num_blocks·block_size slots."""

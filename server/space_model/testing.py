@@ -58,6 +58,8 @@ def tiny_checkpoint(
     draft_head_width: int = 32,
     words: bool = False,
     adapter_rank: int | None = None,
+    head_drafts: int = 0,
+    draft_vocab: int | None = None,
     dtype: str = "float32",
     window: int = 512,
     hidden_size: int = 64,
@@ -74,7 +76,8 @@ def tiny_checkpoint(
     template, per-position mask ids from FIRST_MASK on, and a draft head. `config` overrides fields of the config.
     `words`: ids without a byte become made-up words, so that every id decodes to text. With an
     `adapter_rank` the masks have no ids: they belong to a random gated adapter on every linear of the decoder layers.
-    The weights do not depend on masks, adapter or draft head.
+    `head_drafts`: also a random recurrent head for so many drafts; `draft_vocab`: of the first so many ids without
+    mask tokens (None: the whole vocabulary). The weights do not depend on masks, adapter or heads.
     """
     path.mkdir(parents=True, exist_ok=True)
     mask_tokens = 0 if adapter_rank is not None else min(num_masks, 1) if shared_mask else num_masks
@@ -105,11 +108,14 @@ def tiny_checkpoint(
             weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(path)
-    if num_masks:
+    if num_masks or head_drafts:
         ids = list(range(FIRST_MASK, FIRST_MASK + mask_tokens))
         section: dict[str, Any] = {"num_masks": num_masks, "mask_token_ids": ids, "adapter": None, "draft_head": None}
-        if draft_head:
+        if draft_head and num_masks:
             section["draft_head"] = _write_head(path, hidden_size, dtype, generator, draft_head_width)
+        if head_drafts:
+            drafted = None if draft_vocab is None else torch.arange(specials, specials + draft_vocab)
+            section["recurrent_head"] = _write_recurrent_head(path, hidden_size, dtype, head_drafts, drafted, generator)
         if adapter_rank is not None:
             random_gated_lora(model, num_masks=num_masks, rank=adapter_rank, seed=seed).save(path / GATED_LORA_FILE)
             section["adapter"] = GATED_LORA_FILE
@@ -197,6 +203,21 @@ def _write_head(path: Path, hidden: int, dtype: str, generator: torch.Generator,
     weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
     save_file(weights, path / "draft_head.safetensors", metadata={"format": "pt"})
     return {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
+
+
+def _write_recurrent_head(
+    path: Path, hidden: int, dtype: str, num_drafts: int, ids: torch.Tensor | None, generator: torch.Generator
+) -> dict[str, Any]:
+    """Write a random recurrent head of 32 inner units, and return its part of the `space` section."""
+    weights = {
+        "recurrent_head.w1.weight": torch.randn(32, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
+        "recurrent_head.w2.weight": torch.randn(hidden, 32, generator=generator) * 32**-0.5,
+    }
+    weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    if ids is not None:
+        weights["recurrent_head.ids"] = ids
+    save_file(weights, path / "recurrent_head.safetensors", metadata={"format": "pt"})
+    return {"file": "recurrent_head.safetensors", "hidden": 32, "embedding_scale": 2.0, "num_drafts": num_drafts}
 
 
 def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool = False) -> None:

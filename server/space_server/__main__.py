@@ -256,7 +256,13 @@ def build_worker(
     looks_up = steps == "host" if config.lookup == "auto" else config.lookup != "off"
     if looks_up and steps != "host":
         _log.warning("--lookup %s: while lookup reads texts, device steps are not launched ahead", config.lookup)
-    sources = None if synthetic else DraftSources(lookup=looks_up, masks=config.lookup != "only")
+    method = config.speculation_method
+    sources = DraftSources(
+        lookup=looks_up and synthetic is None,
+        masks=method != "head" and (config.lookup != "only" or synthetic is not None),
+        head=method != "masks",
+    )
+    by_head = bool(facts.most_head_drafts) and not (facts.most_masks and sources.masks)
     worker = Worker(
         model,
         synthetic=synthetic,
@@ -268,13 +274,14 @@ def build_worker(
         prefill_seconds=config.prefill_budget,
         kv=kv,
         cost=cost,
-        controller=FixedLayout.full(fixed) if fixed else None,
+        controller=(FixedLayout.by_head if by_head else FixedLayout.full)(fixed) if fixed else None,
         device_steps=steps != "host",
         eager=steps == "eager",
         grammars=_grammars(source.checkpoint(), facts),
     )
     _log.info(
-        "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s adapters=%s "
+        "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s recurrent_head=%d "
+        "adapters=%s "
         "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
         facts.name,
         facts.number_format,
@@ -285,6 +292,7 @@ def build_worker(
         facts.window,
         facts.num_masks,
         facts.has_draft_head,
+        facts.most_head_drafts,
         ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
         num_blocks,
         config.block_size,

@@ -97,16 +97,18 @@ class RunningSequence:
     sampling_params: SamplingParams
     limits: SequenceLimits
     max_drafts: int  # bound on drafts per step
-    num_forced_drafts: int = 0  # mask drafts of each step, whatever they cost; 0: as many as pay
+    num_forced_drafts: int = 0  # drafts of each step by masks or recurrent head, whatever they cost; 0: as many as pay
     num_logprobs: int | None = None  # alternatives to report per emitted id; None: no log-probabilities
     num_prompt_logprobs: int | None = None  # the same for prompt ids
     counts: TokenCounts | None = None  # of `ids`, where a penalty is set
     adapter: int | None = None  # adapter whose masks draft; None: the checkpoint's own
     num_masks: int = 0  # masks per group that the adapter or checkpoint has
+    num_head_drafts: int = 0  # drafts that its recurrent head makes; 0: there is none
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
     draft_depth: int = 1  # mask number of the first draft; 0: from no mask
     draft_chances: Sequence[float] = ()  # acceptance of each, given those before; only of drafts from no mask
     acceptance: Acceptance | None = None  # of drafts from its masks; None: not measured
+    head_acceptance: Acceptance | None = None  # of drafts from its recurrent head; None: not measured
     origin: Origin = BY_MASKS  # source of the drafts
     drafter: Drafter | None = None  # proposes drafts from the text; None: only masks draft
     grammar: GrammarState | None = None  # state of its grammar; None: unconstrained
@@ -115,6 +117,7 @@ class RunningSequence:
     paused: bool = False  # has no free slot, and was reported so
     most_ids: int = field(init=False)  # upper bound on len(ids)
     most_masks: int = field(init=False)  # upper bound on masks per group
+    most_head_drafts: int = field(init=False)  # upper bound on drafts of the recurrent head
     held_pages: set[int] = field(init=False, repr=False)  # `pages` as a set
     page_numbers: Ints = field(init=False, repr=False)  # `pages` as an array; replaced, never changed in place
 
@@ -123,6 +126,12 @@ class RunningSequence:
         self.page_numbers = np.array(self.pages, dtype=np.int64)
         self.most_ids = self.limits.num_left(0, self.num_prompt)
         self.most_masks = min(self.max_drafts, self.num_masks)
+        self.most_head_drafts = min(self.max_drafts, self.num_head_drafts)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether masks or a recurrent head can draft for it."""
+        return self.most_masks > 0 or self.most_head_drafts > 0
 
     @property
     def num_pending(self) -> int:
@@ -344,13 +353,14 @@ def admit(
         )
     _check_prediction(message.prediction, facts)
     adapter, num_masks = _masks(message.adapter, facts)
+    num_head_drafts = facts.head_of(adapter).num_drafts if sources.head else 0
     sampling_params = _sampling_params(message.sampling, message.limits, facts.vocab_size)
     num_masks = num_masks if sources.masks else 0
     forced, bound = message.num_forced_drafts, min(max_drafts, message.max_draft_length)
-    if forced > min(bound, num_masks):
-        raise AdmissionError(
-            f"{forced} drafts per step are asked for; this worker drafts at most {min(bound, num_masks)} from masks."
-        )
+    most = min(bound, num_masks or num_head_drafts)
+    if forced > most:
+        means = "from masks" if num_masks or not num_head_drafts else "by its recurrent head"
+        raise AdmissionError(f"{forced} drafts per step are asked for; this worker drafts at most {most} {means}.")
     # Without drafts no drafter is needed, except to count which ids of a prediction appeared.
     in_grammar = message.sampling.HasField("grammar")
     drafter = None
@@ -374,6 +384,7 @@ def admit(
         counts=counts,
         adapter=adapter,
         num_masks=num_masks,
+        num_head_drafts=num_head_drafts,
         drafter=drafter,
         waits=in_grammar,
     )

@@ -330,6 +330,14 @@ def shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
     return {None: AcceptanceShape(facts.acceptance or TYPICAL, max(1, facts.num_masks))} | shapes
 
 
+def head_shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
+    """Return a shape for the drafts of each recurrent head: the checkpoint's own (None), and each adapter's."""
+    heads = {None: facts.head} | {number: adapter.head for number, adapter in enumerate(facts.adapters)}
+    return {
+        number: AcceptanceShape(head.acceptance or TYPICAL, max(1, head.num_drafts)) for number, head in heads.items()
+    }
+
+
 class DraftSource(Protocol):
     """Proposes tokens that may come next."""
 
@@ -342,6 +350,7 @@ class DraftOrigin(Enum):
     """The source of a draft."""
 
     MASKS = "masks"
+    HEAD = "head"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
@@ -358,6 +367,7 @@ class Origin:
 
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
+BY_HEAD = Origin(DraftOrigin.HEAD)
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)  # lower bounds of the classes of match length
 PRIORS = {
@@ -428,9 +438,10 @@ def _expected(chances: tuple[float, ...], count: int) -> float:
 class DraftSources:
     """What all sequences of a worker share: enabled draft sources, and their acceptance."""
 
-    def __init__(self, *, lookup: bool = False, masks: bool = True) -> None:
-        """`lookup`: search a sequence's past for its last ids; `masks`: draft from masks."""
-        self.lookup, self.masks = lookup, masks
+    def __init__(self, *, lookup: bool = False, masks: bool = True, head: bool = True) -> None:
+        """`lookup`: search a sequence's past for its last ids; `masks`: draft from masks; `head`: draft with the
+        recurrent head. Both where the model has them."""
+        self.lookup, self.masks, self.head = lookup, masks, head
         self._price = 0.0
         self.is_paused = False  # set by the worker while reading costs more than it saves
         self._is_too_dear = False
@@ -580,8 +591,8 @@ class Drafter:
             self._proposals.append(Proposal(acceptance, drafts, length, chances))
 
 
-def mask_chances(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
-    """Return the acceptance of drafts from masks `first`, `first`+1, …; without `acceptance`, typical values."""
+def chances_of(acceptance: Acceptance | None, first: int, count: int) -> tuple[float, ...]:
+    """Return the acceptance of `count` drafts of depth `first`, `first`+1, …; without `acceptance`, typical values."""
     if not count:
         return ()
     by_depth = TYPICAL if acceptance is None else _chances(acceptance.shape.snapshot, acceptance.level)

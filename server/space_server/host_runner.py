@@ -6,317 +6,35 @@ K and V that it has written lie behind the computed ids, where the next step ove
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from types import TracebackType
 
-import numpy as np
 import torch
 from space_kernels.paging.attention_plan import AttentionPlan, PlanKey
-from space_kernels.paging.step_rows import Ints
-from space_kernels.sampling.sampler import IdLogprobs, best_of, edit, library_for_logits, log_probabilities, sample_rows
+from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample_rows
 from space_kernels.sampling.sampling_params import (
-    BatchSamplingParams,
-    IdBits,
-    SamplingParams,
     SamplingRow,
     SamplingRows,
 )
-from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns, propose
 from space_kernels.step.verification import num_accepted
 from space_model.free_memory import is_out_of_memory
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.heads import DraftHeadWeights
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.drafts import DraftSource, Proposal, mask_chances
+from space_server.drafts import BY_HEAD, DraftSource, Proposal, chances_of
 from space_server.machine.memory import give_back_unused, is_lost
+from space_server.mask_drafter import MaskDrafter, MaskRows, MaskRun, SamplingGroup, SamplingGroups, Stopwatch, bounded
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
+from space_server.recurrent_drafter import HeadRun, RecurrentDrafter
 from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step
 from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost
 from space_server.worker_messages import TOO_LARGE, failure_message
-
-
-class Stopwatch:
-    """Adds up the seconds of its `with` blocks, which do not nest."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self._clock = clock
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        self._started = self._clock()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.seconds += self._clock() - self._started
-
-
-class SamplingGroup:
-    """An ordered group of sequences with their sampling parameters batched once."""
-
-    def __init__(self, sequences: list[RunningSequence]) -> None:
-        self.sequences = sequences
-        self.batch_params = BatchSamplingParams([sequence.sampling_params for sequence in sequences])
-        self.wants_logprobs = any(sequence.num_logprobs is not None for sequence in sequences)
-        self._columns: dict[torch.device, SamplingColumns] = {}
-
-    @cached_property
-    def is_alike(self) -> bool:
-        """Whether all draft with the same adapter's masks and none has a grammar."""
-        adapter = self.sequences[0].adapter
-        return all(sequence.adapter == adapter and sequence.grammar is None for sequence in self.sequences)
-
-    def columns(self, device: torch.device) -> SamplingColumns:
-        """Return the sampling parameters that the draft head needs, on the device."""
-        columns = self._columns.get(device)
-        if columns is None:
-            columns = self._columns[device] = SamplingColumns.of(self.batch_params, device)
-        return columns
-
-
-class SamplingGroups:
-    """Caches the last group: consecutive steps mostly sample and draft for the same sequences."""
-
-    def __init__(self) -> None:
-        self._last = SamplingGroup([])
-
-    def of(self, sequences: Sequence[RunningSequence]) -> SamplingGroup:
-        """Return the group of these sequences, compared by identity."""
-        if sequences != self._last.sequences:
-            self._last = SamplingGroup([*sequences])
-        return self._last
-
-
-NUM_GREEDY_CANDIDATES = 64
-"""Candidates rescored where all sampling is greedy. Noise lifts improbable ids; without it more candidates change no
-draft."""
-
-
-@dataclass(slots=True)
-class MaskRun:
-    """The masks that one sequence drafts from: consecutive rows of one group, which predict what follows the bonus."""
-
-    sequence: RunningSequence
-    emitted: Sequence[int]  # tokens of this step, the bonus last; not yet in sequence.ids
-    first: int  # flat row number of the first draft's mask
-    count: int  # masks, one per draft; at least one
-
-    def row(self, number: int) -> SamplingRow:
-        """Return the sampling row of draft `number` (from 0); the drafts before it are still unknown."""
-        sequence = self.sequence
-        sampling_params, possible = (sequence.sampling_params, None) if number else bounded(sequence, self.emitted)
-        return SamplingRow(
-            sampling_params,
-            sequence.ids,
-            sequence.num_prompt,
-            tail=self.emitted,
-            counts=sequence.counts,
-            num_unknown=number,
-            possible=possible,
-        )
-
-
-@dataclass(slots=True)
-class MaskRows:
-    """The mask rows of a step."""
-
-    hidden: Tensor  # [M, hidden]
-    logits: Tensor | None  # [M, V] if computed together with the chain rows; else None
-    first: int  # flat row number of the first of them
-
-    def of(self, runs: Sequence[MaskRun], model: StepModel) -> tuple[Tensor, Tensor]:
-        """Return hidden and logits of the runs' rows, concatenated. The logits may be overwritten."""
-        if len(runs) == 1:  # without a copy
-            begin = runs[0].first - self.first
-            at: slice | Tensor = slice(begin, begin + runs[0].count)
-        else:
-            numbers = _consecutive([run.first - self.first for run in runs], [run.count for run in runs])
-            at = torch.from_numpy(numbers).to(self.hidden.device)
-        hidden = self.hidden[at]
-        return hidden, model.logits(hidden) if self.logits is None else self.logits[at]
-
-
-def _draft_rows(runs: Sequence[MaskRun], sampling_group: SamplingGroup) -> SamplingRows:
-    """Return the sampling rows of all runs' drafts."""
-    return SamplingRows(
-        sampling_group.batch_params,
-        [len(run.sequence.ids) + len(run.emitted) for run in runs],
-        [run.count for run in runs],
-        lambda run, number: runs[run].row(number),
-    )
-
-
-def bounded(sequence: RunningSequence, tail: Sequence[int]) -> tuple[SamplingParams, IdBits | None]:
-    """Return the sampling parameters after the sequence's ids and `tail`, and the ids its grammar allows there."""
-    if sequence.grammar is None:
-        return sequence.sampling_params, None
-    possible = sequence.grammar.possible(tail)
-    return sequence.sampling_params.ending if possible.only_end else sequence.sampling_params, possible.ids
-
-
-def _consecutive(firsts: Sequence[int], counts: Sequence[int]) -> Ints:
-    """Return counts[0] integers from firsts[0], then counts[1] from firsts[1], and so on."""
-    starts, lengths = np.array(firsts, dtype=np.int64), np.array(counts, dtype=np.int64)
-    behind = lengths.cumsum()
-    found: Ints = np.arange(behind[-1], dtype=np.int64) + (starts - behind + lengths).repeat(lengths)
-    return found
-
-
-def candidates(logits: Tensor, rows: SamplingRows, banned_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each mask's best ids, ascending, and what the sampling parameters add to their logits.
-
-    logits [M, V] (overwritten) -> [M, C] int64, [M, C] float32
-
-    Penalties count as a shift of the mask's own logit, which is close enough for a draft.
-    """
-    count = min(NUM_CANDIDATES if rows.run_params.samples else NUM_GREEDY_CANDIDATES, logits.shape[1])
-    if not rows.run_params.edits and (library := library_for_logits(logits)) is not None:
-        return best_of(library, logits, banned_ids, count)
-    raw = logits.clone() if rows.run_params.edits else logits
-    edit(logits, rows, banned_ids)
-    best = torch.topk(logits, count, dim=1, sorted=False)
-    ids, order = best.indices.sort(dim=1)
-    allowed = best.values.gather(1, order)
-    if raw is logits:
-        return ids, torch.where(allowed > -math.inf, 0.0, -math.inf)
-    return ids, allowed - raw.gather(1, ids)
-
-
-class MaskDrafter:
-    """Drafts with the sampling parameters and the noise that verification uses at the same positions.
-
-    Without a draft head a mask's draft is the token sampled from its logits; with one, its best ids are rescored given
-    the token before. Each run uses the head of its adapter.
-    """
-
-    def __init__(self, model: StepModel, banned_ids: Tensor, clock: Callable[[], float]) -> None:
-        self._model, self._banned = model, banned_ids
-        self._computing = Stopwatch(clock)
-        self._sampling_groups = SamplingGroups()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of tensor work so far."""
-        return self._computing.seconds
-
-    def draft(self, rows: MaskRows, runs: Sequence[MaskRun]) -> list[list[int]]:
-        """Return the drafts of each run."""
-        if not runs:
-            return []
-        with self._computing:
-            masks, logits = rows.of(runs, self._model)  # [M, hidden], [M, V]
-        sampling_group = self._sampling_groups.of([run.sequence for run in runs])
-        if sampling_group.is_alike:
-            return self._drafts(masks, logits, runs, sampling_group)
-        kinds: dict[tuple[int | None, bool], list[int]] = {}
-        for number, run in enumerate(runs):
-            kinds.setdefault((run.sequence.adapter, run.sequence.grammar is not None), []).append(number)
-        bounds = [0, *itertools.accumulate(run.count for run in runs)]
-        drafts: list[list[int]] = [[] for _ in runs]
-        for (_, in_grammar), numbers in kinds.items():
-            at = torch.tensor([row for n in numbers for row in range(bounds[n], bounds[n + 1])], device=masks.device)
-            some = [runs[n] for n in numbers]
-            if in_grammar:
-                of_kind = self._drafts_in_grammars(masks[at], logits[at], some)
-            else:
-                of_kind = self._drafts(masks[at], logits[at], some, SamplingGroup([run.sequence for run in some]))
-            for n, chosen in zip(numbers, of_kind, strict=True):
-                drafts[n] = chosen
-        return drafts
-
-    def _drafts_in_grammars(self, masks: Tensor, logits: Tensor, runs: Sequence[MaskRun]) -> list[list[int]]:
-        """Like `_drafts`, one depth at a time: what the grammar allows after a draft depends on that draft."""
-        starts = list(itertools.accumulate((run.count for run in runs), initial=0))
-        drafts: list[list[int]] = [[] for _ in runs]
-        going = list(range(len(runs)))
-        for depth in range(max(run.count for run in runs)):
-            going = [n for n in going if depth < runs[n].count]
-            if not going:
-                break
-            ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], runs[n].first + depth, 1) for n in going]
-            at = torch.tensor([starts[n] + depth for n in going], device=masks.device)
-            chosen = self._drafts(masks[at], logits[at], ones, SamplingGroup([one.sequence for one in ones]))
-            for n, one, (id_,) in zip(list(going), ones, chosen, strict=True):
-                if one.sequence.grammar is not None and one.sequence.grammar.num_possible(one.emitted, [id_]):
-                    drafts[n].append(id_)
-                else:
-                    going.remove(n)
-        return drafts
-
-    def _drafts(
-        self, masks: Tensor, logits: Tensor, runs: Sequence[MaskRun], sampling_group: SamplingGroup
-    ) -> list[list[int]]:
-        """Return drafts of runs with the same adapter. masks [M, hidden], logits [M, V] (overwritten), M rows."""
-        head = self._model.draft_head_of(runs[0].sequence.adapter)
-        rows = _draft_rows(runs, sampling_group)
-        if head is None:
-            with self._computing:
-                chosen = sample_rows(logits, rows, self._banned).ids.tolist()
-            ends = list(itertools.accumulate((run.count for run in runs), initial=0))
-            return [chosen[begin:end] for begin, end in itertools.pairwise(ends)]
-        with self._computing:
-            ids, offsets = candidates(logits, rows, self._banned)
-        return self._rescored(head, masks, ids, offsets, rows, runs, sampling_group)
-
-    def _rescored(
-        self,
-        head: DraftHeadWeights,
-        masks: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        rows: SamplingRows,
-        runs: Sequence[MaskRun],
-        sampling_group: SamplingGroup,
-    ) -> list[list[int]]:
-        """Run the draft head over all runs at once; a run shorter than the longest repeats its last mask, unread."""
-        counts = rows.run_counts
-        longest = max(counts)
-        at: Tensor | None = None
-        if min(counts) < longest:
-            lengths = np.array(counts, dtype=np.int64)[:, None]
-            starts = lengths.cumsum(axis=0) - lengths
-            index = starts + np.minimum(np.arange(longest, dtype=np.int64), lengths - 1)
-            at = torch.from_numpy(index).to(masks.device)  # [S, K]
-        facts = np.empty((3, len(runs)), dtype=np.int64)
-        facts[0] = [run.emitted[-1] for run in runs]
-        facts[1], facts[2] = rows.run_positions, sampling_group.batch_params.keys
-        bonus, positions, keys = torch.from_numpy(facts).to(masks.device)
-
-        def by_run(of_rows: Tensor) -> Tensor:
-            """[M, …] -> [S, K, …]"""
-            return of_rows.view(len(runs), longest, -1) if at is None else of_rows[at]
-
-        batch_params = sampling_group.columns(masks.device)
-        with self._computing:
-            given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, batch_params
-            if head.compiled is not None and head.compiled.obeys(batch_params):
-                found = head.compiled.propose(*given)
-            else:
-                found = propose(
-                    *given,
-                    w1=head.w1,
-                    w2=head.w2,
-                    embedding_scale=head.embedding_scale,
-                    form=head.form,
-                    embed=self._model.embed,
-                    logits_of=self._model.logits_of,
-                )
-            chosen = found.tolist()  # [S, K]
-        return [drafts[:count] for drafts, count in zip(chosen, counts, strict=True)]
-
 
 _log = logging.getLogger(__name__)
 
@@ -354,6 +72,7 @@ class HostRunner(ModelRunner):
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the layers, known after the first step
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
         self._mask_drafter = MaskDrafter(model, self._banned, clock)
+        self._recurrent_drafter = RecurrentDrafter(model, self._banned, clock)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @property
@@ -428,11 +147,15 @@ class HostRunner(ModelRunner):
             output for plan in plans for output in self._run_or_fail([plan], times, again=len(plans) == 1)
         ]
 
+    @property
+    def _drafting_seconds(self) -> float:
+        return self._mask_drafter.seconds + self._recurrent_drafter.seconds
+
     @torch.inference_mode()
     def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         """Run the scheduled sequences in one forward pass. Adds the seconds of each phase to `times`."""
         clock, facts = self._clock, self.model.facts
-        sampling, drafting = self._sampling.seconds, self._mask_drafter.seconds
+        sampling, drafting = self._sampling.seconds, self._drafting_seconds
         started = clock()
         batch = ForwardBatch.build(
             [plan.segment for plan in plans],
@@ -462,7 +185,7 @@ class HostRunner(ModelRunner):
         verified = clock()
         self._draft(batch, hidden, of_masks, outputs)
         drafted = clock()
-        sampling, drafting = self._sampling.seconds - sampling, self._mask_drafter.seconds - drafting
+        sampling, drafting = self._sampling.seconds - sampling, self._drafting_seconds - drafting
         times.forward += forwarded - planned
         times.sample += sampling
         times.draft += drafting
@@ -544,10 +267,13 @@ class HostRunner(ModelRunner):
     def _draft(
         self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Sequence[SequenceOutput]
     ) -> None:
-        """Set the drafts of every sequence that continues: from the draft source, a drafter or its masks.
+        """Set the drafts of every sequence that continues: from the draft source, a drafter, its masks or the
+        recurrent head.
         logits [M, V]: of all mask rows, if known already."""
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
+        by_head: list[SequenceOutput] = []
+        head_runs: list[HeadRun] = []
         for number, output in enumerate(outputs):
             plan, sequence = output.plan, output.plan.sequence
             if self._synthetic is not None and output.end is not None:
@@ -569,14 +295,26 @@ class HostRunner(ModelRunner):
                     continue
             group = plan.layout.next_drafts(len(output.tokens) - 1)  # the last token is the bonus of that group
             depth, count = (group.first_mask, min(group.num_drafts, wanted)) if group is not None else (1, 0)
+            num_by_head = min(plan.layout.head_drafts, wanted)
+            if num_by_head:
+                chances = chances_of(sequence.head_acceptance, 1, num_by_head)
+            else:
+                chances = chances_of(sequence.acceptance, depth, count)
             proposal = self._proposing.proposal(sequence, output.tokens, wanted) if drafter is not None else None
-            if proposal is not None and proposal.beats(mask_chances(sequence.acceptance, depth, count)):
+            if proposal is not None and proposal.beats(chances):
                 output.take_proposal(proposal)
+            elif num_by_head:
+                root = batch.chain_rows[number][-1 - plan.layout.num_drafts]
+                by_head.append(output)
+                head_runs.append(HeadRun(sequence, output.tokens, root + len(output.tokens) - 1, num_by_head))
             elif group is not None:
                 first = batch.mask_rows[number][group.group].start + depth - 1
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
+        for output, drafts in zip(by_head, self._recurrent_drafter.draft(hidden, head_runs), strict=True):
+            self._take_drafts(output, drafts)
+            output.origin = BY_HEAD
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
         drafted = self._mask_drafter.draft(rows, runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
@@ -588,8 +326,16 @@ class HostRunner(ModelRunner):
                 synthetically_accepted = self._synthetic.drafts(sequence, tokens, output.draft_depth, output.drafts)
                 output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
             elif proposal is not None and proposal.goes_on_behind(output.drafts):
-                masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
+                masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
                 output.take_proposal(proposal, behind=masks)
+
+    def _take_drafts(self, output: SequenceOutput, drafts: list[int]) -> None:
+        """Set the recurrent head's drafts."""
+        sequence, tokens = output.plan.sequence, output.tokens
+        output.drafts = self._proposing.valid(sequence, tokens, drafts)
+        if self._synthetic is not None:
+            synthetically_accepted = self._synthetic.drafts(sequence, tokens, 1, output.drafts)
+            output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
 
 
 def no_choice(sequence: RunningSequence) -> str:

@@ -12,6 +12,7 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
+from space_model.recurrent_head import RecurrentHead
 from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
@@ -162,6 +163,9 @@ class StepModel(Protocol):
     @property
     def facts(self) -> ModelFacts:
         """Sizes, token ids and device of the model."""
+
+    def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
+        """Return the recurrent draft head of an adapter (None: the checkpoint's own), or None if there is none."""
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head of an adapter's masks (None: the checkpoint's own), or None if there is none."""

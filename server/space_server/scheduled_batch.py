@@ -158,7 +158,7 @@ def _prompt_rows(reading: list[RunningSequence], budget: int, block_size: int) -
 
 def shape_of(plans: Iterable[ScheduledSequence]) -> StepShape:
     """Return the sizes of the step."""
-    sequences = chain = masks = drafting = prefill = pairs = context = noisy = 0
+    sequences = chain = masks = drafting = prefill = pairs = context = noisy = head_steps = 0
     for plan in plans:
         sequence, layout, closes = plan.sequence, plan.layout, plan.closes
         computed = sequence.num_computed
@@ -176,7 +176,8 @@ def shape_of(plans: Iterable[ScheduledSequence]) -> StepShape:
             if num_masks := layout.num_masks:
                 masks += num_masks
                 drafting += 1
-    return StepShape(sequences, chain, masks, drafting, prefill, pairs, context, noisy)
+            head_steps = max(head_steps, layout.head_drafts)
+    return StepShape(sequences, chain, masks, drafting, prefill, pairs, context, noisy, head_steps)
 
 
 def _load(chunks: Iterable[Chunk]) -> StepLoad:
@@ -206,4 +207,6 @@ def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         sequence.draft_chances,
         sequence.drafter is not None and not sequence.num_forced_drafts,
         sequence.num_forced_drafts,
+        sequence.most_head_drafts,
+        sequence.head_acceptance,
     )

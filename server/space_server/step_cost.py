@@ -1,10 +1,11 @@
 """Predicts the duration of steps on this machine from their shape. Torch-free.
 
-Points measured at start are fitted by a sum of non-decreasing parts: a constant, one per sequence, per sampled row, per
-drafting sequence and per key read, and a piecewise linear part in the rows that bends at the machine's roofline ridge.
-While serving, every step corrects the overall level (drift) and its place (this shape is cheaper than its neighbours
-suggest). If the machine's speed changes all at once, because other work starts or ends, only the level follows, so that
-shapes not seen since keep their relation. Steps with prompt rows correct the expectation of later ones (`PrefillPace`).
+Points measured at start are fitted by a sum of non-decreasing parts: a constant, one per sequence, per sampled row,
+per drafting sequence, per draft of the recurrent head and per key read, and a piecewise linear part in the rows that
+bends at the machine's roofline ridge. While serving, every step corrects the overall level (drift) and its place
+(this shape is cheaper than its neighbours suggest). If the machine's speed changes all at once, because other work
+starts or ends, only the level follows, so that shapes not seen since keep their relation. Steps with prompt rows
+correct the expectation of later ones (`PrefillPace`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class StepShape(NamedTuple):
     num_prefill_pairs: int = 0  # (prefill row, previously computed id) pairs
     num_context: int = 0  # computed ids, summed over the sequences that reach their root
     num_noisy_rows: int = 0  # chain rows of sequences that are not greedy
+    num_head_steps: int = 0  # drafts of the recurrent head, made one after the other for all sequences
 
     @property
     def num_rows(self) -> int:
@@ -104,7 +106,7 @@ class CostOrigin(NamedTuple):
 UNMEASURED = CostOrigin("learned", "no step was measured when the worker started")
 
 Point = tuple[StepShape, float]
-Place = tuple[int, int, bool, int]
+Place = tuple[int, int, bool, int, int]
 
 
 class PrefillPace:
@@ -191,7 +193,9 @@ class StepCost:
         per_row = 1.2e-4 if device_type == "cpu" else 2e-6
         row_parts = [per_row / 4 if bend < 16 else per_row for bend in BENDS]
         crowd_parts = [1e-5] * len(CROWDS)
-        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *(0.0 for _ in DEPTHS), *row_parts])
+        head_parts = [1e-4, 1e-6]
+        deep_parts = [0.0] * len(DEPTHS)
+        return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *head_parts, *deep_parts, *row_parts])
 
     def seconds(self, shape: StepShape) -> float:
         """Return the expected seconds."""
@@ -288,10 +292,11 @@ class StepCost:
             + weights[first + 1] * shape.num_drafting
             + (weights[first + 2] * shape.num_context + weights[first + 3] * shape.num_pairs) / _KEYS
             + weights[first + 4] * shape.num_noisy_rows
+            + (weights[first + 5] + weights[first + 6] * shape.num_sequences) * shape.num_head_steps
             + self._rows.at(shape.num_rows)
         )
         if shape.num_prefill_pairs > DEPTHS[0] * shape.num_prefill_rows:
-            total += sum(w * part for w, part in zip(weights[first + 5 :], _deep_pairs(shape), strict=False))
+            total += sum(w * part for w, part in zip(weights[first + 7 :], _deep_pairs(shape), strict=False))
         return max(total, 1e-6)
 
 
@@ -323,6 +328,8 @@ def _parts(shape: StepShape) -> list[float]:
         shape.num_context / _KEYS,
         shape.num_pairs / _KEYS,
         shape.num_noisy_rows,
+        shape.num_head_steps,
+        shape.num_head_steps * shape.num_sequences,
         *_deep_pairs(shape),
         *_between(shape.num_rows, BENDS),
     ]
@@ -357,7 +364,7 @@ def _place(shape: StepShape) -> Place:
     """
     sequences = shape.num_sequences
     chain = shape.num_chain_rows if sequences == 1 else 0
-    return _eighths(sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0, chain
+    return _eighths(sequences), _eighths(shape.num_rows), shape.num_noisy_rows > 0, chain, shape.num_head_steps
 
 
 @lru_cache(maxsize=4096)

@@ -42,6 +42,7 @@ from space_model.heads import DraftHeadWeights
 from space_model.model_error import InvalidSetting
 from space_model.model_facts import ModelFacts, Ranks
 from space_model.networks.network import PagedKV
+from space_model.recurrent_head import RecurrentHead
 from space_model.space_model import SpaceModel
 from torch import Tensor
 from torch import distributed as dist
@@ -375,6 +376,10 @@ class TensorParallelLeader:
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head, which only rank 0 has."""
         return self._model.draft_head_of(adapter)
+
+    def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
+        """Return the recurrent draft head, which only rank 0 has."""
+        return self._model.recurrent_head_of(adapter)
 
     def free_bytes(self) -> int:
         """Return the bytes that every rank can still allocate for keys and values."""

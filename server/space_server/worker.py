@@ -13,7 +13,14 @@ from space_proto import worker_pb2 as pb
 
 from space_server.batch import AdmissionError, RunningBatch, Waiting, admit, check_pages
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.drafts import Acceptance, DraftSource, DraftSources, shapes_by_adapter
+from space_server.drafts import (
+    BY_HEAD,
+    Acceptance,
+    DraftSource,
+    DraftSources,
+    head_shapes_by_adapter,
+    shapes_by_adapter,
+)
 from space_server.engine import EngineCore
 from space_server.grammar import Grammars
 from space_server.host_runner import HostRunner
@@ -79,11 +86,11 @@ class Worker:
         self.facts = facts
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_sequences = max_sequences
-        only_masks = draft_source is None and sources is None
-        most = max(facts.most_masks, 0 if only_masks else SOURCE_DRAFTS)
+        only_masks = draft_source is None and (sources is None or synthetic is not None)
+        most = max(facts.most_drafts, 0 if only_masks else SOURCE_DRAFTS)
         self.max_draft_length = most if max_draft_length is None else max_draft_length
         if only_masks:
-            self.max_draft_length = min(self.max_draft_length, facts.most_masks)
+            self.max_draft_length = min(self.max_draft_length, facts.most_drafts)
         self._sources = sources or DraftSources()
         self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
         self.synthetic = synthetic
@@ -92,6 +99,7 @@ class Worker:
         self._prefill_seconds = prefill_seconds
         self._shapes = shapes_by_adapter(facts)
         self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts inside a grammar are accepted more often
+        self._head_shapes = head_shapes_by_adapter(facts)
         self.waiting = Waiting(grammars)
         self._clock = clock
         self._ended: float | None = None  # end of the last step, if work remained after it
@@ -148,6 +156,7 @@ class Worker:
             window=facts.window,
             max_draft_length=self.max_draft_length,
             num_masks=facts.num_masks,
+            num_head_drafts=facts.head.num_drafts if self._sources.head else 0,
             lays_out_masks=self._sources.masks,
             mask_ids=sorted(set(facts.mask_ids)),
             dtype=facts.number_format,
@@ -167,6 +176,7 @@ class Worker:
                 pb.Adapter(
                     name=adapter.name,
                     num_masks=adapter.num_masks,
+                    num_head_drafts=adapter.head.num_drafts if self._sources.head else 0,
                     has_draft_head=adapter.has_draft_head,
                     format=adapter.format,
                 )
@@ -249,6 +259,7 @@ class Worker:
                 return
             shapes = self._shapes_in_grammars if sequence.waits else self._shapes
             sequence.acceptance = Acceptance(shapes[sequence.adapter])
+            sequence.head_acceptance = Acceptance(self._head_shapes[sequence.adapter])
             self.batch.add(sequence)
             if sequence.waits:
                 ignores_eos = not message.limits.eos_ids
@@ -338,8 +349,10 @@ class Worker:
         """Advance or end the sequence, and add its output to the report."""
         plan, sequence = output.plan, output.plan.sequence
         goes_on = output.end is None and output.error is None
-        if plan.closes and goes_on and sequence.acceptance is not None:
-            num_drafts = plan.layout.num_drafts
+        num_drafts = plan.layout.num_drafts
+        if plan.closes and goes_on and sequence.origin is BY_HEAD and sequence.head_acceptance is not None:
+            sequence.head_acceptance.step(1, num_drafts, output.num_accepted)
+        elif plan.closes and goes_on and sequence.acceptance is not None:
             by_masks = min(num_drafts, sequence.num_mask_drafts) if num_drafts else 0
             sequence.acceptance.step(sequence.draft_depth, by_masks, output.num_accepted)
         commit(output, report)

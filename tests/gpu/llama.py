@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from space_kernels.dispatch import Ops
+from space_model.adapters import Drafting
 from space_model.heads import DraftHeadWeights, OutputHead
-from space_model.model_facts import ModelFacts
+from space_model.model_facts import HeadFacts, ModelFacts
 from space_model.networks.llama_network import compact_network
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, make_row_invariant
+from space_model.recurrent_head import RecurrentHeadWeights
 from space_model.space_model import SpaceModel
 from space_server.batch import RunningSequence
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
@@ -116,6 +118,7 @@ def facts_of(shape: Shape, device: torch.device, acceptance: Sequence[float] = (
         model_hash=f"random-llama-{shape.name}", tokenizer_hash="", has_draft_head=True,
         kv_bytes_per_token=2 * shape.num_layers * shape.kv_heads * shape.head_dim * 2, attention="",
         num_threads=torch.get_num_threads(), acceptance=tuple(acceptance),
+        head=HeadFacts(NUM_MASKS, tuple(acceptance)),
     )  # fmt: skip
 
 
@@ -131,7 +134,20 @@ def draft_head(shape: Shape, device: torch.device) -> DraftHeadWeights:
     return DraftHeadWeights(w1, w2.mul_(WHISPER), 1.0)
 
 
-def space_llama(model: PreTrainedModel, facts: ModelFacts, ops: Ops, head: DraftHeadWeights) -> SpaceModel:
+def recurrent_head(shape: Shape, device: torch.device) -> RecurrentHeadWeights:
+    """One whose state hardly changes. Its inner size is the model's hidden size, its draft vocabulary a quarter."""
+    generator = torch.Generator(device).manual_seed(2)
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        made = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return made.normal_(0.0, columns**-0.5, generator=generator)
+
+    w1, w2 = drawn(shape.hidden, 2 * shape.hidden), drawn(shape.hidden, shape.hidden)
+    ids = torch.arange(shape.vocab_size // 2, shape.vocab_size // 2 + shape.vocab_size // 4, device=device)
+    return RecurrentHeadWeights(w1, w2.mul_(WHISPER), 1.0, NUM_MASKS, ids)
+
+
+def space_llama(model: PreTrainedModel, facts: ModelFacts, ops: Ops, shape: Shape) -> SpaceModel:
     """The model as a worker has it; `model` is taken apart."""
     facts = replace(facts, attention=ops.attention)
     output = OutputHead(model.get_output_embeddings().weight, None, linear=ops.linear)
@@ -140,7 +156,8 @@ def space_llama(model: PreTrainedModel, facts: ModelFacts, ops: Ops, head: Draft
         assert facts.device.type == "cpu", "every shape here is a Llama"
         make_row_invariant(model.base_model, facts.num_threads)
         network = TransformersNetwork(model.base_model, None, ops.space_attention)
-    return SpaceModel(facts, network, output, head)
+    drafting = Drafting(draft_head(shape, facts.device), recurrent_head(shape, facts.device))
+    return SpaceModel(facts, network, output, drafting, drafting.recurrent_heads(output, linear=ops.linear))
 
 
 def write_checkpoint(folder: Path, model: PreTrainedModel, head: DraftHeadWeights) -> None:

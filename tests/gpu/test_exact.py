@@ -30,7 +30,7 @@ from space_proto import worker_pb2 as pb
 from space_server.machine.memory import free_bytes
 from space_server.speculation.controller import FixedLayout
 
-from gpu.llama import DRY, NUM_MASKS, SHAPES, Shape, draft_head, facts_of, random_llama, space_llama
+from gpu.llama import DRY, NUM_MASKS, SHAPES, Shape, facts_of, random_llama, space_llama
 from gpu.pace import BLOCK_SIZE, DeviceClock, forward_seconds
 from gpu.report import Notes
 from gpu.ties import FAMILIES, NUM_BLOCKS, NUM_SEQUENCES, Comparison, TieRule, checkpoint_of, differences, outcome_name
@@ -46,7 +46,8 @@ def test_exact_products(notes: Notes) -> None:
 
         @functools.cache
         def subject(name: str, dtype: str) -> Subject:
-            path = checkpoint_of(Path(folder) / f"{name}-{dtype}", name, dtype)
+            family, _, head = name.partition(" ")
+            path = checkpoint_of(Path(folder) / f"{name}-{dtype}", family, dtype, head_drafts=NUM_MASKS if head else 0)
             return Subject(name, load_model(path, dtype=dtype, device=str(notes.device), exact=True))
 
         cells = [((name, cell.dtype), cell) for name, cell in _cells(dry=notes.dry)]
@@ -86,6 +87,9 @@ def _cells(*, dry: bool) -> Iterator[tuple[str, Cell]]:
     for case in covering_cases(axes, strength=2):
         name = str(case.pop("model"))
         yield name, Cell(**case)
+    layouts = ("head3",) if dry else ("head1", "head3", "head5")
+    for case in covering_cases(axes | {"model": ("llama with head",), "layout": layouts}, strength=1 if dry else 2):
+        yield str(case.pop("model")), Cell(**case)
 
 
 def _refused(notes: Notes, folder: Path) -> None:
@@ -191,7 +195,7 @@ def _model(shape: Shape, device: torch.device, held: Held) -> SpaceModel:
     if held.weights == "fp8":
         quantize_to_fp8(made.base_model, device)
     ops = ops_for(device, dtype=facts.dtype, fp8_kv=small)
-    return space_llama(made, facts, ops, draft_head(shape, device))
+    return space_llama(made, facts, ops, shape)
 
 
 NUM_TOKENS = 96

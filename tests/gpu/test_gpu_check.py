@@ -22,7 +22,6 @@ from gpu.llama import (
     NUM_MASKS,
     SHAPES,
     Foretold,
-    draft_head,
     facts_of,
     next_ids,
     random_llama,
@@ -330,7 +329,7 @@ def test_shapes_are_as_large_as_they_are_called() -> None:
 @pytest.fixture(scope="module")
 def llama() -> SpaceModel:
     facts = facts_of(DRY, CPU, NAMED_CHANCES[0.78])
-    return space_llama(random_llama(DRY, CPU), facts, ops_for(CPU), draft_head(DRY, CPU))
+    return space_llama(random_llama(DRY, CPU), facts, ops_for(CPU), DRY)
 
 
 def test_the_next_id_is_a_cycle_through_all_that_can_be_said() -> None:

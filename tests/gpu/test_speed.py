@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from exactness_matrix import without_draft_head
-from overhead_arms import auto, full, plain, pruned
+from overhead_arms import auto, by_head, full, plain, pruned
 from space_common.worker_settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
@@ -24,7 +24,6 @@ from space_server.startup.calibration import calibrate
 from space_server.step_cost import StepCost
 
 from gpu.llama import DRY, NUM_MASKS, SHAPES, WHISPER, Foretold, Shape, facts_of, random_llama, space_llama
-from gpu.llama import draft_head as random_head
 from gpu.pace import (
     BLOCK_SIZE,
     DEVICE,
@@ -123,7 +122,7 @@ class _Measurement:
 
     def _build(self, ops: Ops, whisper: float) -> SpaceModel:
         made = random_llama(self._shape, self._device, whisper=whisper)
-        return space_llama(made, self._facts, ops, random_head(self._shape, self._device))
+        return space_llama(made, self._facts, ops, self._shape)
 
     def _pages(self, model: SpaceModel) -> PagedKV:
         """For the largest batch that fits."""
@@ -152,7 +151,7 @@ class _Measurement:
         """
         notes, name, effort = self._notes, self._name, self._effort
         foretold = Foretold(model.facts, ACCEPTANCE)
-        arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), auto()]
+        arms = [plain(), full(NUM_MASKS), pruned(5, 12), pruned(3, 6), by_head(3), by_head(5), auto()]
         found: dict[str, DecodingSpeed] = {}
         busy: dict[str, float] = {}
         replayed: dict[str, float] = {}
@@ -203,13 +202,13 @@ class _Measurement:
         """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
         notes, name, effort = self._notes, self._name, self._effort
         foretold = Foretold(model.facts, ACCEPTANCE)
-        arms = [plain(), auto()]
+        arms = [plain(), auto(), by_head(5)]
         cost = self._cost(model, kv, how)
         paced = {
             arm.name: PacedWorker(
                 model, kv, arm, effort.sequence_size, max_sequences=self._most, steps=how, cost=c, foretold=foretold
             )
-            for arm, c in zip(arms, (None, cost), strict=True)
+            for arm, c in zip(arms, (None, cost, None), strict=True)
         }
         rows = []
         for batch in [batch for batch in effort.batch_sizes if batch <= self._most]:
@@ -219,13 +218,20 @@ class _Measurement:
             for turn in range(effort.rounds):
                 for arm in arms if turn % 2 == 0 else arms[::-1]:
                     rates[arm.name].append(self._pace(paced[arm.name], batch))
-            slow, fast = (statistics.median(p.tokens_per_second for p in rates[arm.name]) for arm in arms)
+            slow, fast, head = (statistics.median(p.tokens_per_second for p in rates[arm.name]) for arm in arms)
             notes.figure(f"{name} auto/plain at batch {batch}", fast / slow)
             last = rates["auto"][-1]
             per_step = last.num_drafted / last.num_steps / batch
-            rows.append([batch, f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow:.2f}", f"{per_step:.1f}"])
-            head = ["batch", "plain, tokens/s", "auto, tokens/s", "auto/plain", "drafts per step"]
-            notes.table(f"{name}, acceptance .78, {how} steps", head, rows)
+            step = rates["head k=5"][-1].step_seconds
+            rows.append(
+                [
+                    batch, f"{slow:.0f}", f"{fast:.0f}", f"{fast / slow:.2f}", f"{per_step:.1f}", f"{head:.0f}",
+                    f"{1e3 * batch / slow:.2f}", f"{1e3 * step:.2f}",
+                ]
+            )  # fmt: skip
+            columns = ["batch", "plain, tokens/s", "auto, tokens/s", "auto/plain", "drafts per step"]
+            columns += ["head k=5, tokens/s", "plain, ms a step", "head k=5, ms a step"]
+            notes.table(f"{name}, acceptance .78, {how} steps", columns, rows)
 
     def _exact(self, how: StepsHere, usual: dict[str, float]) -> None:
         """The same shape with row-invariant products: what a step takes then, and that drafts change no bit.

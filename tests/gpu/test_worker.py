@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from space_server.worker import Worker
 from gpu.llama import DRY, FIRST_MASK, NUM_MASKS, SHAPES, draft_head, random_llama, write_checkpoint
 from gpu.pace import DEVICE, HOST
 from gpu.report import Notes
-from gpu.ties import Comparison, compare, decode, demo_rule, outcome_name, request_of, settle
+from gpu.ties import Comparison, checkpoint_of, compare, decode, demo_rule, outcome_name, request_of, settle
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +72,10 @@ def test_device_steps(notes: Notes) -> None:
     model = load_model("demo", dtype="float32", device=str(notes.device))
     if reason := why_on_host(model.facts):
         pytest.skip(reason)
-    _exact_texts(notes)
+    with tempfile.TemporaryDirectory() as folder:
+        with_head = checkpoint_of(Path(folder), "llama", "float32", head_drafts=NUM_MASKS)
+        for path, layout in (("demo", FixedLayout.full), (with_head, FixedLayout.by_head)):
+            _exact_texts(notes, path, layout)
     subject = Subject("demo", model, seed=5)
     rule = demo_rule(subject)
     num_tokens, batch_sizes = (16, (2,)) if notes.dry else (192, (1, 4, 16))
@@ -106,12 +110,13 @@ def test_device_steps(notes: Notes) -> None:
     settle(notes, found, "texts that device-resident steps changed")
 
 
-def _exact_texts(notes: Notes) -> None:
+def _exact_texts(notes: Notes, path: str | Path, layout: Callable[[int], FixedLayout]) -> None:
     """Ids and log-probabilities of each text, whatever else is in the batch: those of plain
     decoding alone, with steps of the host.
     """
-    model = load_model("demo", dtype="float32", device=str(notes.device), exact=True)
-    subject = Subject("demo", model, seed=5)
+    model = load_model(path, dtype="float32", device=str(notes.device), exact=True)
+    name = Path(path).name if path == "demo" else "with a recurrent head"
+    subject = Subject(name, model, seed=5)
     num_tokens, batch_sizes = (16, (2,)) if notes.dry else (192, (1, 4, 16))
     asked = [
         replace(request_of(subject, connection, num_tokens, drafts=0), slots_ahead=num_tokens)
@@ -123,7 +128,7 @@ def _exact_texts(notes: Notes) -> None:
     changed, num_texts, accepted = [], 0, Counter[str]()
     for k in (NUM_MASKS,) if notes.dry else (0, 3, NUM_MASKS, None):
         for batch in batch_sizes:
-            controller = None if k is None else FixedLayout.full(k)
+            controller = None if k is None else layout(k)
             worker = Worker(model, num_blocks=600, controller=controller, device_steps=True)
             client = WorkerClient(worker, automatic=True)
             for _ in range(2):  # the first of them compiles and captures
@@ -132,12 +137,13 @@ def _exact_texts(notes: Notes) -> None:
                     known = plain[number % 4]
                     num_texts += 1
                     if (record.tokens, record.logprobs) != (known.tokens, known.logprobs):
-                        changed.append(f"k={k}, batch {batch}, sequence {number}")
+                        changed.append(f"{name}, k={k}, batch {batch}, sequence {number}")
                     accepted.update(outcome_name(*verdict) for verdict in record.verifications if verdict[0])
             _check_replays(notes, worker)
-    notes.figure("exact: texts of device-resident steps that are bitwise equal", num_texts - len(changed))
-    notes.figure("exact: texts that device-resident steps changed", len(changed))
-    notes.note("exact, chains: " + ", ".join(f"{count} {name}" for name, count in sorted(accepted.items())))
+    figure = "exact" if path == "demo" else f"exact, {name}"
+    notes.figure(f"{figure}: texts of device-resident steps that are bitwise equal", num_texts - len(changed))
+    notes.figure(f"{figure}: texts that device-resident steps changed", len(changed))
+    notes.note(f"{figure}, chains: " + ", ".join(f"{count} {name}" for name, count in sorted(accepted.items())))
     assert not changed, f"{len(changed)} of {num_texts} exact texts are not plain decoding's; the first: {changed[0]}"
     assert notes.dry or len(accepted) == 3, f"of no, some and all drafts accepted: only {', '.join(accepted)}"
 

@@ -26,11 +26,15 @@ FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")  # compared with transformers 
 NUM_SEQUENCES, NUM_BLOCKS = 4, 600
 
 
-def checkpoint_of(path: Path, family: str, dtype: str) -> str | Path:
-    """A random one, written to `path`, that is stored in `dtype`; the embedded model as it is."""
+def checkpoint_of(path: Path, family: str, dtype: str, *, head_drafts: int = 0) -> str | Path:
+    """A random one, written to `path`, that is stored in `dtype`; the embedded model as it is. `head_drafts`: with a
+    recurrent head for so many drafts, and no masks."""
     if family == "demo":
         return "demo"
-    return tiny_checkpoint(path, family, seed=1, dtype=dtype, tie_word_embeddings=False)
+    num_masks = 0 if head_drafts else 5
+    return tiny_checkpoint(
+        path, family, seed=1, dtype=dtype, tie_word_embeddings=False, head_drafts=head_drafts, num_masks=num_masks
+    )
 
 
 def outcome_name(num_drafted: int, num_accepted: int) -> str:

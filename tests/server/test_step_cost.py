@@ -63,10 +63,11 @@ def test_seconds_are_the_weights_times_what_is_laid_out(
     sequences: int, drafts: int, masks: int, prefill: int, context: int
 ) -> None:
     chain, rows = sequences * (1 + drafts), sequences * (1 + drafts + masks) + prefill
-    shape = StepShape(sequences, chain, sequences * masks, sequences, prefill, 7 * context * prefill, context, 3)
+    shape = StepShape(sequences, chain, sequences * masks, sequences, prefill, 7 * context * prefill, context, 3, 5)
     pairs = 7 * context * prefill + (rows - prefill) * context // sequences
     deep = [prefill * max(0, 7 * context - depth) / 1024 for depth in DEPTHS]
-    laid_out = [1, *between(sequences, CROWDS), chain - sequences, sequences, context / 1024, pairs / 1024, 3, *deep]
+    laid_out = [1, *between(sequences, CROWDS), chain - sequences, sequences, context / 1024, pairs / 1024, 3]
+    laid_out += [5, 5 * sequences, *deep]
     weights = [1e-3 * (n + 1) for n in range(len(laid_out) + len(BENDS))]
     expected = sum(w * n for w, n in zip(weights, [*laid_out, *between(rows, BENDS)], strict=True))
     assert StepCost(weights).seconds(shape) == pytest.approx(expected)

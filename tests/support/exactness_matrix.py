@@ -30,8 +30,7 @@ def without_draft_head(model: SpaceModel) -> SpaceModel:
     plain = copy.copy(model)
     headless = tuple(replace(adapter, has_draft_head=False) for adapter in model.facts.adapters)
     plain.facts = replace(model.facts, has_draft_head=False, adapters=headless)
-    plain.draft_head = None
-    plain.adapters = tuple(replace(adapter, draft_head=None) for adapter in model.adapters)
+    plain.drafting = replace(model.drafting.each(lambda one: replace(one, draft_head=None)), draft_head=None)
     return plain
 
 
@@ -135,6 +134,12 @@ def layout_for(name: str, connection: int) -> DraftLayout:
             DraftLayout.full(3, 5), DraftLayout.plain(), DraftLayout(5, (5, 0, 2, 0, 1, 0)), DraftLayout.full(1, 1),
         )  # fmt: skip
         return mixed[connection % len(mixed)]
+    if name == "heads and masks":
+        mixed = DraftLayout.by_head(3, 5), DraftLayout.full(3, 3), DraftLayout.by_head(5, 5), DraftLayout.plain()
+        return mixed[connection % len(mixed)]
+    if name.startswith("head"):
+        k = int(name.removeprefix("head"))
+        return DraftLayout.by_head(k, k)
     if name.startswith("turns"):
         return DraftLayout.turns(int(name.removeprefix("turns")))
     k = FORCED[connection] if name == "forced" else int(name.removeprefix("k"))

@@ -42,6 +42,11 @@ def full(k: int) -> Arm:
     return Arm(f"k={k}", k, lambda room: DraftLayout.full(min(k, room.num_drafts), k))
 
 
+def by_head(k: int) -> Arm:
+    """k drafts of the recurrent head: k+1 rows."""
+    return Arm(f"head k={k}", k, lambda room: DraftLayout.by_head(min(k, room.num_drafts), k))
+
+
 def pruned(k: int, num_masks: int) -> Arm:
     """k drafts and the `num_masks` most valuable masks."""
     layout = DraftLayout.pruned(k, k, num_masks, REACH)

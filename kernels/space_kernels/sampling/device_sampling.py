@@ -244,6 +244,11 @@ class Prefixes:
     num_tail: Tensor  # [S, J] int64
     bans: Tensor | None  # [S, J, X] int64: ids impossible in single rows, padded with NO_ID; used if `stages.edits`
 
+    def at(self, row: int) -> Prefixes:
+        """Return those of this row alone."""
+        bans = None if self.bans is None else self.bans[:, row : row + 1]
+        return Prefixes(self.positions + row, self.tails, self.num_tail[:, row : row + 1], bans)
+
 
 def sample(
     logits: Tensor,

@@ -52,6 +52,10 @@ class UniformLayout(Protocol):
     def masks(self) -> tuple[int, ...]:
         """Masks in group g, for g = 0 .. num_drafts."""
 
+    @property
+    def head_drafts(self) -> int:
+        """Drafts that the recurrent head makes behind the step; then there are no masks."""
+
 
 # chain rows, sequence after sequence   mask rows, sequence after sequence            padding
 # [0 ............... S·(k+1))           [S·(k+1) ..................... num_rows)      [num_rows ... num_padded)
@@ -63,6 +67,7 @@ class StepIndex:
     num_sequences: int
     num_drafts: int  # k
     group_sizes: tuple[int, ...]  # masks in each group
+    head_drafts: int  # drafts of the recurrent head
     owner: Tensor  # [R] int64: sequence of the row; 0 for padding
     offset: Tensor  # [R] int64: position relative to the root; 0 for padding
     mask: Tensor  # [R] int64: number of the mask in its group, from 0; -1 for other rows
@@ -84,6 +89,7 @@ class StepIndex:
             num_sequences=S,
             num_drafts=k,
             group_sizes=sizes,
+            head_drafts=layout.head_drafts,
             owner=owner,
             offset=offset,
             mask=mask,
@@ -108,8 +114,8 @@ class StepIndex:
 
     @cached_property
     def most_drafts(self) -> int:
-        """Size of the largest mask group: the most drafts that one step can produce."""
-        return max(self.group_sizes)
+        """The most drafts that one step can produce: the size of the largest mask group, or the recurrent head's."""
+        return max(self.head_drafts, *self.group_sizes)
 
 
 NO_SLOT = -1
@@ -319,7 +325,7 @@ def rows(state: StepState, index: StepIndex, mask_ids: Tensor | None = None) -> 
     drafts = torch.where(place < num_live[:, None], state.drafts[:, :k], 0)
     chain = torch.cat([state.root[:, None], drafts], dim=1).flatten()
     ids = torch.nn.functional.pad(chain, (0, index.num_padded - len(chain)))
-    if mask_ids is not None and index.most_drafts:
+    if mask_ids is not None and max(index.group_sizes):
         ids = torch.where(index.mask >= 0, mask_ids[index.mask.clamp(min=0)], ids)
 
     positions = (starts[index.owner] + index.offset).clamp(max=state.window - 1)
@@ -383,7 +389,7 @@ def verify_step(
 
 @dataclass(frozen=True, slots=True)
 class DeviceMaskRows:
-    """The mask rows that produce the next drafts."""
+    """The rows that produce the next drafts: masks, or the row that the recurrent head begins from."""
 
     rows: Tensor  # [S, K'] int64: flat row numbers; after a sequence's last valid mask it is repeated, unread
     first: Tensor  # [S] int64: number (from 1) of the first of these masks in its group; 0: none
@@ -414,6 +420,17 @@ def masks(state: StepState, index: StepIndex, verification: StepVerification) ->
     flat = begin + torch.minimum(place, (count - 1).clamp(min=0))
     flat = flat.clamp(max=max(index.num_rows - 1, 0))
     return DeviceMaskRows(flat, torch.where(count > 0, first, 0)[:, 0], count[:, 0])
+
+
+def bonus_rows(state: StepState, index: StepIndex, verification: StepVerification) -> DeviceMaskRows:
+    """Select the chain rows that sampled each sequence's last token, from which the recurrent head drafts; one row a
+    sequence. `first` and `count` are those of the drafts, as of masks from the first on."""
+    at = torch.arange(index.num_sequences, device=state.root.device) * (index.num_drafts + 1)
+    wanted = torch.minimum(state.max_drafts, state.num_left - verification.lengths - 1)
+    goes_on = (verification.lengths > 0) & (verification.end == 0)
+    count = torch.where(goes_on, wanted.clamp(0, index.head_drafts), 0)
+    rows = at + (verification.lengths - 1).clamp(min=0)
+    return DeviceMaskRows(rows[:, None], (count > 0).to(torch.int64), count)
 
 
 RESULT_FIXED = 6

@@ -521,7 +521,7 @@ class RequestBuilder:
             reason = "this server decodes plainly (`--speculation off`)"
         elif self.config.max_request_speculation == 0:
             reason = "this server lets no request choose its drafts (`--max-request-speculation 0`)"
-        elif not self.facts.num_masks_of(adapter):
+        elif not self.facts.num_masks_of(adapter) and not self.facts.num_head_drafts_of(adapter):
             reason = f"`{adapter or self.text.name}` has no masks to draft from"
         elif not self.facts.lays_out_masks:
             reason = "the workers lay out no masks (`--lookup only`)"

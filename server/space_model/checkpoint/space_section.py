@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from space_kernels.step.draft_head import DraftHeadForm
 
 from space_model.model_error import InvalidSpaceSection
 from space_model.released_adapters import USUAL_MASKS, AdapterFormat, MaskInputs
+
+MOST_HEAD_DRAFTS = 16  # drafts of a recurrent head in one step
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class DraftHeadSection:
 
 
 @dataclass(frozen=True)
+class RecurrentHeadSection:
+    """The recurrent draft head's file, two sizes, and the drafts that it was trained to make."""
+
+    file: str
+    hidden: int
+    embedding_scale: float
+    num_drafts: int
+    acceptance: tuple[float, ...] = ()  # measured conditional acceptance of draft 1, 2, …; empty: unknown
+
+
+@dataclass(frozen=True)
 class SpaceSection:
     """A checkpoint's masks: ids of its vocabulary, or embeddings of a gated adapter."""
 
@@ -33,6 +47,7 @@ class SpaceSection:
     acceptance: tuple[float, ...] = ()  # measured conditional acceptance of draft 1, 2, …; empty: unknown
     base_sha256: str | None = None  # of the weights that the adapter was made for; None: not declared
     mask_inputs: MaskInputs | None = None  # of a released adapter; None: mask embeddings of its own
+    recurrent_head: RecurrentHeadSection | None = None  # drafts without masks
 
     @classmethod
     def parse(
@@ -42,6 +57,14 @@ class SpaceSection:
         section = config.get("space") or {}
         if not isinstance(section, dict):
             raise InvalidSpaceSection('"space" in config.json must be an object.')
+        masks = cls._masks(section, mask_ids, num_masks, vocab_size)
+        return replace(masks, recurrent_head=_recurrent_head(section.get("recurrent_head")))
+
+    @classmethod
+    def _masks(
+        cls, section: dict[str, Any], mask_ids: Sequence[int] | None, num_masks: int | None, vocab_size: int
+    ) -> SpaceSection:
+        """Parse what the section says of masks and their draft head."""
         if section.get("adapter") is not None:
             return cls._gated(section, mask_ids, num_masks)
         declared = section.get("mask_token_ids") or []
@@ -147,3 +170,28 @@ def _draft_head(section: object) -> DraftHeadSection | None:
         raise InvalidSpaceSection(
             f'"draft_head" in the space section of config.json needs file, hidden and embedding_scale: {error!r}'
         ) from error
+
+
+def _recurrent_head(section: object) -> RecurrentHeadSection | None:
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise InvalidSpaceSection('"recurrent_head" in the space section of config.json must be an object.')
+    try:
+        head = RecurrentHeadSection(
+            str(section["file"]),
+            int(section["hidden"]),
+            float(section["embedding_scale"]),
+            int(section["num_drafts"]),
+            _acceptance(section.get("acceptance")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidSpaceSection(
+            '"recurrent_head" in the space section of config.json needs file, hidden, embedding_scale and num_drafts: '
+            f"{error!r}"
+        ) from error
+    if not 1 <= head.num_drafts <= MOST_HEAD_DRAFTS:
+        raise InvalidSpaceSection(
+            f"A recurrent head makes 1 to {MOST_HEAD_DRAFTS} drafts; config.json says {head.num_drafts}."
+        )
+    return head

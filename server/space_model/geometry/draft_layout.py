@@ -32,9 +32,12 @@ class DraftLayout:
 
     num_drafts: int  # drafts in the chain after the root
     masks: tuple[int, ...]  # masks[g]: mask tokens in group g, for g = 0 .. num_drafts; 0 is a group not laid out
+    head_drafts: int = 0  # drafts that the recurrent head makes behind the step; such a step has no masks
     in_turns: bool = False  # a step without drafts lays out the masks of group 0, and one with drafts no masks
 
     def __post_init__(self) -> None:
+        if self.head_drafts and any(self.masks):
+            raise ValueError(f"Masks and the recurrent head do not draft in one step; got {self.masks} masks.")
         if self.num_drafts < 0 or len(self.masks) != self.num_drafts + 1 or min(self.masks) < 0:
             raise ValueError(
                 f"A layout of {self.num_drafts} drafts has {self.num_drafts + 1} groups of 0 or more masks; "
@@ -42,9 +45,9 @@ class DraftLayout:
             )
 
     @staticmethod
-    def of(num_drafts: int, masks: tuple[int, ...]) -> DraftLayout:
+    def of(num_drafts: int, masks: tuple[int, ...], *, head_drafts: int = 0) -> DraftLayout:
         """Return the cached layout with these values."""
-        return _layout(num_drafts, masks)
+        return _layout(num_drafts, masks, head_drafts)
 
     @classmethod
     def plain(cls) -> DraftLayout:
@@ -55,6 +58,11 @@ class DraftLayout:
     def full(cls, num_drafts: int, num_masks: int) -> DraftLayout:
         """Return the layout with all groups complete; for num_drafts == num_masks == k, the paper's (k+1)² rows."""
         return _layout(num_drafts, (num_masks,) * (num_drafts + 1))
+
+    @staticmethod
+    def by_head(num_drafts: int, head_drafts: int) -> DraftLayout:
+        """Return the layout of a chain alone, behind which the recurrent head makes `head_drafts` drafts."""
+        return _layout(num_drafts, (0,) * (num_drafts + 1), head_drafts)
 
     @staticmethod
     def turns(num_drafts: int) -> DraftLayout:
@@ -90,14 +98,21 @@ class DraftLayout:
             return self
         num_drafts = min(self.num_drafts, max(room, 0))
         masks = tuple(max(0, min(self.masks[g], room - g)) for g in range(num_drafts + 1))
-        return _layout(num_drafts, masks)
+        return _layout(num_drafts, masks, self.head_drafts)
 
     def with_drafts(self, num_drafts: int) -> DraftLayout:
         """Return this layout for fewer drafts: the groups after the last draft are dropped."""
         if self.in_turns:
             drafts = min(num_drafts, self.num_drafts)
             return _layout(drafts, (0,) * (drafts + 1)) if drafts else _layout(0, self.masks[:1])
-        return self if num_drafts >= self.num_drafts else _layout(num_drafts, self.masks[: num_drafts + 1])
+        if num_drafts >= self.num_drafts:
+            return self
+        return _layout(num_drafts, self.masks[: num_drafts + 1], self.head_drafts)
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Return whether the step makes drafts for the next one, by masks or by the recurrent head."""
+        return self.head_drafts > 0 or self.num_masks > 0
 
     @cached_property
     def num_masks(self) -> int:
@@ -132,8 +147,8 @@ class DraftLayout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(num_drafts: int, masks: tuple[int, ...], *, in_turns: bool = False) -> DraftLayout:
-    return DraftLayout(num_drafts, masks, in_turns)
+def _layout(num_drafts: int, masks: tuple[int, ...], head_drafts: int = 0, *, in_turns: bool = False) -> DraftLayout:
+    return DraftLayout(num_drafts, masks, head_drafts, in_turns)
 
 
 _PLAIN = _layout(0, (0,))

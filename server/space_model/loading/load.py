@@ -17,14 +17,14 @@ from space_kernels.dispatch import Ops, ops_for
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from space_model.adapters import OWN, Adapter
+from space_model.adapters import OWN, Adapter, Drafting
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.checkpoint.unused_tensors import check_found
 from space_model.checkpoint.weight_files import refuse_odd_values
-from space_model.heads import BaseSpec, DraftHeadWeights, OutputHead, head_rows, load_draft_head, with_compiled
+from space_model.heads import BaseSpec, OutputHead, head_rows, load_draft_head, with_compiled
 from space_model.loading.sharded_model import assemble_part, read_part
 from space_model.loading.whole_model import (
     check_plain,
@@ -41,11 +41,12 @@ from space_model.model_error import (
     UnsupportedModel,
     malformed_is_unsupported,
 )
-from space_model.model_facts import ModelFacts, Ranks
+from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.llama_network import compact_network
 from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
+from space_model.recurrent_head import load_recurrent_head
 from space_model.space_model import SpaceModel
 from space_model.stored_weights import stored_of
 from space_model.uncompiled import without_compiler
@@ -107,14 +108,19 @@ def load_model(
     section = SpaceSection.parse(checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=size)
     section.check_base(checkpoint.name, checkpoint.weights_sha256)
     spec = BaseSpec(int(config.hidden_size), number, place)
-    drafting: list[Adapter] = []
+    loaded: list[Adapter] = []
     draft_head = None
+    recurrent_head = None
     if section.adapter is not None:
-        drafting.append(Adapter.read(OWN, checkpoint.home, section, spec))
-        draft_head = drafting[0].draft_head
-    elif section.draft_head is not None:
-        draft_head = load_draft_head(checkpoint.home, section.draft_head, spec)
-    drafting += [_named(name, folder, checkpoint, size, spec) for name, folder in (adapters or {}).items()]
+        loaded.append(Adapter.read(OWN, checkpoint.home, section, spec))
+        draft_head = loaded[0].draft_head
+    else:
+        if section.draft_head is not None:
+            draft_head = load_draft_head(checkpoint.home, section.draft_head, spec)
+        if section.recurrent_head is not None:
+            recurrent_head = load_recurrent_head(checkpoint.home, section.recurrent_head, spec)
+    loaded += [_named(name, folder, checkpoint, size, spec) for name, folder in (adapters or {}).items()]
+    drafting = Drafting(draft_head, recurrent_head, tuple(loaded))
 
     begun = time.perf_counter()
     if ranks is None:
@@ -142,7 +148,7 @@ def load_model(
         device=place,
         eos_ids=eos_ids,
         mask_ids=section.mask_ids,
-        num_masks=len(section.mask_ids) if section.adapter is None else drafting[0].gated.num_masks,
+        num_masks=len(section.mask_ids) if section.adapter is None else loaded[0].gated.num_masks,
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
@@ -150,9 +156,10 @@ def load_model(
         attention="",  # the operations set this below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
-        adapters=tuple(adapter.facts for adapter in drafting),
+        adapters=tuple(adapter.facts for adapter in loaded),
         weights=weights,
         fp8_kv=fp8_kv,
+        head=HeadFacts.of(recurrent_head),
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:
@@ -162,8 +169,8 @@ def load_model(
         raise InvalidSetting(str(error)) from error
     facts = replace(facts, attention=ops.attention)
     if ranks is not None:
-        return assemble_part(model, checkpoint, facts, draft_head, drafting, ranks, ops)
-    return _assemble(model, config, facts, draft_head, drafting, ops)
+        return assemble_part(model, checkpoint, facts, drafting, ranks, ops)
+    return _assemble(model, config, facts, drafting, ops)
 
 
 def _named(name: str, folder: str | Path, checkpoint: Checkpoint, vocab_size: int, base: BaseSpec) -> Adapter:
@@ -180,26 +187,26 @@ def _assemble(
     model: PreTrainedModel,
     config: PreTrainedConfig,
     facts: ModelFacts,
-    draft_head: DraftHeadWeights | None,
-    adapters: Sequence[Adapter],
+    drafting: Drafting,
     ops: Ops,
 ) -> SpaceModel:
     """Take the transformers model apart: its base, made row-invariant on a CPU, and its head."""
     check_attention(model, facts)
     wanted = reference(model, facts)
-    adapters = [adapter.embedded(model, wanted.rows.ids, wanted.entry.usual) for adapter in adapters]
+    drafting = drafting.each(lambda one: one.embedded(model, wanted.rows.ids, wanted.entry.usual))
     base, output = model.base_model, model.get_output_embeddings()
     scale, softcap = family.head_scale(config), family.head_softcap(config)
-    keeps_rows = facts.has_any_draft_head or not facts.quantizes_head
+    keeps_rows = facts.keeps_head_rows or not facts.quantizes_head
     form: dict[str, Any] = {"weights": facts.weights, "keeps_rows": keeps_rows, "linear": ops.linear}
     form["stored"] = stored_of(output)
     head = OutputHead(output.weight, output.bias, scale=scale, softcap=softcap, **form)
+    recurrent = drafting.recurrent_heads(head, linear=ops.linear, form="int8" if facts.quantizes_head else "plain")
     if facts.most_masks:
         facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
-    gated = [adapter.gated for adapter in adapters]
+    gated = [adapter.gated for adapter in drafting.adapters]
     if gated:
         layers, _ = family.decoder_layers(base)
-        for adapter in adapters:
+        for adapter in drafting.adapters:
             adapter.check(model, f"{model.base_model_prefix}.{layers}")
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
@@ -214,9 +221,9 @@ def _assemble(
         network = TransformersNetwork(base, gate, ops.space_attention)
     if ops.attention == "compiled":
         compile_head = partial(with_compiled, embedding=base.get_input_embeddings().weight.detach(), output=head)
-        draft_head = compile_head(draft_head)
-        adapters = [replace(adapter, draft_head=compile_head(adapter.draft_head)) for adapter in adapters]
-    space_model = SpaceModel(facts, network, head, draft_head, adapters)
+        drafting = drafting.each(lambda one: replace(one, draft_head=compile_head(one.draft_head)))
+        drafting = replace(drafting, draft_head=compile_head(drafting.draft_head))
+    space_model = SpaceModel(facts, network, head, drafting, recurrent)
     check_parts(network, head.logits, facts, wanted)
     return space_model
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 from space_kernels.dispatch import Ops
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from space_model.adapters import Adapter
+from space_model.adapters import Drafting
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.unused_tensors import refuse_unused
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, refuse_odd_values, send
-from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
+from space_model.heads import OutputHead, ShardedHead
 from space_model.loading.whole_model import log_dense, open_weights, without_quantization
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts, Ranks
@@ -88,8 +87,7 @@ def assemble_part(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     facts: ModelFacts,
-    draft_head: DraftHeadWeights | None,
-    adapters: Sequence[Adapter],
+    drafting: Drafting,
     ranks: Ranks,
     ops: Ops,
 ) -> SpaceModel:
@@ -99,11 +97,11 @@ def assemble_part(
     check_attention(model, facts)
     wanted = reference(model, facts)
     head, own = _head(model, checkpoint, facts, others, ops)
-    adapters = [adapter.embedded(model, wanted.rows.ids, wanted.entry.usual) for adapter in adapters]
-    parts = [share.of_adapter(adapter) for adapter in adapters]
-    gated = [adapter.gated for adapter in parts]
+    drafting = drafting.each(lambda one: share.of_adapter(one.embedded(model, wanted.rows.ids, wanted.entry.usual)))
+    recurrent = {} if head.whole is None else drafting.recurrent_heads(head.whole, linear=ops.linear)
+    gated = [adapter.gated for adapter in drafting.adapters]
     layers, _ = family.decoder_layers(base)
-    for adapter in parts:
+    for adapter in drafting.adapters:
         adapter.check(model, f"{prefix}.{layers}")
     network = compact_network(base, facts, ops, gated, prefix, others)
     if network is None:
@@ -116,7 +114,7 @@ def assemble_part(
         network = TransformersNetwork(base, gate, ops.space_attention)
     check_parts(network, head.logits, facts, wanted.with_head(own, facts.dtype))
     others.come()
-    return SpaceModel(facts, network, head, draft_head, parts)
+    return SpaceModel(facts, network, head, drafting, recurrent)
 
 
 def _head(
@@ -125,7 +123,7 @@ def _head(
     """Return the rank's ids of the head and their weights. Rank 0 also keeps the whole head if a draft head needs
     gathered rows."""
     embedding: Tensor = model.base_model.get_input_embeddings().weight
-    share, rescores, is_tied = Share(ranks.rank, ranks.size), facts.has_any_draft_head, model.config.tie_word_embeddings
+    share, rescores, is_tied = Share(ranks.rank, ranks.size), facts.keeps_head_rows, model.config.tie_word_embeddings
     ids = share.of_vocabulary(facts.vocab_size)
     whole: Tensor | None = None
     with open_weights(checkpoint) as files:

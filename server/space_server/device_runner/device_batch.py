@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import median_high
 
 import torch
@@ -53,7 +54,7 @@ class DeviceBatch:
         self.capacity = SamplingCapacity()
         self.state = StepState.empty(
             max_sequences,
-            max_drafts=facts.most_masks if max_drafts is None else max(facts.most_masks, max_drafts),
+            max_drafts=facts.most_drafts if max_drafts is None else max(facts.most_drafts, max_drafts),
             max_pages=self._max_pages,
             block_size=block_size,
             window=facts.window,
@@ -102,8 +103,8 @@ class DeviceBatch:
 
     @property
     def adapter(self) -> int | None:
-        """The adapter whose masks draft for the whole batch; None: the checkpoint's own."""
-        return next((sequence.adapter for sequence in self if sequence.most_masks), None)
+        """The adapter whose masks or recurrent head draft for the whole batch; None: the checkpoint's own."""
+        return next((sequence.adapter for sequence in self if sequence.can_draft), None)
 
     def fits(self, sequence: RunningSequence) -> bool:
         """Whether this sequence can be stepped here: only its root is pending, it drafts with the same adapter's masks
@@ -125,9 +126,9 @@ class DeviceBatch:
         return self._synthetic is None and sequence.max_drafts <= self.state.drafts.shape[1]
 
     def _has_its_masks(self, sequence: RunningSequence) -> bool:
-        if not sequence.most_masks:  # adapters change drafts only, so a sequence without masks fits any batch
+        if not sequence.can_draft:  # adapters change drafts only, so a sequence without them fits any batch
             return True
-        return sequence.adapter == self.adapter or not any(one.most_masks for one in self)
+        return sequence.adapter == self.adapter or not any(one.can_draft for one in self)
 
     def _has_synthetic_acceptance(self, sequence: RunningSequence) -> bool:
         if self._synthetic is None or self.synthetic_tensors is None:
@@ -270,13 +271,20 @@ def layout_ahead(
     """Return the layout for a step launched before the last is read: the controller's choice for the average sequence,
     with all drafts it could have. `after_masks`: the last step laid out masks; where drafts and verification take
     turns, it is this one's to verify."""
-    bound = median_high(min(sequence.max_drafts, sequence.num_masks) for sequence in sequences)
+    bound = median_high(sequence.most_masks for sequence in sequences)
+    by_head = median_high(sequence.most_head_drafts for sequence in sequences)
     limit = DraftLimits(
-        seq_id=sequences[0].seq_id, num_drafts=bound, max_masks=bound, num_left=_PLENTY, acceptance=_average(sequences)
+        seq_id=sequences[0].seq_id,
+        num_drafts=max(bound, by_head),
+        max_masks=bound,
+        num_left=_PLENTY,
+        acceptance=_average(sequences),
+        max_head_drafts=by_head,
+        head_acceptance=_average(sequences, by_head=True),
     )
     limits = [limit] * len(sequences)
     if any(not sequence.sampling_params.greedy for sequence in sequences):
-        noisy = DraftLimits(limit.seq_id, bound, bound, _PLENTY, is_noisy=True, acceptance=limit.acceptance)
+        noisy = replace(limit, is_noisy=True)
         limits = [limit if sequence.sampling_params.greedy else noisy for sequence in sequences]
     wanted = controller.layouts(limits, load)[0]
     if wanted.in_turns:
@@ -293,11 +301,13 @@ def layout_of_drafts(
     Drafts from other sources are added as long as their expected gain exceeds the cost of their rows in the whole
     batch.
     """
-    average, limits = _average(sequences), []
+    average, head_average, limits = _average(sequences), _average(sequences, by_head=True), []
     for sequence in sequences:
         limit = draft_limits_of(sequence, block_size)
         if limit.acceptance is not None:
             limit.acceptance = average  # the same for all, so that all want the same masks
+        if limit.head_acceptance is not None:
+            limit.head_acceptance = head_average
         limits.append(limit)
     wanted = controller.layouts(limits, load)
     layouts = [limit.fit(layout) for limit, layout in zip(limits, wanted, strict=True)]
@@ -315,15 +325,26 @@ def layout_of_drafts(
                 gain += reached[number]
         if gain > best:
             num_drafts, best = depth, gain
+    head_drafts = max(layout.head_drafts for layout in layouts)
+    if head_drafts:
+        return DraftLayout.by_head(num_drafts, head_drafts)
     masks = tuple(max(_mask(layout, group) for layout in layouts) for group in range(num_drafts + 1))
     return DraftLayout.of(num_drafts, masks)
 
 
-def _widened(layout: DraftLayout, num_drafts: int) -> DraftLayout:
-    """Return the smallest layout that contains this one and the full layout of `num_drafts`."""
-    most = max(layout.num_drafts, num_drafts)
-    forced = DraftLayout.full(num_drafts, num_drafts)
+def _widened(layout: DraftLayout, forced: DraftLayout) -> DraftLayout:
+    """Return the smallest layout that contains this one and the forced one. Masks that are forced replace drafts of the
+    recurrent head."""
+    most = max(layout.num_drafts, forced.num_drafts)
+    if forced.head_drafts or (layout.head_drafts and not forced.num_masks):
+        return DraftLayout.by_head(most, max(layout.head_drafts, forced.head_drafts))
     return DraftLayout.of(most, tuple(max(_mask(layout, group), _mask(forced, group)) for group in range(most + 1)))
+
+
+def _forced(sequence: RunningSequence) -> DraftLayout:
+    """Return the layout with the drafts that its request commands."""
+    count = sequence.num_forced_drafts
+    return DraftLayout.full(count, count) if sequence.num_masks else DraftLayout.by_head(count, count)
 
 
 def _reach(limit: DraftLimits, depth: int) -> float:
@@ -338,10 +359,13 @@ def _mask(layout: DraftLayout, group: int) -> int:
     return layout.masks[group] if group <= layout.num_drafts else 0
 
 
-def _average(sequences: Sequence[RunningSequence]) -> Acceptance | None:
-    """Return the mean acceptance of the sequences that draft; they draft with the same masks."""
-    drafting = [sequence for sequence in sequences if sequence.most_masks]
-    known = [sequence.acceptance for sequence in drafting if sequence.acceptance is not None]
+def _average(sequences: Sequence[RunningSequence], *, by_head: bool = False) -> Acceptance | None:
+    """Return the mean acceptance of the sequences that draft, with the same masks or (`by_head`) recurrent head."""
+    if by_head:
+        all_known = [sequence.head_acceptance for sequence in sequences if sequence.most_head_drafts]
+    else:
+        all_known = [sequence.acceptance for sequence in sequences if sequence.most_masks]
+    known = [acceptance for acceptance in all_known if acceptance is not None]
     if not known:
         return None
     average = Acceptance(known[0].shape)
@@ -428,10 +452,10 @@ class DeviceScheduler:
     def layout(self, *, reads_first: bool) -> DraftLayout:
         """Return the layout of the next step, in which each sequence has its forced drafts. `reads_first`: the last one
         was read, so all drafts are known."""
-        forced = [one.num_forced_drafts for one in self._batch if one.num_forced_drafts]
+        forced = [_forced(one) for one in self._batch if one.num_forced_drafts]
         free = [one for one in self._batch if not one.num_forced_drafts]
         load = StepLoad(num_context=sum(one.num_computed for one in self._batch))
-        load = load.beside([DraftLayout.full(k, k) for k in forced], len(forced) + len(free))
+        load = load.beside(forced, len(forced) + len(free))
         if not free:
             self.controller.layouts([], load)  # so that it does not take this step for one of its own
             layout = DraftLayout.plain()
@@ -439,7 +463,8 @@ class DeviceScheduler:
             layout = layout_of_drafts(free, self.controller, load, self._batch.state.block_size)
         else:
             layout = layout_ahead(free, self.controller, load, after_masks=self._last_had_masks)
-        layout = _widened(layout, max(forced, default=0))
+        if forced:
+            layout = _widened(layout, max(forced, key=lambda one: one.num_drafts))
         self._last_had_masks = layout.num_masks > 0
         return layout
 

@@ -28,7 +28,16 @@ from space_kernels.paging.step_rows import PatternTables, StepTables
 from space_kernels.sampling.device_sampling import Stages, log_probabilities
 from space_kernels.sampling.sampler import IdLogprobs
 from space_kernels.step.draft_head import candidates, propose, sampling_columns
-from space_kernels.step.state import DeviceMaskRows, DeviceRows, StepIndex, StepState, chain_choices, mask_choices
+from space_kernels.step.recurrent_head import propose as propose_by_head
+from space_kernels.step.state import (
+    DeviceMaskRows,
+    DeviceRows,
+    StepIndex,
+    StepState,
+    bonus_rows,
+    chain_choices,
+    mask_choices,
+)
 from space_kernels.step.synthetic_acceptance import SyntheticAcceptanceTensors
 from space_kernels.step.verification import StepVerification
 from space_model.free_memory import is_out_of_memory
@@ -107,7 +116,7 @@ class StepKind:
     num_pages: int  # page-table entries per sequence that attention reads
     num_with_logprobs: int = 0  # sequences whose log-probabilities are reported
     num_top: int = 0  # alternatives of each of their ids
-    adapter: int | None = None  # adapter of the masks; None: the checkpoint's own
+    adapter: int | None = None  # adapter of the masks or the recurrent head; None: the checkpoint's own
 
 
 Forward = Callable[[StepState, StepIndex, DeviceRows, StepKind], Tensor]
@@ -239,8 +248,12 @@ class DeviceForward:
         """Return the next step's drafts [S, K'] and how many there are, [S]."""
         if not index.most_drafts:
             return verification.emitted[:, :0], torch.zeros_like(verification.lengths)
-        group = self._ops.masks(state, index, verification)
-        drafts = self._of_masks(state, index, kind, verification, hidden, group)
+        if index.head_drafts:
+            group = bonus_rows(state, index, verification)
+            drafts = self._of_head(state, index, kind, verification, hidden[group.rows[:, 0]])
+        else:
+            group = self._ops.masks(state, index, verification)
+            drafts = self._of_masks(state, index, kind, verification, hidden, group)
         if self._synthetic_tensors is not None:
             synthetic_tensors = self._synthetic_tensors(index.num_sequences)
             drafts = self._ops.synthetic_accept(
@@ -289,6 +302,37 @@ class DeviceForward:
             sample=ops.sample_candidates,
         )
 
+    def _of_head(
+        self, state: StepState, index: StepIndex, kind: StepKind, verification: StepVerification, hidden: Tensor
+    ) -> Tensor:
+        """Return the drafts [S, K'] that the recurrent head makes from hidden [S, hidden], the rows that sampled the
+        bonus tokens."""
+        ops, model, stages = self._ops, self._model, kind.stages
+        head = model.recurrent_head_of(kind.adapter)
+        assert head is not None, "a layout with drafts of the head is chosen only where there is one"
+        last = (verification.lengths - 1).clamp(min=0)[:, None]
+        bonus = verification.emitted.gather(1, last)[:, 0]
+        before = mask_choices(state, verification, index.head_drafts, stages)
+
+        def sample(number: int, current: Tensor) -> Tensor:
+            logits = head.logits(current)  # [S, D]
+            if stages == _GREEDY:
+                return head.best(logits)
+            whole = head.widened(logits, model.facts.vocab_size)[:, None]
+            prefixes = before.at(number)
+            return ops.sample(whole, state.batch_params, stages, prefixes, self._banned, state.counts).ids[:, 0]
+
+        return propose_by_head(
+            hidden,
+            bonus,
+            index.head_drafts,
+            advance=lambda current, ids: head.advance(current, model.embed(ids)),
+            sample=sample,
+        )
+
+
+_GREEDY = Stages()
+"""No logits processor and no sampling."""
 
 _WAITED = "called a synchronizing CUDA operation"
 """Text of torch's warning about a host wait. Its once-per-process notice of the mode reads differently."""
@@ -385,10 +429,12 @@ class StepGraphs:
         if len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
         _log.info(
-            "captured a step of batch size %d, %d drafts and masks %s, with %d pages in %.3f s; %d graphs",
+            "captured a step of batch size %d, %d drafts, masks %s and %d drafts of the head, with %d pages in %.3f s; "
+            "%d graphs",
             kind.batch_size,
             kind.layout.num_drafts,
             kind.layout.masks,
+            kind.layout.head_drafts,
             kind.num_pages,
             time.perf_counter() - begun,
             len(self._graphs),

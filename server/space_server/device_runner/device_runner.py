@@ -48,7 +48,7 @@ from space_server.device_runner.device_forward import (
     round_up_count,
     round_up_top,
 )
-from space_server.drafts import mask_chances
+from space_server.drafts import BY_HEAD, chances_of
 from space_server.host_runner import no_choice
 from space_server.machine.memory import give_back_unused
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
@@ -298,7 +298,7 @@ class DeviceRunner(ModelRunner):
             self._num_pages(),
             num_with_logprobs=round_up_count(len(logprob_indices), batch_size),
             num_top=round_up_top(num_top),
-            adapter=batch.adapter if layout.num_masks else None,
+            adapter=batch.adapter if layout.makes_drafts else None,
         )
         begun = self._timeline.mark()
         result = self._take(kind)
@@ -344,7 +344,15 @@ class DeviceRunner(ModelRunner):
                 outputs.append(output)
         chain, masks = num_running * (layout.num_drafts + 1), num_running * layout.num_masks
         noisy_rows = noisy * (layout.num_drafts + 1)
-        shape = StepShape(num_running, chain, masks, num_drafting, num_context=context, num_noisy_rows=noisy_rows)
+        shape = StepShape(
+            num_running,
+            chain,
+            masks,
+            num_drafting,
+            num_context=context,
+            num_noisy_rows=noisy_rows,
+            num_head_steps=layout.head_drafts,
+        )
         computing = timeline.seconds(launched.begun, launched.done)
         gap = timeline.seconds(launched.last, launched.begun) if launched.last is not None else 0.0
         seconds = computing + min(gap, computing)
@@ -362,10 +370,12 @@ class DeviceRunner(ModelRunner):
         proposal = self._proposing.proposal(sequence, tokens, wanted)
         if proposal is None:
             return
-        masks = mask_chances(sequence.acceptance, output.draft_depth, len(output.drafts))
+        is_by_head = output.origin is BY_HEAD
+        acceptance = sequence.head_acceptance if is_by_head else sequence.acceptance
+        masks = chances_of(acceptance, output.draft_depth, len(output.drafts))
         if proposal.beats(masks):
             output.take_proposal(proposal)
-        elif proposal.goes_on_behind(output.drafts):
+        elif not is_by_head and proposal.goes_on_behind(output.drafts):
             output.take_proposal(proposal, behind=masks)
         else:
             return
@@ -380,16 +390,23 @@ class DeviceRunner(ModelRunner):
         return rows, LogprobReport(launched.result[size:], kind.num_with_logprobs, kind.layout.num_drafts + 1)
 
     def take_largest(self) -> None:
-        """Run the step that uses most memory until its graph is captured: full batch size, whole mask groups, sampling
-        with top-p, longest page lists. The batch is empty, so nothing is written."""
-        most, adapters = self._facts.most_masks, self._facts.adapters
-        own = len(self._facts.mask_ids) == most
+        """Run the step that uses most memory until its graph is captured: full batch size, whole mask groups (or most
+        drafts of the recurrent head, without masks), sampling with top-p, longest page lists. The batch is empty, so
+        nothing is written."""
+        facts = self._facts
+        most, by_head = facts.most_masks, facts.most_head_drafts
+        if most or not by_head:
+            layout = DraftLayout.full(most, most)
+            own, others = len(facts.mask_ids), [adapter.num_masks for adapter in facts.adapters]
+        else:
+            layout = DraftLayout.by_head(by_head, by_head)
+            most, own, others = by_head, facts.head.num_drafts, [adapter.head.num_drafts for adapter in facts.adapters]
         kind = StepKind(
             len(self.batch.by_index),
-            DraftLayout.full(most, most) if most else DraftLayout.plain(),
+            layout,
             Stages(samples=True, cuts=True),
             self._max_pages,
-            adapter=None if own else next(n for n, adapter in enumerate(adapters) if adapter.num_masks == most),
+            adapter=None if own == most else others.index(most),
         )
         for _ in range(3):
             self._take(kind)
@@ -428,6 +445,9 @@ class DeviceRunner(ModelRunner):
             self._synthetic.drafted(sequence, emitted, num_drafts)
             if output.end is not None:
                 self._synthetic.ended(sequence, emitted)
+        if layout.head_drafts:
+            output.origin = BY_HEAD
+            return output
         most = min(sequence.max_drafts, sequence.num_masks)
         masks = DraftLayout.of(own.num_drafts, tuple(min(count, most) for count in own.masks))
         group = masks.next_drafts(length - 1) if drafts else None

@@ -29,7 +29,17 @@ class DraftLimits:
     acceptance: Acceptance | None = None  # of drafts from its masks
     chances: Sequence[float] = ()  # acceptance of each draft, given those before; only of drafts from no mask
     is_read: bool = False  # has a drafter that reads its text
-    num_forced: int = 0  # mask drafts that the request commands; 0: the controller chooses
+    num_forced: int = 0  # drafts that the request commands; 0: the controller chooses
+    max_head_drafts: int = 0  # drafts of the recurrent head that its bound and the checkpoint allow
+    head_acceptance: Acceptance | None = None  # of drafts from that head
+
+    @property
+    def forced_layout(self) -> DraftLayout:
+        """The layout that the request commands: of masks where there are some, else of the recurrent head."""
+        num_drafts = min(self.num_drafts, self.num_forced)
+        if self.max_masks or not self.max_head_drafts:
+            return DraftLayout.full(num_drafts, self.num_forced)
+        return DraftLayout.by_head(num_drafts, self.num_forced)
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
         """Return the layout reduced to the drafts and masks that this sequence has and can use. With g drafts accepted
@@ -37,6 +47,9 @@ class DraftLimits:
         if layout.in_turns:
             layout = layout.with_drafts(self.num_drafts)
         drafts = min(layout.num_drafts, self.num_drafts)
+        if layout.head_drafts:
+            made = min(layout.head_drafts, self.max_head_drafts, self.num_left - 2)
+            return DraftLayout.by_head(drafts, max(0, made))
         most = max(layout.masks)
         if drafts == layout.num_drafts and (not most or most <= min(self.max_masks, self.num_left - drafts - 2)):
             return layout
@@ -95,6 +108,11 @@ class FixedLayout:
         """All drafts up to num_drafts, with every group whole: (k+1)² rows."""
         return cls(lambda limit: DraftLayout.full(min(limit.num_drafts, num_drafts), num_drafts))
 
+    @classmethod
+    def by_head(cls, num_drafts: int) -> Self:
+        """All drafts up to num_drafts, made by the recurrent head: k+1 rows."""
+        return cls(lambda limit: DraftLayout.by_head(min(limit.num_drafts, num_drafts), num_drafts))
+
     def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
         """Return the rule's layout for each sequence."""
         return [self._rule(limit) for limit in limits]
@@ -108,7 +126,7 @@ def choose_layouts(controller: Controller, limits: Sequence[DraftLimits], load: 
     free = [one for one in limits if not one.num_forced]
     if len(free) == len(limits):
         return controller.layouts(limits, load)
-    forced = [DraftLayout.full(min(one.num_drafts, one.num_forced), one.num_forced) for one in limits if one.num_forced]
+    forced = [one.forced_layout for one in limits if one.num_forced]
     of_forced, of_free = iter(forced), iter(controller.layouts(free, load.beside(forced, len(limits))))
     return [next(of_forced if one.num_forced else of_free) for one in limits]
 
@@ -173,8 +191,22 @@ class LayoutYield:
         steps = ((share, *size) for size, share in sizes.items() if share > _RARE)
         return cls(layout, tokens, chain, masks, tuple(steps))
 
+    @classmethod
+    def by_head(cls, num_drafts: int, chances: Sequence[float]) -> LayoutYield:
+        """Of drafts from the recurrent head: each step verifies `num_drafts` of them, whatever was accepted before.
+        `chances[j-1]`: probability that its j-th draft is accepted, given those before it are."""
+        reached = accumulate((chances[min(j, len(chances) - 1)] for j in range(num_drafts)), mul)
+        rows = 1 + num_drafts
+        return cls(DraftLayout.by_head(num_drafts, num_drafts), 1.0 + sum(reached), rows, 0.0, ((1.0, rows, 0),))
+
 
 PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
+
+
+@lru_cache(maxsize=4096)
+def head_yield(chances: tuple[float, ...], num_drafts: int) -> LayoutYield:
+    """Return `LayoutYield.by_head`, cached."""
+    return LayoutYield.by_head(num_drafts, chances)
 
 
 @lru_cache(maxsize=4096)
@@ -429,6 +461,13 @@ class SequenceClass:
     chances: tuple[float, ...]  # acceptance probability by mask depth 1, 2, …
     max_masks: int
     may_take_turns: bool = False
+    head_chances: tuple[float, ...] = ()  # of the recurrent head's first, second, … draft
+    max_head_drafts: int = 0
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there are masks or a recurrent head to draft with."""
+        return self.max_masks > 0 or self.max_head_drafts > 0
 
 
 class BatchMix:
@@ -442,24 +481,34 @@ class BatchMix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """Selects a class's layout: by the price of a row in tokens, or the best within a bound on rows."""
+    """Selects a class's layout: of masks, by the price of a row in tokens or the best within a bound on rows; or so
+    many drafts of the recurrent head."""
 
     price: float | None  # tokens that a row must bring
     most_rows: int | None = None  # of a sequence's step, where no price is given
+    head_drafts: int = 0  # of the recurrent head; 0: masks draft
 
 
-RULES = (
+HEAD_RULES = tuple(Rule(None, head_drafts=count) for count in (3, 1, 5, 2, 4, 6, 8, 10, 12, 16))
+MASK_RULES = (
     *(Rule(price) for price in (0.6, 0.45, 0.34, 0.26, 0.2, 0.15, 0.11, 0.08, 0.06, 0.045, 0.03, 0.0)),
     *(Rule(None, rows) for rows in (3, 4, 6, 8, 9, 11, 14, 16, 20, 24, 30)),
 )
+RULES = (*MASK_RULES, *HEAD_RULES)
 """All rules tried. Prices suit mixed batches; row bounds find layouts below a machine's roofline ridge."""
 
-FIRST_RULES = RULES[::4]  # A sample of all sizes: no other rule is far better than all of these
+FIRST_RULES = (*MASK_RULES[::4], *HEAD_RULES[:3])
+"""A sample of all sizes: no other rule is far better than all of these."""
 
 
 @lru_cache(maxsize=8192)
 def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
-    """Return the layout of a class by a rule."""
+    """Return the layout of a class by a rule; plain decoding where it has not what the rule drafts with."""
+    if rule.head_drafts:
+        count = min(rule.head_drafts, kind.max_head_drafts)
+        return head_yield(kind.head_chances, count) if count else PLAIN
+    if not kind.max_masks:
+        return PLAIN
     found = layout_yields(kind.chances, kind.max_masks, may_take_turns=kind.may_take_turns)
     if rule.price is None:
         assert rule.most_rows is not None
@@ -496,7 +545,7 @@ class SpeculationController:
         self._num_since = 0  # steps since the last look
         self._num_to_look = LOOK_EVERY  # steps between two looks
         self._hopeless_size = math.inf  # batch size from which drafting is far too slow
-        self._is_without_masks = False  # at the last look no sequence could have masks
+        self._cannot_draft = False  # at the last look no sequence had masks or a recurrent head
         self._priced = 0, 0  # batch size and cost surprises that `row_price` was computed for
         self._probe = SpeculationProbe()
         self._num_plain = PATIENCE  # steps of plain decoding in a row
@@ -535,7 +584,7 @@ class SpeculationController:
         # While drafting, a changed batch is evaluated at once; plain decoding can wait for its interval.
         is_anew = self._rule is not None or not self._num_sequences  # the first step
         is_due = (is_anew and (surprised or has_changed)) or self._num_since >= self._num_to_look
-        is_due = is_due or (self._is_without_masks and any(_class_of(one).max_masks for one in limits))
+        is_due = is_due or (self._cannot_draft and any(_class_of(one).can_draft for one in limits))
         if self._rule is None and not is_due and not has_others:  # fast path: plain decoding continues
             self._num_plain += 1
             self._watched = False
@@ -611,7 +660,7 @@ class SpeculationController:
         elif self._rule is None and not is_known:
             self._realized.forgive(self._num_since / self._probe.rarity)
         self._advantage = most / plain - 1.0
-        self._is_without_masks = not any(kind.max_masks for kind in mix.kinds)
+        self._cannot_draft = not any(kind.can_draft for kind in mix.kinds)
         self._hopeless_size = mix.size if best is not None and most < HOPELESS * plain else math.inf
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         if self._rule is None:
@@ -635,16 +684,16 @@ class SpeculationController:
         self._realized.predict(self._rate / self._realized.share, self._expected(self._rule, mix, load).seconds)
 
     def _rates(self, mix: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
-        """Return the expected tokens per second of each rule that gives some sequence masks, scaled by the realized
+        """Return the expected tokens per second of each rule by which some sequence drafts, scaled by the realized
         share."""
-        kinds = [kind for kind in mix.kinds if kind.max_masks]
+        kinds = [kind for kind in mix.kinds if kind.can_draft]
         if not kinds:
             return {}
         known: dict[tuple[LayoutYield, ...], float] = {}  # several rules give the same layouts
         rates: dict[Rule, float] = {}
         for rule in rules:
             yields = tuple([chosen(kind, rule) for kind in kinds])
-            if all(not layout_yield.mask_rows for layout_yield in yields):
+            if not any(layout_yield.layout.makes_drafts for layout_yield in yields):
                 continue
             if yields not in known:
                 known[yields] = self._realized.share * self._expected(rule, mix, load).rate
@@ -664,26 +713,30 @@ class SpeculationController:
             return self._alone(next(iter(mix.kinds)), rule, mix, load)
         tokens = chain = float(mix.size)
         masks = drafting = 0.0
+        head_steps = 0
         for kind, count in mix.kinds.items():
-            if rule is None or not kind.max_masks:
+            if rule is None or not kind.can_draft:
                 continue
             layout_yield = chosen(kind, rule)
             tokens += count * (layout_yield.tokens - 1.0)
             chain += count * (layout_yield.chain_rows - 1.0)
             masks += count * layout_yield.mask_rows
+            head_steps = max(head_steps, layout_yield.layout.head_drafts)
             drafting += count * (0.5 if layout_yield.layout.in_turns else layout_yield.mask_rows > 0)
         noisy = round(chain * mix.num_noisy / mix.size)
-        shape = StepShape(mix.size, round(chain), round(masks), round(drafting), *load, noisy)
+        shape = StepShape(mix.size, round(chain), round(masks), round(drafting), *load, noisy, head_steps)
         return Expected(tokens, self.cost.seconds(shape) + self._realized.pause)
 
     def _alone(self, kind: SequenceClass, rule: Rule, mix: BatchMix, load: StepLoad) -> Expected:
         """Expectation for one sequence, averaged over step sizes because cost is not linear in them."""
-        layout_yield = chosen(kind, rule) if kind.max_masks else PLAIN
+        layout_yield = chosen(kind, rule)
+        head_steps = layout_yield.layout.head_drafts
         total = seconds = 0.0
         for share, chain, masks in layout_yield.steps:
             noisy = chain if mix.num_noisy else 0
             total += share
-            seconds += share * self.cost.seconds(StepShape(1, chain, masks, int(masks > 0), *load, noisy))
+            shape = StepShape(1, round(chain), masks, int(masks > 0), *load, noisy, head_steps)
+            seconds += share * self.cost.seconds(shape)
         return Expected(layout_yield.tokens, seconds / total + self._realized.pause)
 
     def _price(self, num_sequences: int, load: StepLoad, *, anew: bool = False) -> None:
@@ -714,7 +767,7 @@ class SpeculationController:
         return True
 
     def _layout(self, limits: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
-        layout = PLAIN.layout if rule is None or not kind.max_masks else chosen(kind, rule).layout
+        layout = PLAIN.layout if rule is None else chosen(kind, rule).layout
         if not limits.chances:
             return layout
         # Drafts from no mask are added while each brings more than its row costs.
@@ -727,7 +780,7 @@ class SpeculationController:
         if layout.in_turns:
             layout = layout.with_drafts(num_drafts)
         groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
-        return DraftLayout.of(num_drafts, groups)
+        return DraftLayout.of(num_drafts, groups, head_drafts=layout.head_drafts)
 
 
 def _differ(size: int, known: int) -> bool:
@@ -736,22 +789,36 @@ def _differ(size: int, known: int) -> bool:
 
 
 def _class_of(limits: DraftLimits) -> SequenceClass:
-    if limits.acceptance is None or limits.max_masks < 1:
+    masks = _drafting(limits.acceptance, limits.max_masks)
+    head = _drafting(limits.head_acceptance, limits.max_head_drafts)
+    if masks is _NONE and head is _NONE:
         return _NO_MASKS
-    shape, level = limits.acceptance.shape, limits.acceptance.level
-    return _sequence_class(shape.snapshot, level, limits.max_masks, shape.may_take_turns)
+    return _sequence_class(masks, head, masks is not _NONE and _may_take_turns(limits.acceptance))
+
+
+_NONE: Drafting = ((), 0, 0)
+
+
+def _drafting(acceptance: Acceptance | None, most: int) -> Drafting:
+    return _NONE if acceptance is None or most < 1 else (acceptance.shape.snapshot, acceptance.level, most)
+
+
+def _may_take_turns(acceptance: Acceptance | None) -> bool:
+    return acceptance is not None and acceptance.shape.may_take_turns
 
 
 _NO_MASKS = SequenceClass((), 0)
 
+Drafting = tuple[tuple[float, ...], int, int]
+"""Log-odds of a shape, the sequence's level, and the most drafts: of masks, or of a recurrent head."""
+
 
 @lru_cache(maxsize=4096)
-def _sequence_class(
-    snapshot: tuple[float, ...],
-    level: int,
-    max_masks: int,
-    may_take_turns: bool,
-) -> SequenceClass:
+def _sequence_class(masks: Drafting, head: Drafting, may_take_turns: bool) -> SequenceClass:
     """Build a class from rounded log-odds, so that few classes exist and layout yields are looked up, not computed."""
-    chances = tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
-    return SequenceClass(chances, max_masks, may_take_turns)
+
+    def chances(drafting: Drafting) -> tuple[float, ...]:
+        snapshot, level, _ = drafting
+        return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
+
+    return SequenceClass(chances(masks), masks[2], may_take_turns, chances(head), head[2])

@@ -224,6 +224,8 @@ class CalibrationCase:
     def __str__(self) -> str:
         who = f"{self.num_sequences} sequence" + "s" * (self.num_sequences > 1)
         masks = f"{self.layout.num_drafts} drafts, {self.layout.num_masks} masks" if self.layout.num_masks else "plain"
+        if self.layout.head_drafts:
+            masks = f"{self.layout.num_drafts} drafts by the recurrent head"
         return f"{who}, {self.prompt_rows} prompt rows" if self.prompt_rows else f"{who}, {masks}"
 
     @property
@@ -287,11 +289,26 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
     for num_sequences in (1, 8, 32):
         cases += [CalibrationCase(num_sequences, layout, temperature=1.0) for layout in (plain, few)]
         cases += [CalibrationCase(num_sequences, layout, LONG_CONTEXT) for layout in (plain, some)]
+    cases = _with_head(cases, facts.most_head_drafts)
     cases += [CalibrationCase(8, full), CalibrationCase(32, some), CalibrationCase(64, some), *prompts[3:]]
     cases += again
     for case in dict.fromkeys(cases):
         if case.num_sequences <= max_sequences:
             yield case
+
+
+def _with_head(cases: Sequence[CalibrationCase], most: int) -> list[CalibrationCase]:
+    """Return the cases, behind every one with masks the same with as many drafts of the recurrent head."""
+    found = []
+    for case in cases:
+        found.append(case)
+        if most and case.layout.makes_drafts:
+            count = min(max(case.layout.num_drafts, 1), most)
+            found.append(replace(case, layout=DraftLayout.by_head(count, count)))
+    if most:
+        sizes, counts = (1, 8, 32, 64, 128, 256), sorted({min(3, most), most})
+        found += [CalibrationCase(size, DraftLayout.by_head(count, count)) for size in sizes for count in counts]
+    return found
 
 
 def case_names(facts: ModelFacts, max_sequences: int) -> Sequence[str]:

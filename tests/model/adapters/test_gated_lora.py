@@ -230,7 +230,7 @@ def test_a_checkpoint_that_names_an_adapter_is_served_as_it_is_and_bans_no_id(tm
     assert (facts.mask_ids, facts.num_masks, facts.most_masks, facts.has_draft_head) == ((), 4, 4, True)
     assert facts.adapters == (AdapterFacts("", 4, True),)
     assert facts.adapter_number("") == 0
-    assert model.draft_head_of(0) is model.draft_head
+    assert model.draft_head_of(0) is model.drafting.draft_head
     plain = load_model(tiny_checkpoint(tmp_path / "plain", num_masks=0), dtype="float32")
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.logits(x), plain.logits(x))

@@ -54,9 +54,12 @@ K_QUANTS = Path(__file__).parent
 
 def logits(model: SpaceModel) -> Tensor:
     ids = torch.randint(16, 128, (30,), generator=torch.Generator().manual_seed(0)).tolist()
-    segment = Segment(ids, 0, range(3), DraftLayout.full(2, 3), adapter=0 if model.adapters else None)
+    segment = Segment(ids, 0, range(3), DraftLayout.full(2, 3), adapter=0 if model.drafting.adapters else None)
     batch = ForwardBatch.build(
-        [segment], block_size=16, mask_ids=model.facts.mask_ids or (4, 5, 6), adapter_masks=[5] * len(model.adapters)
+        [segment],
+        block_size=16,
+        mask_ids=model.facts.mask_ids or (4, 5, 6),
+        adapter_masks=[5] * len(model.drafting.adapters),
     )
     return model.logits(model.forward(batch, model.allocate_kv(3, 16))[: batch.num_rows])
 

@@ -46,9 +46,9 @@ def test_facts_say_what_the_checkpoint_is(llama: Path) -> None:
     assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert facts.eos_ids == (0,)
     assert facts.tokenizer_hash == hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
-    assert model.draft_head.w1.shape == (32, 128)
-    assert model.draft_head.w2.shape == (64, 32)
-    assert model.draft_head.embedding_scale == 2.0
+    assert model.drafting.draft_head.w1.shape == (32, 128)
+    assert model.drafting.draft_head.w2.shape == (64, 32)
+    assert model.drafting.draft_head.embedding_scale == 2.0
 
 
 def test_the_model_hash_sees_the_config_and_the_headers(copy_of: Callable[..., Path]) -> None:
@@ -60,7 +60,7 @@ def test_the_model_hash_sees_the_config_and_the_headers(copy_of: Callable[..., P
 
 def test_masks_are_those_of_the_section_unless_arguments_win(copy_of: Callable[..., Path], llama: Path) -> None:
     model = load_model(copy_of(space=None), dtype="float32")
-    assert (model.facts.num_masks, model.facts.mask_ids, model.draft_head) == (0, (), None)
+    assert (model.facts.num_masks, model.facts.mask_ids, model.drafting.draft_head) == (0, (), None)
     section = {"num_masks": 2, "mask_token_ids": [4, 5], "draft_head": None}
     assert load_model(copy_of(space=section | {"acceptance": [0.7, 0.5]})).facts.acceptance == (0.7, 0.5)
     assert load_model(copy_of(space=section)).facts.acceptance == ()
@@ -123,7 +123,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
     section = {"num_masks": 1, "mask_token_ids": [4]}
     head = {"file": "draft_head.safetensors", "hidden": 32, "embedding_scale": 2}
     path = copy_of(space=section | {"draft_head": head})
-    loaded = load_model(path).draft_head
+    loaded = load_model(path).drafting.draft_head
     assert loaded.form is DraftHeadForm.MLP
     weights = load_file(path / "draft_head.safetensors")
     weights["draft_head.w1.weight"] = weights["draft_head.w1.weight"][:, 64:].contiguous()
@@ -132,7 +132,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
     config = json.loads(file.read_text())
     config["space"]["draft_head"] = head | {"file": "low_rank.safetensors", "form": "low-rank"}
     file.write_text(json.dumps(config))
-    loaded = load_model(path).draft_head
+    loaded = load_model(path).drafting.draft_head
     assert (loaded.form, tuple(loaded.w1.shape)) == (DraftHeadForm.LOW_RANK, (32, 64))
 
 

@@ -155,6 +155,9 @@ class Whispering:
     def draft_head_of(self, adapter: int | None) -> None:
         return None
 
+    def recurrent_head_of(self, adapter: int | None) -> None:
+        return None
+
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden+1]: behind each row the id to predict, 0 for none."""
         hidden = self._model.forward(batch, kv)
@@ -214,7 +217,7 @@ def test_real_attention_over_accepted_drafts_gives_the_plain_text(tiny: SpaceMod
 
 
 def test_a_draft_head_drafts_what_it_drafts_on_the_host(tiny: SpaceModel) -> None:
-    assert tiny.draft_head is not None
+    assert tiny.drafting.draft_head is not None
     on_host, on_device = (decode(tiny, device=device, k=3) for device in (False, True))
     for one, other in zip(on_host, on_device, strict=True):
         assert one.tokens == other.tokens

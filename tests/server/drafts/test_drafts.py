@@ -19,7 +19,7 @@ from space_server.drafts import (
     Proposal,
     SourceAcceptance,
     SuffixIndex,
-    mask_chances,
+    chances_of,
 )
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import SOURCE_DRAFTS, Worker
@@ -336,6 +336,6 @@ def test_the_masks_are_asked_what_they_are_worth() -> None:
     proposal = drafter.propose(4)
     assert proposal is not None
     good, bad = Acceptance(AcceptanceShape((0.98,))), Acceptance(AcceptanceShape((0.02,)))
-    assert not proposal.beats(mask_chances(good, 1, 5))
-    assert proposal.beats(mask_chances(bad, 1, 5))
-    assert proposal.beats(mask_chances(good, 1, 0))
+    assert not proposal.beats(chances_of(good, 1, 5))
+    assert proposal.beats(chances_of(bad, 1, 5))
+    assert proposal.beats(chances_of(good, 1, 0))

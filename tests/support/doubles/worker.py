@@ -70,6 +70,9 @@ class ScriptedModel:
         """Its masks know the text already."""
         return None
 
+    def recurrent_head_of(self, adapter: int | None) -> None:
+        """It drafts by masks."""
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
         """Pages without a layer in them."""
         return PagedKV([], [], num_blocks, block_size)

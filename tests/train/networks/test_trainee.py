@@ -374,7 +374,7 @@ def test_the_draft_head_and_the_logits_are_the_servers(family: str, checkpoint_o
         trainee.head.w1.copy_(tensors["draft_head.w1.weight"])
         trainee.head.w2.copy_(tensors["draft_head.w2.weight"])
         mine = trainee.head(hidden, trainee.decoder.embed(previous))
-    weights = server.draft_head
+    weights = server.drafting.draft_head
     embedded = weights.embedding_scale * server.embed(previous)
     inner = torch.nn.functional.silu(torch.cat((hidden, embedded), dim=1) @ weights.w1.T)
     torch.testing.assert_close(mine, hidden + inner @ weights.w2.T)

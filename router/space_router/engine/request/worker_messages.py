@@ -37,9 +37,11 @@ class WorkerModelFacts:
     instruction_set: str = ""  # of the products, such as amx_bf16 or sm_90; "": the worker does not say
     adapters: tuple[str, ...] = ()  # names of gated adapters that requests can ask for
     adapter_masks: tuple[int, ...] = ()  # masks of each
+    adapter_head_drafts: tuple[int, ...] = ()  # most drafts of the recurrent head of each
     adapter_formats: tuple[str, ...] = ()  # of each: space, uno or i-dlm; "": the worker does not say
     mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
+    num_head_drafts: int = 0  # most drafts of the checkpoint's own recurrent head in a step; 0: it has none
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
@@ -50,8 +52,14 @@ class WorkerModelFacts:
         return self.block_size * self.num_blocks
 
     def max_forced_drafts(self, adapter: str) -> int:
-        """Return the most mask drafts per step with an adapter; "": with the checkpoint's own masks."""
-        return min(self.num_masks_of(adapter), self.max_draft_length) if self.lays_out_masks else 0
+        """Return the most drafts per step that a request can ask for with an adapter; "": with the checkpoint's own
+        masks. They come from masks where these are laid out, else from the recurrent head."""
+        by_masks = self.num_masks_of(adapter) if self.lays_out_masks else 0
+        return min(by_masks or self.num_head_drafts_of(adapter), self.max_draft_length)
+
+    def num_head_drafts_of(self, adapter: str) -> int:
+        """Return the drafts that an adapter's recurrent head makes; "": the checkpoint's own."""
+        return self.adapter_head_drafts[self.adapters.index(adapter)] if adapter else self.num_head_drafts
 
     def num_masks_of(self, adapter: str) -> int:
         """Return the masks of an adapter; "": the checkpoint's own."""
@@ -86,6 +94,7 @@ class WorkerModelFacts:
     def from_hello(cls, hello: worker_pb2.Hello) -> WorkerModelFacts:
         of_each = {
             "adapter_masks": tuple(adapter.num_masks for adapter in hello.adapters),
+            "adapter_head_drafts": tuple(adapter.num_head_drafts for adapter in hello.adapters),
             "adapter_formats": tuple(adapter.format for adapter in hello.adapters),
         }
         values = of_each | {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name not in of_each}
