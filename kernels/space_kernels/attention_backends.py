@@ -72,6 +72,7 @@ class Backend:
     fp8_kv: bool = False  # supports an fp8 KV cache
     captures: bool = True  # can be captured in a CUDA graph whose sequence lengths the host does not know
     limits: str = ""  # other limits, in one line
+    carrier: str | None = None  # another distribution that contains the package
 
     def refusal(self, need: AttentionNeed, installed: Callable[[str], str | None]) -> str | None:
         """Return why this backend cannot serve the model, with the remedy, in one line; None if it can."""
@@ -115,6 +116,8 @@ class Backend:
         if self.package is None:
             return None
         found = installed(self.package)
+        if found is None and self.carrier is not None and installed(self.carrier) is not None:
+            return None
         if found is None:
             return f"not installed: {self.install}"
         if _numbers(found) < self.oldest:
@@ -160,6 +163,10 @@ def _triton(need: AttentionNeed) -> Attention:
 
 def _flash_attn_2(need: AttentionNeed) -> Attention:
     return functools.partial(attention_flash.space_attention, library=attention_flash.FlashAttn2.load())
+
+
+def _flash_attn_3(need: AttentionNeed) -> Attention:
+    return functools.partial(attention_flash.space_attention, library=attention_flash.FlashAttn3.load())
 
 
 def _flash_attn_4(need: AttentionNeed) -> Attention:
@@ -214,6 +221,17 @@ BACKENDS: Mapping[str, Backend] = {
             limits="windows must be longer than a mask group; a group's prefix is read once more",
         ),
         Backend(
+            "flash-attn-3",
+            package="flash-attn-3",
+            oldest=(3, 0, 0),
+            install="pip install vllm, whose wheel contains it, or build hopper/ of flash-attention's sources",
+            load=_flash_attn_3,
+            capabilities=((9, 9),),
+            takes_stored=True,
+            carrier="vllm",
+            limits="Hopper only; windows must be longer than a mask group; a group's prefix is read once more",
+        ),
+        Backend(
             "flash-attn-4",
             package="flash-attn-4",
             oldest=(4, 0, 0),
@@ -238,7 +256,7 @@ BACKENDS: Mapping[str, Backend] = {
     )
 }
 
-FLASH_ATTN = ("flash-attn-4", "flash-attn-2")
+FLASH_ATTN = ("flash-attn-4", "flash-attn-3", "flash-attn-2")
 """The backends that `flash-attn` tries, newest first."""
 
 ATTENTION_NAMES = ("auto", *BACKENDS, "flash-attn")

@@ -97,11 +97,13 @@ class ServeConfig:
     device: str = _own_model("auto", text("auto|cpu|cuda[:N]"))
     """where the worker computes, as torch names it; auto takes the first GPU, else the CPU"""
     attention: str = _own_model(
-        "auto", one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer")
+        "auto",
+        one_of("auto", "torch", "triton", "flash-attn", "flash-attn-2", "flash-attn-4", "flashinfer", "flash-attn-3"),
     )
     """attention backend: auto takes our own on a CPU, and on a GPU the one of those below that was fastest on the
     model's shapes, measured at start; the worker's log has the figures, and why others are not used. triton: our own
-    kernel. flash-attn: the newest installed; version 2 needs --block-size 256. flashinfer"""
+    kernel. flash-attn: the newest installed; version 2 needs --block-size 256, version
+    3 (of its own package or in vLLM's wheel) a Hopper GPU. flashinfer"""
     cpu_kernels: str = _own_model("auto", one_of("auto", "compiled", "torch"))
     """on a CPU, in bfloat16: auto compiles our own operations at the first start (some 10 s, then kept), and without a
     C++ compiler takes torch's, which are slower; compiled: it is an error where they cannot be had; torch: torch's

@@ -23,7 +23,16 @@ from gpu.stages import STAGES
 
 GRACE = 15.0  # seconds before its limit at which a stage begins nothing new
 
-PACKAGES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-4", "flashinfer-python", "grpcio")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "flashinfer-python",
+    "grpcio",
+)
 
 CONTEXTS, BATCHES, ROWS = (1024, 8192, 32768), (1, 16, 64), (1, 36)
 """Of attention: positions before the step, sequences, rows of each (plain decoding, and full k = 5)."""

@@ -1,4 +1,4 @@
-"""Attention of a SPACE step by flash-attn 2 or 4: the library attends the prefix, our kernels the masks of a group.
+"""Attention of a SPACE step by flash-attn 2, 3 or 4: the library attends the prefix, our kernels the masks of a group.
 
 How the rows are passed to the library:
 
@@ -51,12 +51,12 @@ class FlashSpec:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """The keywords that both versions have."""
+        """The keywords that all versions have."""
         return {"softmax_scale": self.scale, "softcap": self.softcap, "causal": self.causal}
 
 
 class FlashLibrary(Protocol):
-    """The two calls of flash-attn that a step needs, for either version. Pages are [num_blocks, block_size, G, D]."""
+    """The two calls of flash-attn that a step needs, for any version. Pages are [num_blocks, block_size, G, D]."""
 
     def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
         """Attend by runs of equal width: query [n, width, H, D] -> out like query, lse [n, H, width] with natural
@@ -133,7 +133,7 @@ def _attend_masks(
     return found, lse.transpose(1, 2)
 
 
-# ------------------------------------------------------------------------------------------------- the two versions
+# ------------------------------------------------------------------------------------------------- the versions
 
 PAGE_2 = 256
 """Block sizes must be a multiple of this: 2.8.3 refuses others ("Paged KV cache block size must be divisible by 256"),
@@ -181,6 +181,106 @@ class FlashAttn2:
             **spec.keywords,
         )
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttn3:
+    """flash-attn 3, for Hopper: its own package, or the copy that vLLM's wheel brings along. Any block size.
+
+    Before its kernel the library plans on the device how to split each context. That plan depends on the step alone, so
+    it is made once per step and shared by all layers; in a captured graph it is part of the graph.
+    """
+
+    call: Callable[..., Any]  # flash_attn_with_kvcache, or vLLM's flash_attn_varlen_func: see `_of_vllm`
+    plan: Callable[..., Any]  # get_scheduler_metadata
+
+    @classmethod
+    def load(cls) -> FlashAttn3:
+        """Import the package, or else vLLM's copy. Raises ImportError."""
+        try:
+            module = import_module("flash_attn_interface")
+        except ModuleNotFoundError:
+            return cls.of_vllm(import_module("vllm.vllm_flash_attn.flash_attn_interface"))
+        return cls(module.flash_attn_with_kvcache, module.get_scheduler_metadata)
+
+    @classmethod
+    def of_vllm(cls, module: Any) -> FlashAttn3:
+        """Adapt vLLM's copy, whose one function for paged keys has other names. Raises ImportError if its build lacks
+        version 3."""
+        if not module.FA3_AVAILABLE:
+            raise ImportError(f"vLLM's wheel lacks flash-attn 3: {module.FA3_UNAVAILABLE_REASON}")
+
+        def call(q: Tensor, k_cache: Tensor, v_cache: Tensor, **keywords: Any) -> Any:
+            for name, theirs in (("cache_seqlens", "seqused_k"), ("page_table", "block_table")):
+                keywords[theirs] = keywords.pop(name)
+            longest = keywords["block_table"].shape[1] * k_cache.shape[1]
+            return module.flash_attn_varlen_func(q, k_cache, v_cache, max_seqlen_k=longest, fa_version=3, **keywords)
+
+        return cls(call, module.get_scheduler_metadata)
+
+    def check(self, block_size: int) -> None:
+        """Implement FlashLibrary: every block size is supported."""
+
+    def equal(self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec) -> tuple[Tensor, Tensor]:
+        """Implement FlashLibrary."""
+        num_runs, width, num_heads, _ = query.shape
+        bounds = reach.plans.get(width)
+        if bounds is None:
+            bounds = torch.arange(0, num_runs * width + 1, width, dtype=torch.int32, device=query.device)
+            reach.plans[width] = bounds
+        out, lse = self._attend(query.flatten(0, 1), pages, reach, spec, bounds, width)
+        return out.view(query.shape), lse.view(num_heads, num_runs, width).transpose(0, 1)
+
+    def ragged(self, query: Tensor, pages: KVPages, reach: Reach, runs: Ragged, spec: FlashSpec) -> Tensor:
+        """Implement FlashLibrary."""
+        return self._attend(query, pages, reach, spec, runs.bounds, runs.widest)[0]
+
+    def _attend(
+        self, query: Tensor, pages: KVPages, reach: Reach, spec: FlashSpec, bounds: Tensor, widest: int
+    ) -> tuple[Tensor, Tensor]:
+        num_heads, kv_heads, num_runs = query.shape[1], pages.keys.shape[2], len(bounds) - 1
+        splits = max(1, min(MOST_SPLITS_3, PROGRAMS_3 // (num_runs * kv_heads)))
+        key = (num_heads, kv_heads, query.shape[2], query.dtype, widest, spec.causal, spec.window, spec.softcap > 0)
+        plan = reach.plans.get(key)
+        if plan is None:
+            plan = reach.plans[key] = self.plan(
+                batch_size=num_runs,
+                max_seqlen_q=widest,
+                max_seqlen_k=reach.pages.shape[1] * pages.keys.shape[1],
+                num_heads_q=num_heads,
+                num_heads_kv=kv_heads,
+                headdim=query.shape[2],
+                cache_seqlens=reach.lengths,
+                qkv_dtype=query.dtype,
+                cu_seqlens_q=bounds,
+                page_size=pages.keys.shape[1],
+                causal=spec.causal,
+                window_size=spec.window,
+                has_softcap=spec.softcap > 0,
+                num_splits=splits,
+            )
+        found = self.call(
+            query,
+            *pages,
+            cache_seqlens=reach.lengths,
+            page_table=reach.pages,
+            cu_seqlens_q=bounds,
+            max_seqlen_q=widest,
+            window_size=spec.window,
+            **spec.keywords,
+            scheduler_metadata=plan,
+            num_splits=splits,
+            return_softmax_lse=True,
+        )
+        return found[0], found[1]  # the package returns more
+
+
+MOST_SPLITS_3 = 32
+"""Most splits of one context."""
+
+PROGRAMS_3 = 264
+"""Splits of all contexts and kv heads together, about two per multiprocessor of a Hopper GPU: more would only cost
+memory for their float32 results."""
 
 
 @dataclass(frozen=True, slots=True)

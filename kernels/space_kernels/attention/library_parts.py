@@ -11,9 +11,10 @@ result with attention over other keys: for disjoint key sets A and B,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +95,7 @@ class Reach:
 
     lengths: Tensor  # [n] int32 slots that the run's last row sees; dead rows may see unwritten slots
     pages: Tensor  # [n, most pages] int32, enough for these lengths
+    plans: dict[Hashable, Any] = field(default_factory=dict)  # a library's, shared by the layers of the step
 
 
 @dataclass(frozen=True, eq=False)

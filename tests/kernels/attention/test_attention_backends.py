@@ -18,7 +18,13 @@ from space_kernels.attention_backends import (
 )
 
 H100 = AttentionNeed(32, 8, 128, torch.bfloat16, 256, torch.device("cuda"), (9, 0))
-ALL = {"triton": "3.6.0", "flash-attn": "2.8.3.post2", "flash-attn-4": "4.0.0b36", "flashinfer-python": "0.7.2.post1"}
+ALL = {
+    "triton": "3.6.0",
+    "flash-attn": "2.8.3.post2",
+    "flash-attn-3": "3.0.0b1",
+    "flash-attn-4": "4.0.0b36",
+    "flashinfer-python": "0.7.2.post1",
+}
 
 
 def having(**versions: str) -> Callable[[str], str | None]:
@@ -59,6 +65,8 @@ def test_on_an_h100_with_everything_installed_all_can_be_used() -> None:
         ("flashinfer", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
         ("torch", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
         ("flashinfer", {"capability": None, "device": "cpu"}, "needs an NVIDIA GPU; the model is on cpu"),
+        ("flash-attn-3", {"capability": (10, 0)}, "runs on compute capability 9.x; this GPU has 10.0"),
+        ("flash-attn-3", {"exact": True}, "gives results that depend on the rest of the batch: leave out --exact"),
     ],
 )
 def test_a_limit_is_named_with_the_value_and_the_cure(name: str, changes: dict[str, object], refusal: str) -> None:
@@ -75,6 +83,8 @@ def test_an_absent_library_is_named_with_its_cure() -> None:
 def test_flash_attn_is_the_newest_that_can_be_used() -> None:
     assert backend_named("flash-attn", H100, installed=ALL.get).name == "flash-attn-4"
     assert backend_named("flash-attn", H100, installed=having(flash_attn="2.8.3")).name == "flash-attn-2"
+    assert backend_named("flash-attn", H100, installed=having(flash_attn_3="3.0.0b1")).name == "flash-attn-3"
+    assert backend_named("flash-attn", H100, installed=having(vllm="0.25.1")).name == "flash-attn-3"
     ampere = dataclasses.replace(H100, capability=(8, 6))
     assert backend_named("flash-attn", ampere, installed=ALL.get).name == "flash-attn-2"
     with pytest.raises(UnusableAttention, match=r"flash-attn-4 not installed: .*; flash-attn-2 not installed: "):

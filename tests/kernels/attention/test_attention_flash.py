@@ -3,12 +3,20 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from doubles.kernels import SCALE, MadeUp, full_layout, made_up_step, run
 from space_kernels.attention.attention import AttentionSpec
-from space_kernels.attention.flash_attn_backend import PAGE_2, FlashAttn2, FlashAttn4, FlashLibrary, space_attention
+from space_kernels.attention.flash_attn_backend import (
+    PAGE_2,
+    FlashAttn2,
+    FlashAttn3,
+    FlashAttn4,
+    FlashLibrary,
+    space_attention,
+)
 from space_kernels.attention.library_parts import OwnPart
 from space_kernels.attention.torch_backend import space_attention as reference
 from space_kernels.paging.step_rows import StepTables
@@ -145,6 +153,79 @@ class Version2(StandIn):
         ])  # fmt: skip
 
 
+class Version3(StandIn):
+    """vLLM's names; `package` has those of the library's own package."""
+
+    FA3_AVAILABLE, FA3_UNAVAILABLE_REASON = True, None
+
+    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__(dtypes)
+        self.plans: list[dict[str, object]] = []
+
+    def get_scheduler_metadata(
+        self, batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+        cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: None = None, cache_leftpad: None = None,
+        page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), has_softcap: bool = False, num_splits: int = 0, pack_gqa: None = None,
+        sm_margin: int = 0,
+    ) -> Tensor:  # fmt: skip
+        assert cu_seqlens_q is not None
+        assert page_size is not None
+        self.plans.append({
+            "batch": batch_size, "max_seqlen_q": max_seqlen_q, "heads": (num_heads_q, num_heads_kv, headdim),
+            "dtype": qkv_dtype, "causal": causal, "window": window_size, "softcap": has_softcap, "splits": num_splits,
+            "lengths": cache_seqlens.data_ptr(), "longest": max_seqlen_k,
+        })  # fmt: skip
+        return torch.tensor([len(self.plans) - 1], dtype=torch.int32)
+
+    def flash_attn_varlen_func(
+        self, q: Tensor, k: Tensor, v: Tensor, max_seqlen_q: int, cu_seqlens_q: Tensor, max_seqlen_k: int,
+        cu_seqlens_k: None = None, seqused_k: Tensor | None = None, q_v: None = None, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] | None = None,
+        softcap: float = 0.0, alibi_slopes: None = None, deterministic: bool = False, return_attn_probs: bool = False,
+        block_table: Tensor | None = None, return_softmax_lse: bool = False, out: Tensor | None = None,
+        scheduler_metadata: Tensor | None = None, q_descale: None = None, k_descale: None = None,
+        v_descale: None = None, num_splits: int = 0, output_scale: None = None, fa_version: int = 2,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert fa_version == 3
+        assert return_softmax_lse
+        assert block_table is not None
+        assert seqused_k is not None
+        assert softmax_scale is not None
+        assert window_size is not None
+        assert scheduler_metadata is not None
+        self.check(q, k, v, block_table, len(cu_seqlens_q) - 1)
+        self.check_lengths(seqused_k, block_table, k.shape[1])
+        self.check_bounds(cu_seqlens_q, len(q), max_seqlen_q)
+        assert int(seqused_k.max()) <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
+        assert self.plans[int(scheduler_metadata)] == {  # a plan for another call would split wrongly
+            "batch": len(seqused_k), "max_seqlen_q": max_seqlen_q, "heads": (q.shape[1], k.shape[2], q.shape[2]),
+            "dtype": q.dtype, "causal": causal, "window": window_size, "softcap": softcap > 0, "splits": num_splits,
+            "lengths": seqused_k.data_ptr(), "longest": max_seqlen_k,
+        }  # fmt: skip
+        begins = cu_seqlens_q.tolist()
+        found = [
+            dense(
+                q[begins[n] : begins[n + 1]], gathered(k, held, length), gathered(v, held, length),
+                scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, nothing=-math.inf,
+            )
+            for n, (held, length) in enumerate(zip(block_table, seqused_k.tolist(), strict=True))
+        ]  # fmt: skip
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1)
+
+    def with_kvcache(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
+        cu_seqlens_q: Tensor, max_seqlen_q: int, return_softmax_lse: bool, **keywords: Any,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        found = self.flash_attn_varlen_func(
+            q, k_cache, v_cache, max_seqlen_q, cu_seqlens_q, page_table.shape[1] * k_cache.shape[1],
+            seqused_k=cache_seqlens, block_table=page_table, fa_version=3, return_softmax_lse=return_softmax_lse,
+            **keywords,
+        )  # fmt: skip
+        return *found, None, None
+
+
 class Version4(StandIn):
     def __init__(self, dtypes: Sequence[torch.dtype], splits: int) -> None:
         super().__init__(dtypes)
@@ -203,6 +284,8 @@ def library(version: int, dtypes: Sequence[torch.dtype] = EXACT) -> FlashLibrary
     if version == 2:
         two = Version2(dtypes)
         return FlashAttn2(two.with_kvcache, two.varlen)
+    if version == 3:
+        return FlashAttn3.of_vllm(Version3(dtypes))
     return FlashAttn4(Version4(dtypes, 0).varlen, 0)
 
 
@@ -219,11 +302,11 @@ def expected(sequences: Sequence[MadeUp], *, heads: int, kv_heads: int, **option
     return run(made_up_step(sequences, heads=heads, kv_heads=kv_heads), reference, **options)
 
 
-BLOCKS = {2: 256, 4: 16}
+BLOCKS = {2: 256, 3: 16, 4: 16}
 SPEC = AttentionSpec(SCALE)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [2, 4, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (300, 2.0)])
 def test_unequal_sequences_equal_the_reference(
@@ -235,7 +318,7 @@ def test_unequal_sequences_equal_the_reference(
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [2, 4, 3])
 @pytest.mark.parametrize("k", range(6))
 def test_whole_layouts_equal_the_reference(version: int, k: int) -> None:
     sequences = [MadeUp(cached, k + 1, full_layout(k), seed=cached) for cached in (0, 30, 257)]
@@ -244,7 +327,7 @@ def test_whole_layouts_equal_the_reference(version: int, k: int) -> None:
     torch.testing.assert_close(found, expected(sequences, heads=4, kv_heads=2), atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [2, 4, 3])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision_is_as_near_as_its_rounding(version: int, dtype: torch.dtype) -> None:
     step = made_up_step(ALL, block_size=BLOCKS[version], dtype=dtype, garbage=0.0)
@@ -293,6 +376,36 @@ def test_plain_decoding_is_one_call_and_masks_are_one_more() -> None:
         stand_in = Version4(EXACT, 0)
         run(made_up_step(sequences, garbage=0.0), space_attention, library=FlashAttn4(stand_in.varlen, 0))
         assert stand_in.calls == calls
+
+
+def test_version_3_is_planned_once_per_step_and_kind_of_call() -> None:
+    stand_in = Version3(EXACT)
+    step = made_up_step(ALL, garbage=0.0)
+    for _layer in range(3):
+        run(step, space_attention, library=FlashAttn3.of_vllm(stand_in))
+    assert stand_in.calls == 9
+    assert [(plan["max_seqlen_q"], plan["causal"]) for plan in stand_in.plans] == [(4, True), (60, True), (6, False)]
+
+
+def test_version_3_of_its_own_package_equals_that_of_vllm() -> None:
+    one, two = Version3(EXACT), Version3(EXACT)
+    libraries = [FlashAttn3.of_vllm(one), FlashAttn3(two.with_kvcache, two.get_scheduler_metadata)]
+    found = [run(made_up_step(ALL, garbage=0.0), space_attention, library=library) for library in libraries]
+    assert torch.equal(*found)
+
+
+def test_version_3_splits_a_lone_context_and_not_those_of_a_full_batch() -> None:
+    for count, splits in ((1, 32), (16, 8), (200, 1)):
+        stand_in = Version3(EXACT)
+        run(made_up_step([MadeUp(3, 1)] * count, garbage=0.0), space_attention, library=FlashAttn3.of_vllm(stand_in))
+        assert [plan["splits"] for plan in stand_in.plans] == [splits]
+
+
+def test_a_build_of_vllm_without_version_3_says_so() -> None:
+    stand_in = Version3(EXACT)
+    stand_in.FA3_AVAILABLE, stand_in.FA3_UNAVAILABLE_REASON = False, "no Hopper"  # type: ignore[misc, assignment]
+    with pytest.raises(ImportError, match="lacks flash-attn 3: no Hopper"):
+        FlashAttn3.of_vllm(stand_in)
 
 
 def test_a_sequence_that_is_dead_stores_nothing() -> None:
