@@ -37,7 +37,7 @@ Turn a causal language model into a SPACE model: one that drafts for itself. The
                         own text stays exactly what it was (default)
   --method full         all weights learn masks; the ordinary loss is kept, so the model learns the data too
   --method sft          ordinary fine-tuning without masks: the control
-  --method head         only a draft head, for a checkpoint that has masks already
+  --method head         only a draft head, for a checkpoint that has masks already; or only a recurrent head
 
 Examples
 
@@ -46,6 +46,7 @@ Examples
   spaceserve train --model BASE --data chats.jsonl --self-generate 2000 --out runs/own
   spaceserve train --model BASE --data alpaca.json --preset paper --out runs/paper
   spaceserve train --model published-space --data chats.jsonl --method head --minutes 30 --out runs/head
+  spaceserve train --model runs/chats/model --data chats.jsonl --method head --head none --recurrent-head 1536 --out r
   accelerate launch --num_processes 8 -m space_train --model BASE --data chats.jsonl --out runs/many
   accelerate launch --num_processes 8 --use_fsdp -m space_train --method full --model BASE --data ... --out runs/large
 
@@ -60,7 +61,8 @@ of a text. Left out are duplicates, loops, empty answers and user turns without 
 
 Figures, on held-out records: mask_1 … mask_k, head_1 … head_k are the share of places at which draft 1 … k, without
 and with the draft head, is the model's own most likely token, given that the drafts before it are right;
-tokens_per_step is what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + …
+tokens_per_step is what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + … Those of a recurrent
+head are recurrent_1 … recurrent_K and recurrent_tokens_per_step.
 
 A run that is stopped or killed goes on where it was when the same command is given again, without --restart. Ctrl-C
 ends it after the current update, a second one at once. A command that is refused changes nothing. A run on the folder
@@ -179,6 +181,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"to (default: {own.head_scale:g})",
     )
     add("--scheduled-drafting", type=float, help="share of masks that get the head's own previous draft (default: 0)")
+
+    group = parser.add_argument_group(
+        "recurrent head (gated-lora, head)",
+        "drafts token by token from the last accepted token's hidden state, without mask rows: cheap in full batches",
+    )
+    add = group.add_argument
+    add("--recurrent-head", type=int, metavar="N", help="its inner size; 0: none (default: 0)")
+    add("--recurrent-drafts", type=int, metavar="K", help="most drafts of a step (default: --num-masks)")
+    add(
+        "--draft-vocab",
+        type=int,
+        metavar="D",
+        help=f"it drafts the D most frequent ids of the texts (default: {own.draft_vocab}, at most all)",
+    )
+    add("--recurrent-loss-weight", type=float, help=f"of its loss (default: {own.recurrent_loss_weight})")
 
     add = parser.add_argument_group("adapters (gated-lora)").add_argument
     add("--lora-rank", type=int, help=f"rank (default: {own.lora_rank})")

@@ -39,6 +39,8 @@ class ModelCost:
     adapters: int
     head: int  # weights of the draft head
     attention: int  # operations per row and visible key, over all layers, forward
+    recurrent: int = 0  # weights of the recurrent head
+    draft_output: int = 0  # its vocabulary times hidden size
 
     @classmethod
     def of(cls, trainee: Trainee) -> ModelCost:
@@ -50,7 +52,12 @@ class ModelCost:
         head = 0 if trainee.head is None else trainee.head.w1.numel() + trainee.head.w2.numel()
         body = sum(_active(module, config) for module in model.base_model.modules())
         attention = 4 * heads * head_dim * int(config.num_hidden_layers)
-        return cls(body, trainee.decoder.embedding.numel(), adapted, head, attention)
+        output, recurrent, drafted = trainee.decoder.embedding.numel(), 0, 0
+        if trainee.recurrent is not None:
+            recurrent = trainee.recurrent.w1.numel() + trainee.recurrent.w2.numel()
+            ids = trainee.recurrent.ids
+            drafted = output if ids is None else len(ids) * trainee.decoder.hidden_size
+        return cls(body, output, adapted, head, attention, recurrent, drafted)
 
 
 def _active(module: nn.Module, config: PreTrainedConfig) -> int:
@@ -69,15 +76,21 @@ def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
         keys = batch.plain.num_before.sum().item()
         total += 6 * cost.body * batch.plain.num_real + 3 * cost.attention * keys
         total += 6 * cost.output * int(batch.plain.is_ordinary_target.sum())
-    if batch.masked is None or batch.anchors is None:
+    if batch.masked is None:
         return total
-    real, masks, before = batch.masked.num_real, batch.anchors.depth.numel(), batch.masked.num_before
+    real, before = batch.masked.num_real, batch.masked.num_before
     real_keys = before.sum().item()
-    mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
-    learning = batch.num_learning_masks
     # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
     moved = 3 if plan.trains_base else 1
     total += moved * (2 * cost.body * real + cost.attention * real_keys)
+    if batch.recurrent is not None:
+        total += 6 * cost.recurrent * batch.recurrent.depth.numel()
+        total += (6 * cost.draft_output + int(plan.survival) * 2 * cost.output) * batch.num_learning_recurrent
+    if batch.anchors is None:
+        return total
+    masks = batch.anchors.depth.numel()
+    mask_keys = (before.gather(1, batch.anchors.root) + batch.anchors.depth).sum().item()
+    learning = batch.num_learning_masks
     if plan.trains_base:
         total += 6 * cost.output * int(batch.masked.is_ordinary_target.sum())
     through = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
@@ -244,26 +257,36 @@ def masks_per_token(plan: TrainPlan) -> float:
         return 0.0
     if plan.anchors is Anchors.ONE:
         return plan.num_masks / (plan.length / 2)  # a text is cut in its middle, on average
-    return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(plan.num_masks))
+    return _rows_per_token(plan, plan.num_masks)
+
+
+def recurrent_per_token(plan: TrainPlan) -> float:
+    """Return the drafts of the recurrent head per real token of a text with anchors."""
+    return _rows_per_token(plan, plan.num_recurrent_drafts) if plan.has_recurrent_head else 0.0
+
+
+def _rows_per_token(plan: TrainPlan, most: int) -> float:
+    return plan.anchors_per_token * sum(max(plan.keep**depth, plan.least) for depth in range(most))
 
 
 def estimate(shape: ModelShape, plan: TrainPlan, *, cpu: bool = False) -> TrainingEstimate:
     """Estimate operations and bytes of `plan` for a model of `shape`, with every token a target. `cpu`: the bytes of a
     run on a CPU, of the whole process."""
     head = _head_weights(shape, plan)
+    recurrent = 3 * plan.recurrent_head * shape.hidden_size
     adapters = shape.adapters(plan.lora_rank) if plan.method is Method.GATED_LORA else 0
     private = plan.num_masks * shape.hidden_size if plan.method is Method.GATED_LORA else 0
     trained = {
         Method.FULL: shape.num_parameters + head,
         Method.SFT: shape.num_parameters,
-        Method.GATED_LORA: adapters + private + head,
-        Method.HEAD: head,
+        Method.GATED_LORA: adapters + private + head + recurrent,
+        Method.HEAD: head + recurrent,
     }[plan.method]
     flops, recomputed = _flops(shape, plan, adapters, head)
-    memory = _memory(shape, plan, trained, adapters, head)
+    memory = _memory(shape, plan, trained, adapters, head + recurrent)
     if cpu:
         memory = _on_cpu(shape, plan, memory)
-    masks = _masked_share(plan) * masks_per_token(plan)
+    masks = _taught_share(plan) * masks_per_token(plan)
     return TrainingEstimate(shape, plan, masks, trained, flops, recomputed, memory)
 
 
@@ -292,7 +315,8 @@ def parts_on_cpu(plan: TrainPlan) -> int:
 
 def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tuple[dict[str, float], float]:
     """Return the operations of one real token by part, and the recomputed ones."""
-    masked, masks = _masked_share(plan), _masked_share(plan) * masks_per_token(plan)
+    masked, masks = _taught_share(plan), _taught_share(plan) * masks_per_token(plan)
+    drafts = masked * recurrent_per_token(plan)
     keys = plan.length / 2  # keys that a row sees, on average
     row = 2 * shape.body + shape.attention * keys
     # 1: forward alone; 2: also the rows' gradients; 3: also the weights'.
@@ -311,6 +335,10 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
         "mask logits": num_losses * (3 if plan.trains_base else 2) * forward * masks,
         "teacher logits": teachers * forward * masks,
     }
+    if drafts:
+        drafted = min(plan.draft_vocab, shape.vocab_size) * shape.hidden_size
+        flops["recurrent head"] = 18.0 * plan.recurrent_head * shape.hidden_size * drafts
+        flops["recurrent head's logits"] = (6 * drafted + int(plan.survival) * forward) * drafts
     if plan.scheduled_drafting and head:
         flops["own drafts"] = (2 * head + forward) * masks
     recomputed = 0.0
@@ -334,9 +362,9 @@ def _num_losses(plan: TrainPlan) -> int:
     return int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
 
 
-def _masked_share(plan: TrainPlan) -> float:
-    """Return the share of real tokens that are in texts with masks."""
-    if not plan.has_masks:
+def _taught_share(plan: TrainPlan) -> float:
+    """Return the share of real tokens that are in texts with anchors, of masks or of the recurrent head."""
+    if not plan.teaches_drafts:
         return 0.0
     whole = plan.ar_share
     masked = (1 - plan.ar_share) * (0.5 if plan.anchors is Anchors.ONE else 1.0)  # a cut text is half as long
@@ -366,11 +394,15 @@ def activation_bytes(shape: ModelShape, plan: TrainPlan) -> float:
     return 2 * (4 + 2) * E + heads + mlp + len(shape.linears) * 2 * plan.lora_rank
 
 
+RECURRENT_ROWS = 8
+"""Hidden rows that are kept for each draft of the recurrent head, besides two of its inner size."""
+
+
 def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, head: int) -> dict[str, float]:
     """Return the bytes at the peak: at the start of the backward pass, or in the optimiser step."""
     frozen = 0 if plan.trains_base else shape.num_parameters + (0 if plan.method is Method.GATED_LORA else adapters)
     num_real = _tokens_at_once(plan)
-    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    num_masks = num_real * _taught_share(plan) * masks_per_token(plan)
     rows_of = {Method.FULL: num_real + num_masks, Method.SFT: num_real, Method.GATED_LORA: num_masks}
     learning = rows_of.get(plan.method, 0.0)
     per_layer = activation_bytes(shape, plan)
@@ -380,7 +412,8 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
         activations = learning * per_layer * shape.num_layers
     passing = 0.0 if plan.trains_base else num_real * per_layer  # rows without gradients keep one layer at a time
     kv = 0.0 if plan.trains_base else num_real * 2.0 * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers
-    rows = max(num_masks if plan.has_masks else 0.0, num_real if plan.trains_base else 0.0)
+    drafts = num_real * _taught_share(plan) * recurrent_per_token(plan)
+    rows = max(num_masks if plan.has_masks else 0.0, drafts, num_real if plan.trains_base else 0.0)
     kept = 1 if rows > CHUNK else max(1, _num_losses(plan) + int(plan.trains_base))
     states = 2.0 if plan.optimiser == "adamw" else 2.0 - _matrix_share(shape, plan, trained, head)
     memory = {
@@ -391,6 +424,7 @@ def _memory(shape: ModelShape, plan: TrainPlan, trained: int, adapters: int, hea
         "optimiser": 4.0 * states * trained,
         "activations": max(activations, passing),
         "keys and values": kv,
+        "recurrent head's rows": 2.0 * drafts * (RECURRENT_ROWS * shape.hidden_size + 2 * plan.recurrent_head),
         "logits": min(rows, CHUNK) * shape.vocab_size * LOGIT_BYTES * (1 + 0.5 * (kept - 1)),
         "allowance": ALLOWANCE,
     }
@@ -414,14 +448,17 @@ def _on_cpu(shape: ModelShape, plan: TrainPlan, memory: dict[str, float]) -> dic
     """Return the bytes of a run on a CPU, by part, from those on a GPU. With float32 matmuls a frozen base is held in
     float32. Attention keeps the keys that a mask row sees over a frozen base, and its mask over a trained one."""
     num_real = _tokens_at_once(plan)
-    num_masks = num_real * _masked_share(plan) * masks_per_token(plan)
+    num_masks = num_real * _taught_share(plan) * masks_per_token(plan)
     is_half = plan.precision != "no"
     found = dict(memory) | {"allowance": CPU_ALLOWANCE}
     if not plan.trains_base:
         found["frozen weights"] = (1 if is_half else 2) * memory.get("frozen weights", 0.0)
-    is_fused = plan.distill and not plan.trains_base
+    drafts = num_real * _taught_share(plan) * recurrent_per_token(plan)
+    found["recurrent head's rows"] = (1 if is_half else 2) * memory.get("recurrent head's rows", 0.0)
+    is_fused = (plan.distill or not num_masks) and not plan.trains_base
     if is_fused:
-        found["logits"] = 2 * (2 if is_half else 6) * min(num_masks * shape.vocab_size, LOGITS_AT_ONCE["cpu"])
+        rows = max(num_masks, drafts)
+        found["logits"] = 2 * (2 if is_half else 6) * min(rows * shape.vocab_size, LOGITS_AT_ONCE["cpu"])
     elif (num_masks or num_real) > CHUNK:
         found["logits"] = CPU_CHUNKS * memory["logits"]
     row = 8.0 * shape.hidden_size

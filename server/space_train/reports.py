@@ -23,6 +23,9 @@ FIGURES = """\
 the draft head, is the model's own most likely token, given that the drafts before it are right. `tokens_per_step` is
 what these shares amount to in greedy decoding: 1 + head_1 + head_1·head_2 + …"""
 
+RECURRENT_FIGURES = """\
+`recurrent_j` and `recurrent_tokens_per_step` are the same of the recurrent head, which drafts without masks."""
+
 
 def write_report(out: Path, plan: TrainPlan, result: TrainResult) -> None:
     """Write the report of a finished run to its folder."""
@@ -51,6 +54,8 @@ def as_markdown(plan: TrainPlan, result: TrainResult) -> str:
         names = sorted((name for name in last if name not in places), key=lambda name: name != "tokens_per_step")
         lines += [f"| {name} | {first[name]:.3f} | {last[name]:.3f} |" for name in names if name in first]
         lines += ["", FIGURES]
+        if plan.has_recurrent_head:
+            lines.append(RECURRENT_FIGURES)
     return "\n".join(lines) + "\n"
 
 
@@ -67,9 +72,13 @@ def plot(file: Path, plan: TrainPlan, counters: Counters) -> bool:
     left.plot(range(1, len(counters.losses) + 1), counters.losses, linewidth=0.8, color="tab:gray", label="training")
     left.set(xlabel="update", ylabel="weighted sum of the losses (nats)", title=plan.method.value)
     steps = [entry["step"] for entry in counters.curve]
-    if plan.has_masks and counters.curve:
+    if plan.teaches_drafts and counters.curve:
         beside = left.twinx()
-        beside.plot(steps, [entry["tokens_per_step"] for entry in counters.curve], color="tab:blue")
+        names = ["tokens_per_step"] * plan.has_masks + ["recurrent_tokens_per_step"] * plan.has_recurrent_head
+        for name, line in zip(names, ("-", "--"), strict=False):
+            beside.plot(steps, [entry[name] for entry in counters.curve], line, color="tab:blue", label=name)
+        if len(names) > 1:
+            beside.legend()
         beside.set_ylabel("expected tokens per step, held out", color="tab:blue")
     elif counters.curve:
         left.plot(steps, [entry["loss"] for entry in counters.curve], color="tab:blue", label="held out, next token")
@@ -85,7 +94,7 @@ def plot(file: Path, plan: TrainPlan, counters: Counters) -> bool:
 
 
 def _drafts(curve: list[dict[str, Any]]) -> list[str]:
-    return [name for name in (curve[-1] if curve else {}) if name.startswith(("mask_", "head_"))]
+    return [name for name in (curve[-1] if curve else {}) if name.rpartition("_")[0] in {"mask", "head", "recurrent"}]
 
 
 @dataclass(frozen=True)

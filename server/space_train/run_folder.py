@@ -132,7 +132,8 @@ def parts_digest(checkpoint: Checkpoint) -> str:
     """Return a digest of the `space` section and of the (small) files that it names."""
     section = checkpoint.config.get("space") or {}
     digest = hashlib.sha256(json.dumps(section, sort_keys=True).encode())
-    for name in (section.get("adapter"), (section.get("draft_head") or {}).get("file")):
+    heads = ((section.get(head) or {}).get("file") for head in ("draft_head", "recurrent_head"))
+    for name in (section.get("adapter"), *heads):
         place = checkpoint.home / name if name else None
         if place is None or not place.exists():
             continue

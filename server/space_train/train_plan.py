@@ -72,7 +72,7 @@ class Method(StrEnum):
     GATED_LORA = "gated-lora"  # adapters and mask embeddings that act on mask rows only; the base stays as it is
     FULL = "full"  # all weights, the ordinary loss kept
     SFT = "sft"  # all weights, the ordinary loss alone: the control
-    HEAD = "head"  # the draft head alone, on a model that has masks already
+    HEAD = "head"  # draft heads alone: on masks that a model has already, or a recurrent one
 
 
 class HeadForm(StrEnum):
@@ -139,6 +139,11 @@ class TrainPlan:
     head_hidden: int = 384
     head_scale: float = 8.0
     scheduled_drafting: float = 0.0  # share of masks whose head gets its own previous draft, not the text's token
+    # Recurrent head, which drafts without masks
+    recurrent_head: int = 0  # its inner size; 0: none
+    recurrent_drafts: int | None = None  # most drafts of a step; None: num_masks
+    draft_vocab: int = 32768  # ids that it drafts: the most frequent ones of the texts
+    recurrent_loss_weight: float = 1.0
     # Adapters
     lora_rank: int = 32
     lora_alpha: float = 32.0
@@ -164,13 +169,14 @@ class TrainPlan:
         for name in ("ar_share", "scheduled_drafting", "keep", "least", "warmup", "decay_from"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidPlan(f"{name} is a share and lies in 0..1; got {getattr(self, name):g}.")
-        for name in ("num_masks", "length", "rows_per_step", "accumulate", "lora_rank", "head_hidden"):
+        sizes = ("num_masks", "length", "rows_per_step", "accumulate", "lora_rank", "head_hidden", "draft_vocab")
+        for name in (*sizes, "num_recurrent_drafts"):
             if getattr(self, name) < 1:
                 raise InvalidPlan(f"{name} must be at least 1; got {getattr(self, name)}.")
         for name in ("lora_alpha", "anchors_per_token", "head_scale", "muon_rate", "clip_norm", "peak_rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidPlan(f"{name} must be above 0; got {getattr(self, name):g}.")
-        weights = ("mask_loss_weight", "head_loss_weight", "weight_decay")
+        weights = ("mask_loss_weight", "head_loss_weight", "recurrent_loss_weight", "weight_decay")
         for name in (*weights, "checkpoint_seconds", "evaluations", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InvalidPlan(f"{name} must be 0 or more; got {getattr(self, name):g}.")
@@ -180,8 +186,11 @@ class TrainPlan:
             raise InvalidPlan(f"rows_per_step ({self.rows_per_step}) must be a multiple of {self.accumulate} parts.")
         if self.length <= 2 * (self.num_masks + 1):
             raise InvalidPlan(f"Rows of {self.length} ids are too short for {self.num_masks} masks.")
-        if self.method is Method.HEAD and self.head is HeadForm.NONE:
-            raise InvalidPlan("Method head trains the draft head alone: give it a form, mlp or low-rank.")
+        if self.method is Method.HEAD and self.head is HeadForm.NONE and not self.recurrent_head:
+            raise InvalidPlan(
+                "Method head trains the draft head alone: give it a form, mlp or low-rank, or give --recurrent-head."
+            )
+        self._check_recurrent_head()
         if self.activation_checkpointing and not self.trains_base:
             raise InvalidPlan("Activation checkpointing is for methods that train all weights, full and sft.")
         if self.method is Method.GATED_LORA and not self.mask_loss_weight and self.head is HeadForm.NONE:
@@ -198,10 +207,42 @@ class TrainPlan:
         if self.optimiser not in {"adamw", "muon"}:
             raise InvalidPlan(f"The optimiser is adamw or muon; got {self.optimiser!r}.")
 
+    def _check_recurrent_head(self) -> None:
+        if self.recurrent_head < 0:
+            raise InvalidPlan(f"recurrent_head must be 0 or more; got {self.recurrent_head}.")
+        if not self.recurrent_head:
+            return
+        if self.trains_base:
+            raise InvalidPlan(
+                "A recurrent head learns over a base that stays as it is: train it with gated-lora, or afterwards by "
+                "--method head --head none."
+            )
+        if self.anchors is Anchors.ONE:
+            raise InvalidPlan("--anchors one cuts texts where masks stand: leave it out, or --recurrent-head.")
+        if self.length <= 2 * (self.num_recurrent_drafts + 1):
+            raise InvalidPlan(f"Rows of {self.length} ids are too short for {self.num_recurrent_drafts} drafts.")
+
     @property
     def has_masks(self) -> bool:
         """Whether mask rows are laid out at all."""
+        if self.method is Method.HEAD:
+            return self.head is not HeadForm.NONE
         return self.method is not Method.SFT
+
+    @property
+    def has_recurrent_head(self) -> bool:
+        """Whether a recurrent head is trained."""
+        return self.recurrent_head > 0
+
+    @property
+    def teaches_drafts(self) -> bool:
+        """Whether rows teach masks or a recurrent head, besides what the ordinary loss learns."""
+        return self.has_masks or self.has_recurrent_head
+
+    @property
+    def num_recurrent_drafts(self) -> int:
+        """Most drafts of the recurrent head in a step."""
+        return self.num_masks if self.recurrent_drafts is None else self.recurrent_drafts
 
     @property
     def trains_base(self) -> bool:

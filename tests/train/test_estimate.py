@@ -291,7 +291,8 @@ FULL_ROWS = [Example(random_ids(32, seed), [True] * 32) for seed in range(8)]
 
 def tiny_trainee(folder: Path, plan: TrainPlan) -> Trainee:
     by_id = plan.method in {Method.FULL, Method.HEAD}
-    return Trainee(read_model(folder), plan, [4, 5, 6] if by_id else [])
+    draft_ids = rows_for(plan).frequent_ids(plan.draft_vocab, 128) if plan.has_recurrent_head else None
+    return Trainee(read_model(folder), plan, [4, 5, 6] if by_id else [], draft_ids)
 
 
 DEFAULT: dict[str, Any] = {}
@@ -300,7 +301,12 @@ CHANGES = [DEFAULT, {"distill": False}, {"survival": True}, {"scheduled_drafting
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [(Method.SFT, DEFAULT), *((method, each) for method in Method if method is not Method.SFT for each in CHANGES)],
+    [
+        (Method.SFT, DEFAULT),
+        *((method, each) for method in Method if method is not Method.SFT for each in CHANGES),
+        (Method.GATED_LORA, {"recurrent_head": 24}),
+        (Method.HEAD, {"head": HeadForm.NONE, "recurrent_head": 24, "draft_vocab": 64}),
+    ],
 )
 def test_operations_are_those_that_torch_counts(method: Method, changes: dict[str, Any], tmp_path: Path) -> None:
     """Within a tenth, on a model whose products outweigh its attention. Torch counts every pair of row and key, we only
@@ -312,7 +318,7 @@ def test_operations_are_those_that_torch_counts(method: Method, changes: dict[st
     counter = FlopCounterMode(display=False)
     with counter:
         losses = trainee(batch)
-        (losses.next_token + losses.masks + losses.head).backward()
+        sum(losses.parts).backward()
     assert flops_of(trainee, ModelCost.of(trainee), batch) == pytest.approx(counter.get_total_flops(), rel=0.1)
 
 

@@ -44,6 +44,11 @@ from space_train.training.published_options import TRAINING_OPTIONS, options_tab
         ({"anchors": Anchors.ONE}, "One cut a text needs rows of one text each: leave packing off"),
         ({"precision": "fp16"}, "precision is bf16 or no; got 'fp16'"),
         ({"optimiser": "sgd"}, "The optimiser is adamw or muon; got 'sgd'"),
+        ({"recurrent_head": -1}, "recurrent_head must be 0 or more; got -1"),
+        ({"recurrent_head": 8, "recurrent_drafts": 0}, "num_recurrent_drafts must be at least 1; got 0"),
+        ({"recurrent_head": 8, "draft_vocab": 0}, "draft_vocab must be at least 1; got 0"),
+        ({"recurrent_head": 8, "method": Method.FULL}, "A recurrent head learns over a base that stays as it is"),
+        ({"recurrent_head": 8, "recurrent_drafts": 12, "length": 24}, "Rows of 24 ids are too short for 12 drafts"),
     ],
 )
 def test_switches_that_do_not_do_are_refused_by_name(switches: dict[str, Any], message: str) -> None:

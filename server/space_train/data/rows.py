@@ -79,6 +79,10 @@ class PackedExamples:
         places = counted[end] - counted[np.minimum(start + 2, end)]
         return int(max(places[row].sum() for row in self._rows))
 
+    def count_ids(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] how often each id is a target in one epoch."""
+        return np.bincount(self._ids[self._learned], minlength=vocab_size)
+
     def digest(self) -> bytes:
         """Return a digest of the ids, the targets and the examples' starts."""
         digest = hashlib.sha256(self.pad_id.to_bytes(8, "little"))
@@ -206,6 +210,10 @@ class TokenRows:
         """Windows of one epoch."""
         return self.tokens.num_windows(self.length)
 
+    def count_ids(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] how often each id occurs."""
+        return np.bincount(self.tokens.ids, minlength=vocab_size)
+
     def digest(self) -> bytes:
         return hashlib.sha256(self.tokens.ids.data).digest()
 
@@ -225,6 +233,9 @@ class RowSource(Protocol):
 
     def __len__(self) -> int:
         """Rows of one epoch."""
+
+    def count_ids(self, vocab_size: int) -> NDArray[np.int64]:
+        """[V] how often each id is a target in one epoch."""
 
     def digest(self) -> bytes:
         """Return a digest of the underlying data."""
@@ -282,6 +293,17 @@ class MixedRows:
         parts = [self._row(number) for number in range(first, first + count)]
         columns = zip(*((part.ids, part.learned, part.document) for part in parts), strict=True)
         return ExampleRows(*(torch.cat(column) for column in columns))
+
+    def frequent_ids(self, count: int, vocab_size: int, never: Sequence[int] = ()) -> Tensor | None:
+        """[count] int64 ascending: the ids that are targets most often, of equally frequent ones the lowest, and those
+        in `never` last. None: `count` is the whole vocabulary."""
+        if count >= vocab_size:
+            return None
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for stream in self.streams:
+            counts += stream.rows.count_ids(vocab_size)
+        counts[list(never)] = -1
+        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:count]))
 
     def digest(self) -> str:
         """Return a digest of the rows and their order, 12 hexadecimal digits."""

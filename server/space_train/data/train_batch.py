@@ -165,6 +165,7 @@ class TrainBatch:
     masked: Texts | None
     anchors: AnchorRows | None  # of the masked rows
     own_draft_rows: Tensor | None = None  # [B, M] bool: the draft head gets its own previous draft for these masks
+    recurrent: AnchorRows | None = None  # drafts of the recurrent head in the masked rows, in place of masks
 
     @property
     def num_tokens(self) -> int:
@@ -181,10 +182,16 @@ class TrainBatch:
         """Masks with a target."""
         return 0 if self.anchors is None else int(self.anchors.learns.sum())
 
+    @property
+    def num_learning_recurrent(self) -> int:
+        """Drafts of the recurrent head with a target."""
+        return 0 if self.recurrent is None else int(self.recurrent.learns.sum())
+
     def to(self, device: torch.device) -> TrainBatch:
         own = None if self.own_draft_rows is None else self.own_draft_rows.to(device)
         plain, masked = self.plain and self.plain.to(device), self.masked and self.masked.to(device)
-        return TrainBatch(plain, masked, self.anchors and self.anchors.to(device), own)
+        anchors, recurrent = self.anchors and self.anchors.to(device), self.recurrent and self.recurrent.to(device)
+        return TrainBatch(plain, masked, anchors, own, recurrent)
 
 
 def is_plain(row: int, ar_share: float) -> bool:
@@ -195,19 +202,24 @@ def is_plain(row: int, ar_share: float) -> bool:
 def train_batch(data: MixedRows, plan: TrainPlan, first: int, count: int) -> TrainBatch:
     """Build the batch of rows first .. first+count-1 of the run."""
     rows, teaches = data.rows(first, count), [data.teaches(first + index) for index in range(count)]
-    ar_share = plan.ar_share if plan.has_masks else 1.0
+    ar_share = plan.ar_share if plan.teaches_drafts else 1.0
     plain = [index for index in range(count) if is_plain(first + index, ar_share)]
     masked = [index for index in range(count) if not is_plain(first + index, ar_share)]
     texts = Texts.of(rows, teaches, masked)
     if texts is None:
         return TrainBatch(Texts.of(rows, teaches, plain), None, None)
     generators = [_generator(data, plan, first + index) for index in masked]
+    anchors: AnchorRows | None = None
     if plan.anchors is Anchors.ONE:
         texts, anchors = _cut(texts, plan, generators)
-    else:
-        anchors = _spread(texts, plan, generators)
-    own_draft_rows = _own_draft_rows(anchors, plan.scheduled_drafting, generators) if plan.scheduled_drafting else None
-    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors, own_draft_rows)
+    elif plan.has_masks:
+        anchors = _spread(texts, plan, plan.num_masks, generators)
+    own_draft_rows = None
+    if anchors is not None and plan.scheduled_drafting:
+        own_draft_rows = _own_draft_rows(anchors, plan.scheduled_drafting, generators)
+    # Drawn last, so that masks stand at the same places without a recurrent head.
+    recurrent = _spread(texts, plan, plan.num_recurrent_drafts, generators) if plan.has_recurrent_head else None
+    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors, own_draft_rows, recurrent)
 
 
 def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generator:
@@ -220,11 +232,11 @@ def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generato
     return np.random.default_rng([plan.seed, row, epoch])
 
 
-def _spread(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -> AnchorRows:
-    """Choose many anchors per text, at places whose first mask has a target."""
+def _spread(texts: Texts, plan: TrainPlan, depth: int, generators: list[np.random.Generator]) -> AnchorRows:
+    """Choose many anchors per text, of `depth` masks each at most, at places whose first mask has a target."""
     target = texts.is_target.numpy()
     length = target.shape[1]
-    counts = keep_counts(max(1, round(plan.anchors_per_token * length)), plan.num_masks, plan.keep, plan.least)
+    counts = keep_counts(max(1, round(plan.anchors_per_token * length)), depth, plan.keep, plan.least)
     anchors = [
         choose_anchors(places, length, counts, generator)
         for places, generator in zip(_places(texts), generators, strict=True)

@@ -32,13 +32,19 @@ class Losses:
     next_token: Tensor
     masks: Tensor  # masks alone
     head: Tensor  # masks with the draft head
+    recurrent: Tensor  # drafts of the recurrent head
 
     def __add__(self, other: Losses) -> Losses:
-        return Losses(self.next_token + other.next_token, self.masks + other.masks, self.head + other.head)
+        return Losses(*(mine + theirs for mine, theirs in zip(self.parts, other.parts, strict=True)))
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The four sums, in order."""
+        return self.next_token, self.masks, self.head, self.recurrent
 
     @classmethod
     def zero(cls, device: torch.device) -> Losses:
-        return cls(*(torch.zeros((), device=device) for _ in range(3)))
+        return cls(*(torch.zeros((), device=device) for _ in range(4)))
 
 
 def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:

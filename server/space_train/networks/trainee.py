@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from space_train.networks.adapters import Adapters, DraftHead
 from space_train.networks.frozen_layers import is_frozen_linear, matmul_dtype, replace_frozen_layers
 from space_train.networks.losses import FrozenOutput, Losses, best, chances, distilled, hard, soft, survival, weighted
 from space_train.networks.mask_attention import QueryBlock, mask_query_blocks, query_blocks, real_query_blocks
+from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.train_plan import DraftObjective, Method, TrainPlan
 
 
@@ -34,12 +36,12 @@ class Decoder(nn.Module):
     """The model's body, output head and embedding. Letters: `B` texts, `R` rows, `K` keys, `E` hidden size, `V`
     vocabulary."""
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False, has_masks: bool = True) -> None:
         super().__init__()
         check_is_trainable(model)
         self.model = model
         config = model.config
-        attention = attention_for(model)
+        attention = attention_for(model, has_masks=has_masks)
         if attention != config._attn_implementation:
             model.set_attn_implementation(attention)
         self.attention = attention
@@ -171,14 +173,15 @@ def check_is_trainable(model: PreTrainedModel) -> None:
         )
 
 
-def attention_for(model: PreTrainedModel) -> str:
+def attention_for(model: PreTrainedModel, *, has_masks: bool = True) -> str:
     """Return the attention function of transformers to use: it must accept our masks and fit the model family. Flash
-    attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU, has no
-    dropout."""
+    attention takes no masks; sdpa leaves out a soft cap of the scores; flex_attention, fastest on a GPU for mask rows,
+    has no dropout and compiles before the first update."""
     config, own = model.config, str(model.config._attn_implementation)
     has_dropout = bool(getattr(config, "attention_dropout", None))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    if model._supports_flex_attn and not has_dropout and (own == "flex_attention" or torch.cuda.is_available()):
+    pays = torch.cuda.is_available() and (has_masks or has_softcap)
+    if model._supports_flex_attn and not has_dropout and (own == "flex_attention" or pays):
         return "flex_attention"
     return "sdpa" if model._supports_sdpa and not has_softcap and own != "eager" else "eager"
 
@@ -217,10 +220,13 @@ T = TypeVar("T")
 
 
 class Trainee(nn.Module):
-    """A decoder, its masks (ids of its own vocabulary, or private inputs with adapters) and its draft head."""
+    """A decoder, its masks (ids of its own vocabulary, or private inputs with adapters) and its draft heads."""
 
-    def __init__(self, model: PreTrainedModel, plan: TrainPlan, mask_ids: list[int]) -> None:
-        """`mask_ids`: one per mask, a shared one repeated; empty if the masks have their own input embeddings."""
+    def __init__(
+        self, model: PreTrainedModel, plan: TrainPlan, mask_ids: list[int], draft_ids: Tensor | None = None
+    ) -> None:
+        """`mask_ids`: one per mask, a shared one repeated; empty if the masks have their own input embeddings.
+        `draft_ids` [D] int64: the draft vocabulary of the recurrent head; None: the whole vocabulary."""
         super().__init__()
         self.plan, self.mask_ids = plan, mask_ids
         model.requires_grad_(plan.trains_base)
@@ -231,10 +237,15 @@ class Trainee(nn.Module):
             self.adapters = Adapters(model, rank=plan.lora_rank, alpha=plan.lora_alpha, num_masks=plan.num_masks)
         if self.adapters is not None and plan.method is not Method.GATED_LORA:
             self.adapters.requires_grad_(False)
-        self.decoder = Decoder(model, compile=plan.compile)
+        self.decoder = Decoder(model, compile=plan.compile, has_masks=plan.has_masks)
         self.head: DraftHead | None = None
         if plan.has_head:
             self.head = DraftHead(self.decoder.hidden_size, plan.head_hidden, plan.head_scale, plan.head)
+        self.recurrent: RecurrentHeadModule | None = None
+        if plan.has_recurrent_head:
+            self.recurrent = RecurrentHeadModule(
+                self.decoder.hidden_size, plan.recurrent_head, plan.head_scale, draft_ids
+            )
         if plan.activation_checkpointing and plan.trains_base:
             # transformers renamed it.
             renamed = hasattr(model, "activation_checkpointing_enable")
@@ -251,13 +262,15 @@ class Trainee(nn.Module):
         losses = Losses.zero(self.decoder.embedding.device)
         if batch.plain is not None:
             losses = losses + self._plain(batch.plain)
+        if batch.masked is not None and batch.recurrent is not None and batch.anchors is None:
+            return losses + self._recurrent(batch.masked, self.real_rows(batch.masked), batch.recurrent)
         if batch.masked is not None and batch.anchors is not None:
-            return losses + self._masked(batch.masked, batch.anchors, batch.own_draft_rows)
+            return losses + self._masked(batch.masked, batch.anchors, batch.own_draft_rows, batch.recurrent)
         # Processes wait for each other's gradients, so these parts need zero gradients even without masks.
-        taught = [part for part in (self.adapters, self.head) if part is not None]
+        taught = [part for part in (self.adapters, self.head, self.recurrent) if part is not None]
         learning = [p for part in taught for p in part.parameters() if p.requires_grad]
         nothing = sum((0.0 * parameter.sum() for parameter in learning), start=losses.head)
-        return Losses(losses.next_token, losses.masks, nothing)
+        return replace(losses, head=nothing)
 
     def reading(self, work: Callable[[], T]) -> T:
         """Run `work`, which reads the weights, and return its result; sharded weights are gathered meanwhile."""
@@ -270,9 +283,11 @@ class Trainee(nn.Module):
             return zero
         positions = self._positions(texts)
         hidden = self.decoder.rows(texts.ids, positions, causal(texts.document))
-        return Losses(self._next_token(hidden, texts), zero.masks, zero.head)
+        return replace(zero, next_token=self._next_token(hidden, texts))
 
-    def _masked(self, texts: Texts, anchors: AnchorRows, own_draft_rows: Tensor | None) -> Losses:
+    def _masked(
+        self, texts: Texts, anchors: AnchorRows, own_draft_rows: Tensor | None, recurrent: AnchorRows | None
+    ) -> Losses:
         plan, last = self.plan, texts.ids.shape[1] - 1
         real, masks = self.hidden_rows(texts, anchors)
         zero = Losses.zero(texts.ids.device)
@@ -280,12 +295,7 @@ class Trainee(nn.Module):
 
         learns = anchors.learns
         source = anchors.positions.clamp(max=last)
-        labels = texts.ids.gather(1, anchors.target.clamp(max=last))
-        teacher = real.detach().gather(1, source[..., None].expand(-1, -1, real.shape[2]))  # [B, M, E]
-        weights = torch.ones_like(learns, dtype=torch.float32)
-        if plan.survival:
-            chance = chances(self.decoder.logits, teacher.flatten(0, 1), labels.flatten()).view_as(weights)
-            weights = survival(chance, anchors.depth)
+        labels, teacher, weights = self._taught(texts, real, anchors)
         students = dict[str, Tensor]()
         if plan.mask_loss_weight and plan.method is not Method.HEAD:
             students["masks"] = masks[learns]
@@ -296,7 +306,40 @@ class Trainee(nn.Module):
             students["head"] = self.head(masks, self.decoder.embed(previous))[learns]
         sums = self._losses_of(list(students.values()), teacher, labels, weights, anchors)
         found = dict(zip(students, sums, strict=True))
-        return Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head))
+        losses = Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head), zero.recurrent)
+        return losses if recurrent is None else losses + self._recurrent(texts, real, recurrent)
+
+    def _recurrent(self, texts: Texts, real: Tensor, anchors: AnchorRows) -> Losses:
+        """Return the loss of the recurrent head against the model's own distribution over the draft vocabulary. `real`:
+        hidden rows [B, L, E] of the real tokens."""
+        assert self.recurrent is not None
+        _, teacher, weights = self._taught(texts, real, anchors)
+        states = self.recurrent.unroll(real.detach(), texts.ids, anchors, self.decoder.embed)
+        zero = Losses.zero(texts.ids.device)
+        return replace(
+            zero, recurrent=self._distilled([states[anchors.learns]], teacher, weights, anchors, self.recurrent)[0]
+        )
+
+    def _taught(self, texts: Texts, real: Tensor, anchors: AnchorRows) -> tuple[Tensor, Tensor, Tensor]:
+        """Return labels [B, M], teacher's hidden rows [B, M, E] and weights [B, M] of all rows."""
+        last = texts.ids.shape[1] - 1
+        source = anchors.positions.clamp(max=last)
+        labels = texts.ids.gather(1, anchors.target.clamp(max=last))
+        teacher = real.detach().gather(1, source[..., None].expand(-1, -1, real.shape[2]))
+        weights = torch.ones_like(anchors.learns, dtype=torch.float32)
+        if self.plan.survival:
+            chance = chances(self.decoder.logits, teacher.flatten(0, 1), labels.flatten()).view_as(weights)
+            weights = survival(chance, anchors.depth)
+        return labels, teacher, weights
+
+    def real_rows(self, texts: Texts) -> Tensor:
+        """Return hidden rows of the real tokens [B, L, E] alone, without gradients."""
+        decoder, document = self.decoder, texts.document
+        visible: Tensor | list[QueryBlock] = causal(document)
+        if decoder.uses_query_blocks and not self.plan.trains_base:
+            visible = real_query_blocks(document, decoder.heads_per_key, matmul_dtype(decoder.embedding))
+        with torch.no_grad():
+            return decoder.rows(texts.ids, self._positions(texts), visible)
 
     def hidden_rows(self, texts: Texts, anchors: AnchorRows) -> tuple[Tensor, Tensor]:
         """Return hidden rows of the real tokens [B, L, E] and of the masks [B, M, E]. A trained base runs both in one
@@ -344,11 +387,27 @@ class Trainee(nn.Module):
         """Return the loss of each student's learning rows [N, E], summed. `teacher` [B, M, E], `labels` and `weights`
         [B, M] are of all rows."""
         learns = anchors.learns
-        logits, output, some = self.decoder.logits, self.decoder.frozen_output, weights[learns]
         if not self.plan.distill:
-            return [weighted(logits, student, labels[learns], some) for student in students]
+            return [weighted(self.decoder.logits, student, labels[learns], weights[learns]) for student in students]
+        return self._distilled(students, teacher, weights, anchors)
+
+    def _distilled(
+        self,
+        students: list[Tensor],
+        teacher: Tensor,
+        weights: Tensor,
+        anchors: AnchorRows,
+        vocabulary: RecurrentHeadModule | None = None,
+    ) -> list[Tensor]:
+        """Return the losses of `_losses_of` against the model's own distribution, over the ids of `vocabulary` where it
+        is given."""
+        learns, output = anchors.learns, self.decoder.frozen_output
+        some = weights[learns]
         if output is None:
+            logits = self.decoder.logits if vocabulary is None else self.draft_logits
             return [soft(logits, student, teacher[learns], some) for student in students]
+        if vocabulary is not None:
+            output = vocabulary.restrict(output)
         values, acceptance = distilled(output, teacher[learns], students, OBJECTIVES[self.plan.loss])
         if self.plan.loss is DraftObjective.EXPECTED:
             with_gradient = [1.0 - row for row in values]  # unlike `acceptance`
@@ -365,6 +424,18 @@ class Trainee(nn.Module):
         whole = torch.zeros(learns.shape, dtype=acceptance.dtype, device=acceptance.device)
         whole = whole.masked_scatter(learns, acceptance.clamp(min=1e-6).log())
         return survival(whole, anchors.depth)[learns]
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """[..., E] -> [..., D] float32: logits of the recurrent head's vocabulary."""
+        assert self.recurrent is not None
+        output, ids = self.decoder.frozen_output, self.recurrent.ids
+        if output is None or ids is None:
+            logits = self.decoder.logits(hidden)
+            return logits if ids is None else logits[..., ids]
+        rows = hidden.flatten(0, -2).to(output.weight.dtype)
+        some = self.recurrent.restrict(output)
+        logits = some.factor * some.logits(rows, rows.new_empty(len(rows), len(ids))).float()
+        return logits.view(*hidden.shape[:-1], -1)
 
     def _next_token(self, real: Tensor, texts: Texts) -> Tensor:
         target = texts.is_ordinary_target[:, 1:]

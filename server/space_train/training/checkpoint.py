@@ -15,7 +15,14 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from space_model.adapters import GATED_LORA_FILE, GatedLora
-from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import (
+    PEFT_CONFIG,
+    PEFT_MASKS,
+    PEFT_WEIGHTS,
+    Checkpoint,
+    is_contained,
+    is_local_name,
+)
 from space_model.checkpoint.quantized_formats import BlockFp8, read_format
 from space_model.checkpoint.space_section import DraftHeadSection, SpaceSection
 from space_model.heads import BaseSpec
@@ -25,10 +32,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from space_train.networks.adapters import DraftHead
+from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.networks.trainee import Trainee
 from space_train.train_plan import InvalidPlan, Method, TrainPlan
 
 HEAD_FILE = "draft_head.safetensors"
+RECURRENT_FILE, RECURRENT = "recurrent_head.safetensors", "recurrent_head"
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files copied from the base besides its weights: tokenizer, chat template, generation config."""
 
@@ -41,11 +50,12 @@ def write_checkpoint(
     *,
     dtype: torch.dtype | None,
     acceptance: Sequence[float] = (),
+    recurrent_acceptance: Sequence[float] = (),
     chat_template: str | None = None,
 ) -> None:
     """Write `trainee` to the empty `folder`. `weights`: its unsharded state; `source`: the checkpoint it started from;
     `dtype` to write (None: as read); `acceptance`: held-out acceptance of draft 1, 2, …, the server's initial estimate;
-    `chat_template`: replaces the source's.
+    `recurrent_acceptance`: likewise of the recurrent head; `chat_template`: replaces the source's.
 
     The files of a frozen base are hard-linked, or copied if the file system has no links. Raises OSError if the disk
     is full.
@@ -64,18 +74,24 @@ def write_checkpoint(
                 (folder / file.name).hardlink_to(file.resolve())
             except OSError:
                 shutil.copyfile(file, folder / file.name)
-    config.pop("space", None)
+    before = config.pop("space", None) or {}
     if plan.has_masks:
         config["space"] = space_section(trainee)
         if acceptance:
             config["space"]["acceptance"] = [round(chance, 3) for chance in acceptance]
         if trainee.adapters is not None:  # an adapter needs exactly the base weights it was trained on
             config["space"]["base_sha256"] = source.weights_sha256()
+    elif plan.has_recurrent_head:
+        config["space"] = _copy_masks(before, source, folder)
+    if plan.has_recurrent_head:
+        config["space"][RECURRENT] = _recurrent_section(trainee, recurrent_acceptance)
     number = torch.float32 if dtype is None else dtype
     if trainee.adapters is not None:
         trainee.adapters.export(number).save(folder / GATED_LORA_FILE)
     if trainee.head is not None:
         _write_head(weights, folder / HEAD_FILE, number)
+    if trainee.recurrent is not None:
+        _write_recurrent_head(weights, folder / RECURRENT_FILE, number)
     for file in folder.glob("*.safetensors"):
         if file.stat().st_nlink == 1:
             file.chmod(0o644)  # safetensors makes files readable by the owner only
@@ -97,6 +113,31 @@ def space_section(trainee: Trainee) -> dict[str, Any]:
     shared = len(set(ids)) == 1 and len(ids) > 1
     ids, adapter = ids[:1] if shared else ids, None if trainee.adapters is None else GATED_LORA_FILE
     return {"num_masks": plan.num_masks, "mask_token_ids": ids, "adapter": adapter, "draft_head": head}
+
+
+def _recurrent_section(trainee: Trainee, acceptance: Sequence[float]) -> dict[str, Any]:
+    head = trainee.recurrent
+    assert head is not None
+    section = {"file": RECURRENT_FILE, "hidden": len(head.w1), "embedding_scale": head.embedding_scale}
+    section |= {"num_drafts": trainee.plan.num_recurrent_drafts}
+    return section | ({"acceptance": [round(chance, 3) for chance in acceptance]} if acceptance else {})
+
+
+def _copy_masks(section: Mapping[str, Any], source: Checkpoint, folder: Path) -> dict[str, Any]:
+    """Copy the adapter and the draft head that `section` names from `source`, and return the section."""
+    for name in (section.get("adapter"), (section.get("draft_head") or {}).get("file")):
+        if name is None:
+            continue
+        place = source.home / name
+        if not is_local_name(name) or not is_contained(place, source.home):
+            raise InvalidPlan(f"{place} is outside of {source.home}: copy it there first.")
+        files = [place / part for part in (PEFT_CONFIG, PEFT_WEIGHTS, PEFT_MASKS)] if place.is_dir() else [place]
+        for file in files:
+            there = folder / file.relative_to(source.home)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, there)
+    kept = {name: value for name, value in section.items() if name not in {"base", RECURRENT}}
+    return kept or {"num_masks": 0, "mask_token_ids": [], "adapter": None, "draft_head": None}
 
 
 def _write_base(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
@@ -121,6 +162,16 @@ def _write_head(weights: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -
         f"draft_head.{name}.weight": weights[f"head.{name}"].detach().cpu().to(dtype).contiguous()
         for name in ("w1", "w2")
     }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _write_recurrent_head(weights: Mapping[str, Tensor], file: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        f"{RECURRENT}.{name}.weight": weights[f"recurrent.{name}"].detach().cpu().to(dtype).contiguous()
+        for name in ("w1", "w2")
+    }
+    if (ids := weights.get("recurrent.ids")) is not None:
+        tensors[f"{RECURRENT}.ids"] = ids.cpu()
     save_file(tensors, file, metadata={"format": "pt"})
 
 
@@ -244,6 +295,8 @@ class OwnMasks:
             spec = BaseSpec(hidden_size, torch.float32)
             adapter = GatedLora.load(checkpoint.home / section.adapter, spec, section.num_masks)
         num_masks = len(section.mask_ids) if adapter is None else adapter.num_masks
+        if not plan.has_masks:
+            return cls(section, None, num_masks)
         if plan.method is Method.HEAD and not num_masks:
             raise InvalidPlan(
                 f"{checkpoint.name} has no masks, so no draft head can stand on them. Use --method gated-lora or full."
@@ -260,10 +313,16 @@ class OwnMasks:
 
 
 def starting_point(
-    model: PreTrainedModel, checkpoint: Checkpoint, plan: TrainPlan, tokenizer_size: int, given: list[int] | None
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    plan: TrainPlan,
+    tokenizer_size: int,
+    given: list[int] | None,
+    draft_ids: Tensor | None = None,
 ) -> Trainee:
     """Return the initial trainee, with the checkpoint's own parts if they match the plan's kind and sizes. The first
-    process prints to stderr which parts of the checkpoint are reused and which are dropped."""
+    process prints to stderr which parts of the checkpoint are reused and which are dropped. `draft_ids`: the draft
+    vocabulary of a recurrent head that starts anew."""
     size, generator = len(model.get_input_embeddings().weight), torch.Generator().manual_seed(plan.seed)
     found = OwnMasks.read(checkpoint, plan, hidden_size=int(model.config.hidden_size), vocab_size=size)
     section, adapter, num_own = found.section, found.adapter, found.num_masks
@@ -282,7 +341,8 @@ def starting_point(
             start_masks(model, ids, generator)
     elif num_own != plan.num_masks:
         adapter = None
-    trainee = Trainee(model, plan, ids)
+    own_recurrent = OwnRecurrentHead.read(checkpoint, plan, size) if plan.has_recurrent_head else None
+    trainee = Trainee(model, plan, ids, draft_ids if own_recurrent is None else own_recurrent.ids)
     if trainee.adapters is not None:
         mean, spread = embedding_spread(model)
         scale = input_scale(model)  # mask inputs bypass this scale
@@ -294,8 +354,15 @@ def starting_point(
     if trainee.head is not None:
         trainee.head.initialise(generator)
         has_head = has_masks and _go_on(trainee.head, section.draft_head, checkpoint)
+    if trainee.recurrent is not None:
+        trainee.recurrent.initialise(generator)
+        if own_recurrent is not None:
+            own_recurrent.copy_to(trainee.recurrent)
     if PartialState().is_main_process:
-        for line in _notes(checkpoint.name, section, plan, num_own, has_masks=has_masks, has_head=has_head):
+        notes = [*_recurrent_notes(checkpoint, plan, size, goes_on=own_recurrent is not None)]
+        if plan.has_masks or not plan.has_recurrent_head:
+            notes += _notes(checkpoint.name, section, plan, num_own, has_masks=has_masks, has_head=has_head)
+        for line in notes:
             print(f"start: {line}", file=sys.stderr, flush=True)
     return trainee
 
@@ -309,6 +376,48 @@ def _go_on(head: DraftHead, section: DraftHeadSection | None, checkpoint: Checkp
     if is_same:
         read_head(head, checkpoint.home / section.file)
     return is_same
+
+
+@dataclass(frozen=True)
+class OwnRecurrentHead:
+    """The recurrent head that a checkpoint brings."""
+
+    w1: Tensor
+    w2: Tensor
+    ids: Tensor | None  # [D]; None: the whole vocabulary
+
+    @classmethod
+    def read(cls, checkpoint: Checkpoint, plan: TrainPlan, vocab_size: int) -> OwnRecurrentHead | None:
+        """Return the head if it has the sizes of `plan`, else None."""
+        section = (checkpoint.config.get("space") or {}).get(RECURRENT)
+        if not isinstance(section, dict):
+            return None
+        if (section["hidden"], section["embedding_scale"]) != (plan.recurrent_head, plan.head_scale):
+            return None
+        tensors = load_file(checkpoint.home / section["file"])
+        ids = tensors.get(f"{RECURRENT}.ids")
+        if (vocab_size if ids is None else len(ids)) != min(plan.draft_vocab, vocab_size):
+            return None
+        return cls(tensors[f"{RECURRENT}.w1.weight"], tensors[f"{RECURRENT}.w2.weight"], ids)
+
+    def copy_to(self, head: RecurrentHeadModule) -> None:
+        with torch.no_grad():
+            head.w1.copy_(self.w1)
+            head.w2.copy_(self.w2)
+
+
+def _recurrent_notes(checkpoint: Checkpoint, plan: TrainPlan, vocab_size: int, *, goes_on: bool) -> Iterator[str]:
+    """Yield a note if the checkpoint has a recurrent head."""
+    section = (checkpoint.config.get("space") or {}).get(RECURRENT)
+    if section is None:
+        return
+    if goes_on:
+        yield f"from the recurrent head of {checkpoint.name}."
+        return
+    ids = load_file(checkpoint.home / section["file"]).get(f"{RECURRENT}.ids")
+    size = vocab_size if ids is None else len(ids)
+    flags = f"--recurrent-head {section['hidden']} --head-scale {section['embedding_scale']:g} --draft-vocab {size}"
+    yield f"without the recurrent head of {checkpoint.name}. Give {flags} to go on from it."
 
 
 def _notes(

@@ -33,9 +33,10 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 
 from space_train.data.rows import MixedRows
-from space_train.data.train_batch import Texts, anchor_rows, causal, train_batch, within_documents
+from space_train.data.train_batch import Texts, anchor_rows, train_batch, within_documents
 from space_train.estimate import ModelCost, flops_of
 from space_train.networks.losses import best
+from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.networks.trainee import Trainee
 from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.run_folder import (
@@ -62,22 +63,22 @@ ROWS_AT_ONCE = 8
 
 @torch.no_grad()
 def held_out_figures(trainee: Trainee, held_out: Texts) -> Measures:
-    """`loss`, `mask_j` and `head_j` over the rows of `held_out`. Teacher-forced: draft j counts if it equals the
-    model's most likely token, given that everything before it is right; the draft head gets the text's token before its
-    target."""
+    """`loss`, `mask_j`, `head_j` and `recurrent_j` over the rows of `held_out`. Teacher-forced: draft j counts if it
+    equals the model's most likely token, given that everything before it is right; the draft heads get the text's token
+    before their target."""
     plan = trainee.plan
     num_masks = plan.num_masks if plan.has_masks else 0
     nats, num_targets = 0.0, 0
     agreed = {name: torch.zeros(num_masks) for name in ("mask", "head")}
     counted = torch.zeros(num_masks)
+    recurrent = RecurrentAgreement.of(trainee)
     for begin in range(0, len(held_out.ids), ROWS_AT_ONCE):
         part = slice(begin, begin + ROWS_AT_ONCE)
         texts = held_out.part(part)
         target, length = texts.is_target, texts.ids.shape[1]
         places = [(m, num_masks) for m in range(2, length - num_masks - 1, EVERY)] if num_masks else []
         if not places:
-            positions = torch.arange(length, device=texts.ids.device).expand_as(texts.ids)
-            real = trainee.decoder.rows(texts.ids, positions, causal(texts.document))
+            real = trainee.real_rows(texts)
         else:
             anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
             anchors = within_documents(anchors, texts)
@@ -94,6 +95,8 @@ def held_out_figures(trainee: Trainee, held_out: Texts) -> Measures:
             for name, hidden in guesses.items():
                 agree = best(trainee.decoder.logits, hidden.flatten(0, 1)).view_as(own) == own
                 agreed[name] += (agree.view_as(learns) & learns).sum((0, 1)).cpu()
+        if recurrent is not None:
+            recurrent.count(texts, real)
         for row, wanted, ids in zip(real, target, texts.ids, strict=True):
             logits = trainee.decoder.logits(row[:-1][wanted[1:]])
             nats += float(F.cross_entropy(logits, ids[1:][wanted[1:]], reduction="sum"))
@@ -103,19 +106,61 @@ def held_out_figures(trainee: Trainee, held_out: Texts) -> Measures:
         for j in range(num_masks):
             if counted[j]:  # short texts may be too short for deep masks
                 figures[f"{name}_{j + 1}"] = float(agreed[name][j] / counted[j])
-    return figures
+    return figures if recurrent is None else figures | recurrent.shares()
 
 
-def draft_agreement(figures: Measures) -> list[float]:
-    """Return the agreement of draft 1, 2, …, with the head if there is one."""
-    name = "head" if "head_1" in figures else "mask"
-    return [value for key, value in figures.items() if key.startswith(f"{name}_")]
+@dataclass
+class RecurrentAgreement:
+    """How often draft 1, 2, … of the recurrent head is the model's most likely token."""
+
+    trainee: Trainee
+    head: RecurrentHeadModule
+    agreed: torch.Tensor  # [K]
+    counted: torch.Tensor  # [K]
+
+    @classmethod
+    def of(cls, trainee: Trainee) -> RecurrentAgreement | None:
+        """Return one for the recurrent head of `trainee`, if there is one."""
+        if trainee.recurrent is None:
+            return None
+        return cls(trainee, trainee.recurrent, *torch.zeros(2, trainee.plan.num_recurrent_drafts).unbind())
+
+    def count(self, texts: Texts, real: torch.Tensor) -> None:
+        """Count the drafts in `texts`, whose hidden rows are `real` [B, L, E]."""
+        depth, length = len(self.counted), texts.ids.shape[1]
+        places = [(m, depth) for m in range(2, length - depth - 1, EVERY)]
+        if not places:
+            return
+        decoder, target = self.trainee.decoder, texts.is_target
+        anchors = anchor_rows([places] * len(texts.ids), target.cpu().numpy()).to(texts.ids.device)
+        anchors = within_documents(anchors, texts)
+        learns = anchors.learns
+        states = self.head.unroll(real, texts.ids, anchors, decoder.embed)[learns]
+        teacher = real.gather(1, anchors.positions[..., None].expand(-1, -1, real.shape[2]))[learns]
+        drafts = self.head.token_of(best(self.trainee.draft_logits, states))
+        agree = drafts == best(decoder.logits, teacher)
+        for counts, rows in ((self.agreed, anchors.depth[learns][agree]), (self.counted, anchors.depth[learns])):
+            counts += torch.bincount(rows - 1, minlength=depth).cpu()
+
+    def shares(self) -> Measures:
+        """Return `recurrent_j`, without depths that no text was long enough for."""
+        pairs = enumerate(zip(self.agreed.tolist(), self.counted.tolist(), strict=True), start=1)
+        return {f"{RECURRENT}_{j}": agreed / counted for j, (agreed, counted) in pairs if counted}
 
 
-def tokens_per_step(figures: Measures) -> float:
+RECURRENT = "recurrent"
+
+
+def draft_agreement(figures: Measures, name: str | None = None) -> list[float]:
+    """Return the agreement of draft 1, 2, … by the drafter `name`; None: with the head if there is one."""
+    name = name or ("head" if "head_1" in figures else "mask")
+    return [value for key, value in figures.items() if key.rpartition("_")[0] == name]
+
+
+def tokens_per_step(figures: Measures, name: str | None = None) -> float:
     """Return 1 + Σ_j Π_{i≤j} of the agreements, with the head if there is one: the tokens per greedy step if the
     agreements were independent."""
-    return float(1.0 + np.cumprod(draft_agreement(figures)).sum())
+    return float(1.0 + np.cumprod(draft_agreement(figures, name)).sum())
 
 
 SAME = 1.0
@@ -176,7 +221,12 @@ def what_is_kept(out: Path) -> str:
     return f"{out} keeps the run up to update {updates}."
 
 
-LOSS_NAMES = {"loss": "next-token loss", "masks": "loss per mask", "head": "with the draft head"}
+LOSS_NAMES = {
+    "loss": "next-token loss",
+    "masks": "loss per mask",
+    "head": "with the draft head",
+    "recurrent": "recurrent head's loss per draft",
+}
 """Names of an update's figures, which are shown until the first evaluation on held-out records."""
 
 GO_ON = "the same command, without --restart, goes on from there"
@@ -292,7 +342,12 @@ class TrainingRun:
             raise InvalidPlan("What is learnt beside the rows is computed by one process; start one.")
         if self.device.type == "cpu":
             keep_freed_memory()
-        trainee = starting_point(model, self.checkpoint, plan, tokenizer_size, given_mask_ids)
+        draft_ids: torch.Tensor | None = None
+        if plan.has_recurrent_head:
+            vocab_size = len(model.get_input_embeddings().weight)
+            mask_ids = (self.checkpoint.config.get("space") or {}).get("mask_token_ids") or ()
+            draft_ids = data.frequent_ids(plan.draft_vocab, vocab_size, never=mask_ids)
+        trainee = starting_point(model, self.checkpoint, plan, tokenizer_size, given_mask_ids, draft_ids)
         self.cost = ModelCost.of(trainee)
         self.trainee = trainee.train(plan.trains_base)
         self.is_sharded = is_asked_to_shard and self.accelerator.num_processes > 1
@@ -399,8 +454,11 @@ class TrainingRun:
         left = run_clock.seconds_left(evaluations_left, 1)
         parts = [f"{plan.method}: update {counters.step}{run_clock.of_total()}"]
         latest = counters.curve[-1] if counters.curve else {}
-        if "tokens_per_step" in latest:
-            parts.append(f"{latest['tokens_per_step']:.2f} tokens per step on held-out text")
+        on_text = "{:.2f} tokens per step on held-out text"
+        recurrent = "{:.2f} by the recurrent head" if plan.has_masks else on_text
+        found = {"tokens_per_step": on_text, "recurrent_tokens_per_step": recurrent}
+        if shown := [words.format(latest[name]) for name, words in found.items() if name in latest]:
+            parts += shown
         else:
             parts += [f"{LOSS_NAMES[name]} {value:.2f} nats" for name, value in measures.items() if name in LOSS_NAMES]
         if left is not None and done < 1.0:
@@ -437,8 +495,9 @@ class TrainingRun:
             sharding.check_parts(parts)
         num_targets = max(1, sum(part.num_targets for part in parts))
         num_masks = max(1, sum(part.num_learning_masks for part in parts))
+        num_recurrent = max(1, sum(part.num_learning_recurrent for part in parts))
         mine = range(self.num_parts)[accelerator.process_index * plan.accumulate :][: plan.accumulate]
-        sums = torch.zeros(3, device=self.device)
+        sums = torch.zeros(4, device=self.device)
         for number in mine:
             torch.manual_seed(plan.seed * 1_000_003 + starts[number])  # for the base's dropout, if it has any
             with self._adding_up(is_last=number == mine[-1]), self._in_precision():
@@ -446,10 +505,12 @@ class TrainingRun:
                 total = losses.next_token / num_targets
                 total = total + plan.mask_loss_weight * losses.masks / num_masks
                 total = total + plan.head_loss_weight * losses.head / num_masks
+                if plan.has_recurrent_head:
+                    total = total + plan.recurrent_loss_weight * losses.recurrent / num_recurrent
             if total.requires_grad:
                 # accelerate averages gradients over processes; these losses must be summed.
                 accelerator.backward(total * accelerator.num_processes)
-            sums += torch.stack((losses.next_token, losses.masks, losses.head)).detach().float()
+            sums += torch.stack(losses.parts).detach().float()
         extra = 0.0
         if self.beside is not None:
             with self._in_precision():
@@ -470,7 +531,10 @@ class TrainingRun:
             measures["masks"] = float(sums[1]) / num_masks
         if plan.has_head:
             measures["head"] = float(sums[2]) / num_masks
+        if plan.has_recurrent_head:
+            measures["recurrent"] = float(sums[3]) / num_recurrent
         weights = {"loss": 1.0, "masks": plan.mask_loss_weight, "head": plan.head_loss_weight}
+        weights["recurrent"] = plan.recurrent_loss_weight
         counters.losses.append(sum(weights[name] * value for name, value in measures.items()) + extra)
         return measures if self.beside is None else measures | {"beside": extra}
 
@@ -507,6 +571,8 @@ class TrainingRun:
             try:
                 with whole_folder(folder) as new:
                     more: dict[str, Any] = {"acceptance": acceptance, "chat_template": chat_template}
+                    if self.plan.has_recurrent_head and self.counters.curve:
+                        more["recurrent_acceptance"] = draft_agreement(self.counters.curve[-1], RECURRENT)
                     write_checkpoint(self.trainee, weights, self.checkpoint, new, dtype=dtype, **more)
             except SafetensorError as error:  # safetensors raises it for a failed write
                 raise OSError(f"{folder} cannot be written: {error}") from error
@@ -536,6 +602,8 @@ class TrainingRun:
         self.trainee.train(was_training)
         if self.plan.has_masks:
             figures["tokens_per_step"] = tokens_per_step(figures)
+        if self.plan.has_recurrent_head:
+            figures["recurrent_tokens_per_step"] = tokens_per_step(figures, RECURRENT)
         place = {"progress": progress, "step": float(counters.step), "tokens": float(counters.num_tokens)}
         counters.curve.append(place | {"flops": counters.flops, "seconds": counters.seconds} | figures)
         if writer is not None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from space_train.data.train_batch import Texts
 from space_train.reports import write_report
 from space_train.run_folder import STATE_FILE, fingerprint, load_checkpoint, save_atomically
 from space_train.session import load_base
-from space_train.train_plan import Budget, InvalidPlan, Method, TrainPlan
+from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks
 from torch.nn import functional
 
@@ -117,6 +118,87 @@ def test_a_head_is_trained_on_an_adapter_of_any_rank_which_it_leaves_as_it_is(tm
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor)
     assert load_model(folder).facts.adapters[0].has_draft_head
+
+
+def section_of(folder: Path | None) -> dict[str, Any]:
+    section: dict[str, Any] = json.loads((folder / "config.json").read_text())["space"]
+    return section
+
+
+RECURRENT = {"recurrent_head": 8, "recurrent_drafts": 4, "draft_vocab": 40}
+
+
+def test_a_recurrent_head_is_written_beside_masks_and_draft_head(base: Path, tmp_path: Path) -> None:
+    result = run(base, tiny_plan(**RECURRENT), tmp_path)
+    section = section_of(result.folder)["recurrent_head"]
+    assert section.pop("acceptance") == [round(result.final[f"recurrent_{j}"], 3) for j in (1, 2, 3, 4)]
+    assert section == {"file": "recurrent_head.safetensors", "hidden": 8, "embedding_scale": 8.0, "num_drafts": 4}
+    tensors = load_file(result.folder / "recurrent_head.safetensors")
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    ids = tensors["recurrent_head.ids"]
+    number = tensors["recurrent_head.w1.weight"].dtype
+    assert shapes == {
+        "recurrent_head.w1.weight": ((8, 128), number),
+        "recurrent_head.w2.weight": ((64, 8), number),
+        "recurrent_head.ids": ((40,), torch.int64),
+    }
+    assert bool((ids[1:] > ids[:-1]).all())
+    assert load_model(result.folder).facts.adapters[0].has_draft_head
+
+
+def test_a_whole_vocabulary_is_not_listed(base: Path, tmp_path: Path) -> None:
+    folder = run(base, tiny_plan(recurrent_head=8), tmp_path).folder
+    assert set(load_file(folder / "recurrent_head.safetensors")) == {
+        "recurrent_head.w1.weight",
+        "recurrent_head.w2.weight",
+    }
+    assert section_of(folder)["recurrent_head"]["num_drafts"] == 3
+
+
+def test_a_recurrent_head_alone_leaves_adapter_and_draft_head_as_they_are(base: Path, tmp_path: Path) -> None:
+    source = run(base, tiny_plan(), tmp_path / "masks").folder
+    plan = tiny_plan(Method.HEAD, head=HeadForm.NONE, **RECURRENT)
+    folder = run(source, plan, tmp_path / "out").folder
+    for name in ("gated_lora.safetensors", "draft_head.safetensors"):
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
+    section = section_of(folder)
+    assert section.pop("recurrent_head")["hidden"] == 8
+    assert section == section_of(source)
+    assert load_model(folder).facts.num_masks == 3
+    plain = run(base, plan, tmp_path / "plain").folder
+    assert section_of(plain)["num_masks"] == 0
+    assert load_model(plain).facts.num_masks == 0
+
+
+def test_a_run_goes_on_from_the_recurrent_head_of_another(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its vocabulary, whatever the new texts; with other sizes it begins anew, and says so."""
+    plan = tiny_plan(Method.HEAD, head=HeadForm.NONE, **RECURRENT)
+    source = run(base, plan, tmp_path / "first", dtype=torch.float32).folder
+    none = {"budget": Budget(steps=0), "head": HeadForm.NONE}
+    other = rows_for(plan, random_examples(5, 20, 32))
+    folder = run(
+        source, tiny_plan(Method.HEAD, **none | RECURRENT), tmp_path / "on", data=other, dtype=torch.float32
+    ).folder
+    before, after = (load_file(place / "recurrent_head.safetensors") for place in (source, folder))
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert f"start: from the recurrent head of {source}." in capsys.readouterr().err
+    run(source, tiny_plan(Method.HEAD, **none | RECURRENT | {"recurrent_head": 6}), tmp_path / "anew")
+    assert "Give --recurrent-head 8 --head-scale 8 --draft-vocab 40 to go on from it." in capsys.readouterr().err
+    changed = {name: tensor + 1.0 if "w2" in name else tensor for name, tensor in before.items()}
+    save_file(changed, source / "recurrent_head.safetensors")
+    with pytest.raises(InvalidPlan, match="holds a run with adapter and draft head of the model = "):
+        run(source, tiny_plan(Method.HEAD, **none | RECURRENT), tmp_path / "on", data=other)
+
+
+def test_training_teaches_a_recurrent_head_what_comes(base: Path, tmp_path: Path) -> None:
+    """To draft what the model itself says: the shares of held-out drafts rise, and the loss falls."""
+    plan = tiny_plan(Method.HEAD, head=HeadForm.NONE, recurrent_head=64, budget=Budget(steps=80), anchors_per_token=0.5)
+    result = run(base, plan, tmp_path)
+    losses, curve = result.counters.losses, result.counters.curve
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert curve[-1]["recurrent_tokens_per_step"] > curve[0]["recurrent_tokens_per_step"]
 
 
 def test_a_released_adapter_is_not_trained_further(base: Path, tmp_path: Path) -> None:

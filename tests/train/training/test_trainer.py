@@ -67,6 +67,8 @@ def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         (Method.HEAD, {"optimiser": "muon", "scheduled_drafting": 0.5}, 2),
         (Method.HEAD, {"head": HeadForm.LOW_RANK}, 5),
         (Method.SFT, {"accumulate": 4}, 3),
+        (Method.GATED_LORA, {"recurrent_head": 8, "draft_vocab": 40, "accumulate": 2}, 2),
+        (Method.HEAD, {"head": HeadForm.NONE, "recurrent_head": 8, "recurrent_drafts": 4}, 2),
     ],
 )
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_by_bit(
@@ -270,7 +272,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_not_saved(
 
     def diverging(self: Trainee, batch: TrainBatch) -> Losses:
         losses = learn(self, batch)
-        return Losses(losses.next_token, losses.masks * value, losses.head)
+        return Losses(losses.next_token, losses.masks * value, losses.head, losses.recurrent)
 
     run(base, plan, tmp_path / "cut", stop_after_steps=1)
     saved = (tmp_path / "cut" / STATE_FILE).read_bytes()
