@@ -4,7 +4,7 @@ are independent. The server's test_device_state compares it with sequences on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from space_kernels.sampling.sampling_params import SamplingParams
 from space_kernels.step import state as reference
 from space_kernels.step.draft_head import candidates, propose, sampling_columns
 from space_kernels.step.state import StateAdmission, StepIndex, StepState
-from space_kernels.step.verification import EndCode, num_accepted, verify, verify_sequences
+from space_kernels.step.verification import EndCode, StepVerification, num_accepted, verify, verify_sequences
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +29,7 @@ V, WINDOW, LINES = 40, 64, 6
 class Layout:
     num_drafts: int
     masks: tuple[int, ...]
+    head_drafts: int = field(default=0, repr=False)
 
 
 LAYOUTS = [Layout(0, (0,)), Layout(0, (3,)), Layout(2, (2, 0, 3)), Layout(3, (3, 3, 3, 3)), Layout(4, (0, 0, 0, 0, 0))]
@@ -305,3 +306,21 @@ def test_one_sequence_on_the_host_is_judged_as_it_is_in_a_batch() -> None:
     assert set(accepted) == {0, 1, 2, 3, 4}
     for of_row, chosen, drafted, count in zip(accepted, samples.tolist(), drafts.tolist(), live.tolist(), strict=True):
         assert num_accepted(chosen[: count + 1], drafted[:count]) == of_row
+
+
+def test_the_recurrent_head_begins_at_the_row_that_sampled_the_last_token() -> None:
+    state, index = state_of(1), StepIndex.of(LINES, Layout(2, (0, 0, 0), head_drafts=3), DEVICE)
+    state.max_drafts.copy_(torch.arange(LINES) % 3 + 2)
+    state.num_left.copy_(torch.arange(LINES) + 2)
+    lengths, end = torch.arange(LINES, device=DEVICE) % 4, torch.zeros(LINES, dtype=torch.int64, device=DEVICE)
+    end[1] = int(EndCode.EOS)
+    emitted = torch.zeros(LINES, 3, dtype=torch.int64, device=DEVICE)
+    with NothingIsRead():
+        found = reference.bonus_rows(state, index, StepVerification(lengths - 1, emitted, lengths, end))
+    for line in range(LINES):
+        length = line % 4
+        assert found.rows[line].tolist() == [3 * line + max(length - 1, 0)]
+        most = min(3, line % 3 + 2, line + 2 - length - 1) if length and line != 1 else 0
+        assert found.count[line] == max(most, 0)
+        assert found.first[line] == (most > 0)
+    assert index.most_drafts == 3
