@@ -28,6 +28,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.model_facts import Ranks
 from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import main
 from space_server.config import parse
@@ -286,3 +287,27 @@ def test_what_cannot_be_shared_is_one_line_before_any_rank_begins(
     assert main(words) == 3
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "3 ranks cannot share 4 heads evenly" in error
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 60], ids=["whole vocabulary", "draft vocabulary"])
+def test_rank_0_alone_drafts_with_the_recurrent_head(draft_vocab: int | None, tmp_path: Path) -> None:
+    """Its drafts, the same with one rank as with two, change no text."""
+    path = tiny_checkpoint(tmp_path, num_masks=0, head_drafts=4, draft_vocab=draft_vocab)
+
+    def decoded(model: StepModel, controller: FixedLayout) -> tuple[list[list[int]], list[list[int]]]:
+        client = WorkerClient(Worker(model, num_blocks=64, block_size=4, controller=controller))
+        numbers = [client.admit(prompt, max_tokens=MAX_TOKENS) for prompt in PROMPTS]
+        client.run()
+        runs = [client.sequences[number] for number in numbers]
+        return [run.tokens for run in runs], [run.accepted for run in runs]
+
+    alone = decoded(load_model(path, num_threads=1), FixedLayout.by_head(4))
+
+    def lost(reason: str) -> NoReturn:
+        raise AssertionError(reason)
+
+    with two_ranks(path, lost, 30.0) as lead:
+        plain, _ = decoded(lead, FixedLayout.full(0))
+        assert decoded(lead, FixedLayout.by_head(4)) == alone
+        assert plain == alone[0]
+    assert {min(count, 1) for counts in alone[1] for count in counts} == {0, 1}
