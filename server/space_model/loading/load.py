@@ -159,7 +159,7 @@ def load_model(
         adapters=tuple(adapter.facts for adapter in loaded),
         weights=weights,
         fp8_kv=fp8_kv,
-        head=HeadFacts.of(recurrent_head),
+        head=HeadFacts.of(recurrent_head if section.adapter is None else loaded[0].recurrent_head),
         num_ranks=1 if ranks is None else ranks.size,
     )
     try:

@@ -18,6 +18,7 @@ from space_model.model_facts import HeadFacts
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
+from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_server.drafts import Acceptance, AcceptanceShape, DraftSources
 from space_server.speculation.controller import (
     Controller,
@@ -176,3 +177,21 @@ def test_layouts_of_the_head_have_no_masks() -> None:
     assert layout.next_drafts(1) is None
     with pytest.raises(ValueError, match="do not draft in one step"):
         replace(layout, masks=(1,) * 6)
+
+
+def test_the_head_of_the_checkpoint_s_own_adapter_can_be_asked_for(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, adapter_rank=4, num_masks=2, head_drafts=5)
+    model = load_model(path, dtype="float32", num_threads=1)
+    plain, _ = run(model, FixedLayout.full(0))
+    worker = Worker(model, num_blocks=100, block_size=4, sources=DraftSources(masks=False))
+    hello = worker.hello("life")
+    assert (hello.num_masks, hello.num_head_drafts, hello.lays_out_masks) == (2, 5, False)
+    facts = WorkerModelFacts.from_hello(hello)
+    assert facts.max_forced_drafts("") == 5
+    client = WorkerClient(worker)
+    number = client.admit(PROMPTS[0], max_tokens=32, num_forced_drafts=5)
+    client.run()
+    reports = [report for report in client.sequences[number].reports if report.num_drafted]
+    assert client.sequences[number].tokens == plain[0]
+    assert {report.draft_source for report in reports} == {pb.DRAFT_SOURCE_HEAD}
+    assert max(report.num_drafted for report in reports) == 5
