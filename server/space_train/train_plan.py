@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from space_model.geometry.draft_layout import MOST_HEAD_DRAFTS
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -219,6 +221,10 @@ class TrainPlan:
             )
         if self.anchors is Anchors.ONE:
             raise InvalidPlan("--anchors one cuts texts where masks stand: leave it out, or --recurrent-head.")
+        if self.num_recurrent_drafts > MOST_HEAD_DRAFTS:
+            raise InvalidPlan(
+                f"A recurrent head makes at most {MOST_HEAD_DRAFTS} drafts; got {self.num_recurrent_drafts}."
+            )
         if self.length <= 2 * (self.num_recurrent_drafts + 1):
             raise InvalidPlan(f"Rows of {self.length} ids are too short for {self.num_recurrent_drafts} drafts.")
 

@@ -49,6 +49,7 @@ from space_train.training.published_options import TRAINING_OPTIONS, options_tab
         ({"recurrent_head": 8, "draft_vocab": 0}, "draft_vocab must be at least 1; got 0"),
         ({"recurrent_head": 8, "method": Method.FULL}, "A recurrent head learns over a base that stays as it is"),
         ({"recurrent_head": 8, "recurrent_drafts": 12, "length": 24}, "Rows of 24 ids are too short for 12 drafts"),
+        ({"recurrent_head": 8, "recurrent_drafts": 17}, "A recurrent head makes at most 16 drafts; got 17"),
     ],
 )
 def test_switches_that_do_not_do_are_refused_by_name(switches: dict[str, Any], message: str) -> None:

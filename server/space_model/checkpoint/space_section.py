@@ -9,10 +9,9 @@ from typing import Any
 
 from space_kernels.step.draft_head import DraftHeadForm
 
+from space_model.geometry.draft_layout import MOST_HEAD_DRAFTS
 from space_model.model_error import InvalidSpaceSection
 from space_model.released_adapters import USUAL_MASKS, AdapterFormat, MaskInputs
-
-MOST_HEAD_DRAFTS = 16  # drafts of a recurrent head in one step
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+MOST_HEAD_DRAFTS = 16  # drafts of a recurrent head in one step
+
 
 @dataclass(frozen=True, slots=True)
 class GroupChoice:
