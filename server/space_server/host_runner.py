@@ -271,8 +271,8 @@ class HostRunner(ModelRunner):
         recurrent head.
         logits [M, V]: of all mask rows, if known already."""
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
+        by_head: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
-        by_head: list[SequenceOutput] = []
         head_runs: list[HeadRun] = []
         for number, output in enumerate(outputs):
             plan, sequence = output.plan, output.plan.sequence
@@ -305,20 +305,18 @@ class HostRunner(ModelRunner):
                 output.take_proposal(proposal)
             elif num_by_head:
                 root = batch.chain_rows[number][-1 - plan.layout.num_drafts]
-                by_head.append(output)
+                output.origin = BY_HEAD
+                by_head.append((output, None))
                 head_runs.append(HeadRun(sequence, output.tokens, root + len(output.tokens) - 1, num_by_head))
             elif group is not None:
                 first = batch.mask_rows[number][group.group].start + depth - 1
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
-        for output, drafts in zip(by_head, self._recurrent_drafter.draft(hidden, head_runs), strict=True):
-            self._take_drafts(output, drafts)
-            output.origin = BY_HEAD
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
-        drafted = self._mask_drafter.draft(rows, runs)
+        drafted = self._mask_drafter.draft(rows, runs) + self._recurrent_drafter.draft(hidden, head_runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
-        for (output, proposal), drafts in zip(by_masks, drafted, strict=True):
+        for (output, proposal), drafts in zip(by_masks + by_head, drafted, strict=True):
             sequence, tokens = output.plan.sequence, output.tokens
             is_valid = are_ids and sequence.grammar is None
             output.drafts = drafts if is_valid else self._proposing.valid(sequence, tokens, drafts)
@@ -328,14 +326,6 @@ class HostRunner(ModelRunner):
             elif proposal is not None and proposal.goes_on_behind(output.drafts):
                 masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
                 output.take_proposal(proposal, behind=masks)
-
-    def _take_drafts(self, output: SequenceOutput, drafts: list[int]) -> None:
-        """Set the recurrent head's drafts."""
-        sequence, tokens = output.plan.sequence, output.tokens
-        output.drafts = self._proposing.valid(sequence, tokens, drafts)
-        if self._synthetic is not None:
-            synthetically_accepted = self._synthetic.drafts(sequence, tokens, 1, output.drafts)
-            output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
 
 
 def no_choice(sequence: RunningSequence) -> str:

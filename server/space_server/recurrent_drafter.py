@@ -10,7 +10,7 @@ from space_kernels.sampling.sampler import sample_rows
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.mask_drafter import MaskRun, SamplingGroup, Stopwatch, draft_rows
+from space_server.mask_drafter import MaskRun, SamplingGroups, Stopwatch, draft_rows
 from space_server.model_runner import StepModel
 
 
@@ -31,6 +31,7 @@ class RecurrentDrafter:
     def __init__(self, model: StepModel, banned_ids: Tensor, clock: Callable[[], float]) -> None:
         self._model, self._banned = model, banned_ids
         self._computing = Stopwatch(clock)
+        self._sampling_groups = SamplingGroups()
 
     @property
     def seconds(self) -> float:
@@ -65,7 +66,7 @@ class RecurrentDrafter:
                 state = head.advance(state, self._model.embed(ids))
                 logits = head.logits(state)  # [S, D]
             ones = [MaskRun(runs[n].sequence, [*runs[n].emitted, *drafts[n]], 0, 1) for n in going]
-            group = SamplingGroup([one.sequence for one in ones])
+            group = self._sampling_groups.of([one.sequence for one in ones])
             rows = draft_rows(ones, group)
             with self._computing:
                 if rows.run_params.samples or rows.run_params.edits or not group.is_alike:

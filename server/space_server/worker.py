@@ -100,6 +100,7 @@ class Worker:
         self._shapes = shapes_by_adapter(facts)
         self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts inside a grammar are accepted more often
         self._head_shapes = head_shapes_by_adapter(facts)
+        self._head_shapes_in_grammars = head_shapes_by_adapter(facts)
         self.waiting = Waiting(grammars)
         self._clock = clock
         self._ended: float | None = None  # end of the last step, if work remained after it
@@ -259,7 +260,8 @@ class Worker:
                 return
             shapes = self._shapes_in_grammars if sequence.waits else self._shapes
             sequence.acceptance = Acceptance(shapes[sequence.adapter])
-            sequence.head_acceptance = Acceptance(self._head_shapes[sequence.adapter])
+            head_shapes = self._head_shapes_in_grammars if sequence.waits else self._head_shapes
+            sequence.head_acceptance = Acceptance(head_shapes[sequence.adapter])
             self.batch.add(sequence)
             if sequence.waits:
                 ignores_eos = not message.limits.eos_ids

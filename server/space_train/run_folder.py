@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from space_model.checkpoint.checkpoint import PARTIAL, REPLACED, Checkpoint
+from space_model.checkpoint.space_section import declared_files
 
 from space_train.data.rows import MixedRows
 from space_train.train_plan import InvalidPlan, TrainPlan
@@ -132,10 +133,9 @@ def parts_digest(checkpoint: Checkpoint) -> str:
     """Return a digest of the `space` section and of the (small) files that it names."""
     section = checkpoint.config.get("space") or {}
     digest = hashlib.sha256(json.dumps(section, sort_keys=True).encode())
-    heads = ((section.get(head) or {}).get("file") for head in ("draft_head", "recurrent_head"))
-    for name in (section.get("adapter"), *heads):
-        place = checkpoint.home / name if name else None
-        if place is None or not place.exists():
+    for name in declared_files(section):
+        place = checkpoint.home / name
+        if not place.exists():
             continue
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:  # peft writes a folder
             if file.suffix in {".safetensors", ".json"}:

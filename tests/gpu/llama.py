@@ -122,27 +122,22 @@ def facts_of(shape: Shape, device: torch.device, acceptance: Sequence[float] = (
     )  # fmt: skip
 
 
+def _drawn(device: torch.device, seed: int, *sizes: tuple[int, int]) -> list[Tensor]:
+    """Random weights [rows, columns] that keep the variance of what they multiply."""
+    generator = torch.Generator(device).manual_seed(seed)
+    empty = [torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes]
+    return [made.normal_(0.0, made.shape[1] ** -0.5, generator=generator) for made in empty]
+
+
 def draft_head(shape: Shape, device: torch.device) -> DraftHeadWeights:
     """One that changes no draft."""
-    generator = torch.Generator(device).manual_seed(1)
-
-    def drawn(rows: int, columns: int) -> Tensor:
-        made = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return made.normal_(0.0, columns**-0.5, generator=generator)
-
-    w1, w2 = drawn(shape.head_hidden, 2 * shape.hidden), drawn(shape.hidden, shape.head_hidden)
+    w1, w2 = _drawn(device, 1, (shape.head_hidden, 2 * shape.hidden), (shape.hidden, shape.head_hidden))
     return DraftHeadWeights(w1, w2.mul_(WHISPER), 1.0)
 
 
 def recurrent_head(shape: Shape, device: torch.device) -> RecurrentHeadWeights:
-    """One whose state hardly changes. Its inner size is the model's hidden size, its draft vocabulary a quarter."""
-    generator = torch.Generator(device).manual_seed(2)
-
-    def drawn(rows: int, columns: int) -> Tensor:
-        made = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return made.normal_(0.0, columns**-0.5, generator=generator)
-
-    w1, w2 = drawn(shape.hidden, 2 * shape.hidden), drawn(shape.hidden, shape.hidden)
+    """A recurrent head as wide as the model, with a quarter of the vocabulary; it changes its state by little."""
+    w1, w2 = _drawn(device, 2, (shape.hidden, 2 * shape.hidden), (shape.hidden, shape.hidden))
     ids = torch.arange(shape.vocab_size // 2, shape.vocab_size // 2 + shape.vocab_size // 4, device=device)
     return RecurrentHeadWeights(w1, w2.mul_(WHISPER), 1.0, NUM_MASKS, ids)
 

@@ -115,7 +115,7 @@ def _exact_texts(notes: Notes, path: str | Path, layout: Callable[[int], FixedLa
     decoding alone, with steps of the host.
     """
     model = load_model(path, dtype="float32", device=str(notes.device), exact=True)
-    name = Path(path).name if path == "demo" else "with a recurrent head"
+    name = "demo" if path == "demo" else "with a recurrent head"
     subject = Subject(name, model, seed=5)
     num_tokens, batch_sizes = (16, (2,)) if notes.dry else (192, (1, 4, 16))
     asked = [

@@ -205,8 +205,8 @@ class FlashAttn3:
 
     @classmethod
     def of_vllm(cls, module: Any) -> FlashAttn3:
-        """Adapt vLLM's copy, whose one function for paged keys has other names. Raises ImportError if its build lacks
-        version 3."""
+        """Adapt vLLM's copy: it has one function for paged keys, with other argument names. Raises ImportError if its
+        build lacks version 3."""
         if not module.FA3_AVAILABLE:
             raise ImportError(f"vLLM's wheel lacks flash-attn 3: {module.FA3_UNAVAILABLE_REASON}")
 

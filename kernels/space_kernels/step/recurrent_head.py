@@ -20,22 +20,3 @@ def next_state(state: Tensor, token: Tensor, first: Linear, second: Linear, scal
     """Return s_j [S, hidden] from s_{j-1} and the embedding `token` [S, hidden] of the id before the draft.
     `first` multiplies by W1, `second` by W2."""
     return state + second(F.silu(first(torch.cat([state, scale * token], dim=1))))
-
-
-def propose(
-    state: Tensor,
-    bonus: Tensor,
-    num_drafts: int,
-    *,
-    advance: Callable[[Tensor, Tensor], Tensor],
-    sample: Callable[[int, Tensor], Tensor],
-) -> Tensor:
-    """Return drafts [S, num_drafts] int64. state [S, hidden]: of the rows that sampled `bonus` [S] int64.
-    `advance`: (state, ids [S] before the draft) -> next state; `sample`: (number of the draft from 0, state) -> its
-    ids [S] int64."""
-    previous, drafts = bonus, []
-    for number in range(num_drafts):
-        state = advance(state, previous)
-        previous = sample(number, state)
-        drafts.append(previous)
-    return torch.stack(drafts, dim=1)

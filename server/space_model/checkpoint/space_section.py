@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +120,13 @@ class SpaceSection:
                 f"The adapter was made for weights with the sha256 {self.base_sha256}; those of {name} have {found}. "
                 "Give it with the weights that it was made for, or leave it out."
             )
+
+
+def declared_files(section: Mapping[str, Any]) -> list[str]:
+    """Return the names that a `space` section gives to the files and folders beside config.json."""
+    heads = (section.get(head) for head in ("draft_head", "recurrent_head"))
+    names = [section.get("adapter"), *(head.get("file") for head in heads if isinstance(head, dict))]
+    return [name for name in names if isinstance(name, str) and name]
 
 
 def _base_sha256(section: object) -> str | None:

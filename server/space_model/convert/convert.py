@@ -27,7 +27,7 @@ from tqdm import tqdm
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, read_object, refuse_as_model, whole_folder, with_quantization
 from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.space_section import SpaceSection
+from space_model.checkpoint.space_section import SpaceSection, declared_files
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry, weight_files
 from space_model.loading.load import check_tensors
 from space_model.model_error import CheckpointNotFound, ModelError
@@ -315,10 +315,7 @@ def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> Non
 
 def _drafters(config: dict[str, Any]) -> set[str]:
     space = config.get("space")
-    if not isinstance(space, dict):
-        return set()
-    names = (space.get("adapter"), (space.get("draft_head") or {}).get("file"))
-    return {name for name in names if isinstance(name, str)}
+    return set(declared_files(space)) if isinstance(space, dict) else set()
 
 
 def _check_base(source: Checkpoint) -> bool:

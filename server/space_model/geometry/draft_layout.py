@@ -66,6 +66,11 @@ class DraftLayout:
         """Return the layout of a chain alone, behind which the recurrent head makes `head_drafts` drafts."""
         return _layout(num_drafts, (0,) * (num_drafts + 1), head_drafts)
 
+    @classmethod
+    def forced(cls, num_drafts: int, count: int, *, by_masks: bool) -> DraftLayout:
+        """Return the layout of a request that commands `count` drafts a step, of which it verifies `num_drafts` now."""
+        return cls.full(num_drafts, count) if by_masks else cls.by_head(num_drafts, count)
+
     @staticmethod
     def turns(num_drafts: int) -> DraftLayout:
         """Return the layout that drafts in one step and verifies in the next: two passes with 2·num_drafts + 2 rows in

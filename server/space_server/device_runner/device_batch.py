@@ -103,7 +103,7 @@ class DeviceBatch:
 
     @property
     def adapter(self) -> int | None:
-        """The adapter whose masks or recurrent head draft for the whole batch; None: the checkpoint's own."""
+        """The adapter that drafts for the whole batch, by masks or recurrent head; None: the checkpoint's own."""
         return next((sequence.adapter for sequence in self if sequence.can_draft), None)
 
     def fits(self, sequence: RunningSequence) -> bool:
@@ -344,7 +344,7 @@ def _widened(layout: DraftLayout, forced: DraftLayout) -> DraftLayout:
 def _forced(sequence: RunningSequence) -> DraftLayout:
     """Return the layout with the drafts that its request commands."""
     count = sequence.num_forced_drafts
-    return DraftLayout.full(count, count) if sequence.num_masks else DraftLayout.by_head(count, count)
+    return DraftLayout.forced(count, count, by_masks=sequence.num_masks > 0)
 
 
 def _reach(limit: DraftLimits, depth: int) -> float:

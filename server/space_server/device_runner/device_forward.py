@@ -28,7 +28,6 @@ from space_kernels.paging.step_rows import PatternTables, StepTables
 from space_kernels.sampling.device_sampling import Stages, log_probabilities
 from space_kernels.sampling.sampler import IdLogprobs
 from space_kernels.step.draft_head import candidates, propose, sampling_columns
-from space_kernels.step.recurrent_head import propose as propose_by_head
 from space_kernels.step.state import (
     DeviceMaskRows,
     DeviceRows,
@@ -311,24 +310,20 @@ class DeviceForward:
         head = model.recurrent_head_of(kind.adapter)
         assert head is not None, "a layout with drafts of the head is chosen only where there is one"
         last = (verification.lengths - 1).clamp(min=0)[:, None]
-        bonus = verification.emitted.gather(1, last)[:, 0]
+        previous, current = verification.emitted.gather(1, last)[:, 0], hidden
         before = mask_choices(state, verification, index.head_drafts, stages)
-
-        def sample(number: int, current: Tensor) -> Tensor:
+        drafts = []
+        for number in range(index.head_drafts):
+            current = head.advance(current, model.embed(previous))
             logits = head.logits(current)  # [S, D]
             if stages == _GREEDY:
-                return head.best(logits)
-            whole = head.widened(logits, model.facts.vocab_size)[:, None]
-            prefixes = before.at(number)
-            return ops.sample(whole, state.batch_params, stages, prefixes, self._banned, state.counts).ids[:, 0]
-
-        return propose_by_head(
-            hidden,
-            bonus,
-            index.head_drafts,
-            advance=lambda current, ids: head.advance(current, model.embed(ids)),
-            sample=sample,
-        )
+                previous = head.best(logits)
+            else:
+                whole, prefixes = head.widened(logits, model.facts.vocab_size)[:, None], before.at(number)
+                found = ops.sample(whole, state.batch_params, stages, prefixes, self._banned, state.counts)
+                previous = found.ids[:, 0]
+            drafts.append(previous)
+        return torch.stack(drafts, dim=1)
 
 
 _GREEDY = Stages()

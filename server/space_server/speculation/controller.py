@@ -37,9 +37,7 @@ class DraftLimits:
     def forced_layout(self) -> DraftLayout:
         """The layout that the request commands: of masks where there are some, else of the recurrent head."""
         num_drafts = min(self.num_drafts, self.num_forced)
-        if self.max_masks or not self.max_head_drafts:
-            return DraftLayout.full(num_drafts, self.num_forced)
-        return DraftLayout.by_head(num_drafts, self.num_forced)
+        return DraftLayout.forced(num_drafts, self.num_forced, by_masks=self.max_masks > 0)
 
     def fit(self, layout: DraftLayout) -> DraftLayout:
         """Return the layout reduced to the drafts and masks that this sequence has and can use. With g drafts accepted
@@ -796,10 +794,10 @@ def _class_of(limits: DraftLimits) -> SequenceClass:
     return _sequence_class(masks, head, masks is not _NONE and _may_take_turns(limits.acceptance))
 
 
-_NONE: Drafting = ((), 0, 0)
+_NONE: ClassOdds = ((), 0, 0)
 
 
-def _drafting(acceptance: Acceptance | None, most: int) -> Drafting:
+def _drafting(acceptance: Acceptance | None, most: int) -> ClassOdds:
     return _NONE if acceptance is None or most < 1 else (acceptance.shape.snapshot, acceptance.level, most)
 
 
@@ -809,15 +807,15 @@ def _may_take_turns(acceptance: Acceptance | None) -> bool:
 
 _NO_MASKS = SequenceClass((), 0)
 
-Drafting = tuple[tuple[float, ...], int, int]
+ClassOdds = tuple[tuple[float, ...], int, int]
 """Log-odds of a shape, the sequence's level, and the most drafts: of masks, or of a recurrent head."""
 
 
 @lru_cache(maxsize=4096)
-def _sequence_class(masks: Drafting, head: Drafting, may_take_turns: bool) -> SequenceClass:
+def _sequence_class(masks: ClassOdds, head: ClassOdds, may_take_turns: bool) -> SequenceClass:
     """Build a class from rounded log-odds, so that few classes exist and layout yields are looked up, not computed."""
 
-    def chances(drafting: Drafting) -> tuple[float, ...]:
+    def chances(drafting: ClassOdds) -> tuple[float, ...]:
         snapshot, level, _ = drafting
         return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
 

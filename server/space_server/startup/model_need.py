@@ -196,7 +196,7 @@ class ModelNeed:
         return cls(
             weights=weights // num_ranks,
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
-            drafting=sum(_held(tensors(file), None, dtype) for file in drafting if not unread or file.is_file()),
+            drafting=sum(_drafting_bytes(file, hidden, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
             kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if fp8_kv else dtype.itemsize) // num_ranks,
             window=window,
@@ -346,12 +346,20 @@ def _window(model: PreTrainedConfig, asked: int | None) -> int:
 
 
 def _drafting(home: Path, section: SpaceSection) -> Iterator[Path]:
-    """Files of the checkpoint's own draft head and adapter."""
-    if section.draft_head is not None:
-        yield home / section.draft_head.file
+    """Files of the checkpoint's own draft heads and adapter."""
+    for head in (section.draft_head, section.recurrent_head):
+        if head is not None:
+            yield home / head.file
     if section.adapter is not None:
         place = home / section.adapter
         yield from [place] if place.is_file() else place.glob("adapter_model*.safetensors")
+
+
+def _drafting_bytes(file: Path, hidden: int, dtype: torch.dtype) -> int:
+    """Return what a file of a draft head or adapter takes in memory. A recurrent head copies the output head's rows of
+    its draft vocabulary."""
+    num_rows = sum(count for name, _, count in tensors(file) if name == "recurrent_head.ids")
+    return _held(tensors(file), None, dtype) + num_rows * hidden * dtype.itemsize
 
 
 def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:

@@ -233,7 +233,7 @@ def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generato
 
 
 def _spread(texts: Texts, plan: TrainPlan, depth: int, generators: list[np.random.Generator]) -> AnchorRows:
-    """Choose many anchors per text, of `depth` masks each at most, at places whose first mask has a target."""
+    """Choose many anchors per text, each of at most `depth` masks, where the first mask has a target."""
     target = texts.is_target.numpy()
     length = target.shape[1]
     counts = keep_counts(max(1, round(plan.anchors_per_token * length)), depth, plan.keep, plan.least)

@@ -126,7 +126,7 @@ class RecurrentAgreement:
         return cls(trainee, trainee.recurrent, *torch.zeros(2, trainee.plan.num_recurrent_drafts).unbind())
 
     def count(self, texts: Texts, real: torch.Tensor) -> None:
-        """Count the drafts in `texts`, whose hidden rows are `real` [B, L, E]."""
+        """Count the recurrent head's drafts in `texts`. real [B, L, E]: hidden rows of their tokens."""
         depth, length = len(self.counted), texts.ids.shape[1]
         places = [(m, depth) for m in range(2, length - depth - 1, EVERY)]
         if not places:

@@ -173,6 +173,14 @@ def test_without_mask_flags_the_section_of_the_checkpoint_stays(released, tmp_pa
     assert json.loads((tmp_path / "dst" / "config.json").read_text())["space"] == section
 
 
+def test_every_file_that_the_section_names_is_copied(tmp_path) -> None:
+    source = tiny_checkpoint(tmp_path / "src", adapter_rank=4, num_masks=2, head_drafts=5, draft_vocab=60)
+    convert(source, tmp_path / "dst", Wish())
+    for name in ("gated_lora.safetensors", "draft_head.safetensors", "recurrent_head.safetensors"):
+        assert (tmp_path / "dst" / name).read_bytes() == (source / name).read_bytes()
+    assert load_model(tmp_path / "dst").facts.head.num_drafts == 5
+
+
 @pytest.mark.parametrize(
     ("wish", "message"),
     [

@@ -92,6 +92,15 @@ def test_the_weights_are_counted_as_they_will_be_held(tmp_path: Path, dtype: str
     assert need.drafting > 0
 
 
+def test_a_recurrent_head_needs_its_weights_and_the_rows_of_its_vocabulary(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, num_masks=0, head_drafts=5, draft_vocab=60)
+    config = parse(["--model", str(folder), "--listen", "h:1", "--dtype", "float32"])
+    need = ModelNeed.asked(config, ModelSource(config).checkpoint())
+    inner, hidden = 32, 64
+    assert need is not None
+    assert need.drafting == 4 * (3 * inner * hidden + 60 * hidden) + 60 * 8
+
+
 def test_a_worker_refuses_before_it_reads_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

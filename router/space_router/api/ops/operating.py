@@ -98,13 +98,15 @@ class Cancelled(ResponseModel):
 
 class SpeculationInfo(ResponseModel):
     """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be.
-    `mask_format`: of the model's own adapter: space, uno or i-dlm; null: it has none."""
+    `head_drafts`: most drafts of the model's own recurrent head in a step. `mask_format`: of the model's own adapter:
+    space, uno or i-dlm; null: it has none."""
 
     default: str
     max_draft_length: Count | None
     num_masks: Count | None
     max_request: Count | None
     draft_head: bool | None
+    head_drafts: Count | None
     mask_format: str | None
 
 
@@ -354,6 +356,7 @@ def describe(service: Service) -> dict[str, Any]:
             "num_masks": None if facts is None else facts.num_masks,
             "max_request": None if facts is None else max_forced_drafts(config, facts),
             "draft_head": None if facts is None else facts.has_draft_head,
+            "head_drafts": None if facts is None else facts.num_head_drafts,
             "mask_format": None if facts is None else facts.mask_format or None,
         },
         "step_costs": step_costs,

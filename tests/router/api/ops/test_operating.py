@@ -89,6 +89,7 @@ async def test_info_says_what_runs(router: Any) -> None:
         "num_masks": 3,
         "max_request": 3,
         "draft_head": False,
+        "head_drafts": 0,
         "mask_format": None,
     }
     assert (await router.client.get("/version")).json()["version"] == info["version"]
