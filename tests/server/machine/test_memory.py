@@ -161,7 +161,8 @@ def faults(how: str) -> int:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone has mallopt")
 def test_memory_is_not_given_back_between_two_tensors() -> None:
     pages = SIZE // resource.getpagesize()
-    assert faults("kept") < pages <= faults("given back") / 9
+    # A small block that lands in the freed room moves the next tensor once to fresh pages: one or two of ten.
+    assert faults("kept") < 3 * pages < 9 * pages <= faults("given back")
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
