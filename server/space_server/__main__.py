@@ -24,6 +24,11 @@ from space_server.machine.threads import sleep_soon
 if __name__ == "__main__":
     sleep_soon(os.environ)  # before torch loads OpenMP
 
+from space_model.unsharded import do_without_sharding
+
+if __name__ == "__main__":
+    do_without_sharding()  # before anything imports transformers' models
+
 import asyncio
 import contextlib
 import functools

@@ -11,11 +11,15 @@ import pytest
 
 LOADS = """
 import sys
+from space_model.unsharded import do_without_sharding
+do_without_sharding()
 import space_server.__main__
 from space_model.loading.load import load_model
 load_model("demo", num_threads=1)
-print(*sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()), "loaded")
+heavy = {"torch._dynamo", "torch._inductor", "triton", "torch.distributed.tensor", "sympy"}
+print(*sorted(heavy & sys.modules.keys()), "loaded")
 import torch
+assert torch.distributed.is_available()
 from transformers.masking_utils import TransformGetItemToIndex
 print(torch.compiler.disable(lambda: "marked")(), type(TransformGetItemToIndex()).__name__, torch._dynamo.__file__)
 """

@@ -15,6 +15,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.unused_tensors import refuse_unused
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, refuse_odd_values, send
 from space_model.heads import OutputHead, ShardedHead
+from space_model.loading.meta_tensors import MetaModel
 from space_model.loading.whole_model import log_dense, open_weights, without_quantization
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts, Ranks
@@ -35,7 +36,7 @@ def read_part(
 ) -> PreTrainedModel:
     """Load the rank's weights into a transformers model of the part's size; the head stays on the meta device."""
     part = share.of_config(without_quantization(config))
-    with torch.device("meta"):
+    with MetaModel(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(part)
     base = model.base_model
     base.rotary_emb = type(base.rotary_emb)(config=part).to(device)  # its angles are computed, not loaded

@@ -25,6 +25,7 @@ from space_model.checkpoint.family import key_mapping
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
 from space_model.loading.load_progress import show_load_progress_on_terminals
+from space_model.loading.meta_tensors import MetaModel
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
 from space_model.stored_weights import StoredWeight, attach
@@ -284,15 +285,16 @@ def stream_model(
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
         kept = _leave_blocks(files, stream, config, dtype) if keeps_blocks else {}
         show_load_progress_on_terminals()
-        model, found = model_class.from_pretrained(
-            None,
-            config=plain,
-            state_dict=stream.unread(),
-            dtype=dtype,
-            output_loading_info=True,
-            key_mapping=key_mapping(checkpoint),
-            ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
-        )
+        with MetaModel():
+            model, found = model_class.from_pretrained(
+                None,
+                config=plain,
+                state_dict=stream.unread(),
+                dtype=dtype,
+                output_loading_info=True,
+                key_mapping=key_mapping(checkpoint),
+                ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
+            )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
         if keeps_blocks:
             _attach_blocks(checkpoint, files, stream, model, kept)

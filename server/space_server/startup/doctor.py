@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from space_model.unsharded import do_without_sharding
+
+if __name__ == "__main__":
+    do_without_sharding()  # before anything imports transformers' models
+
 import json
 import os
 import platform

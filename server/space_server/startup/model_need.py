@@ -21,6 +21,7 @@ from space_model.checkpoint.quantized_formats import QuantizedFormat, read_forma
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.meta_tensors import MetaModel
 from space_model.loading.whole_model import check_plain, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.networks.llama_parts import FAMILIES
@@ -329,7 +330,7 @@ def tensors(file: Path) -> Iterator[tuple[str, str, int]]:
 
 def num_weights(config: PreTrainedConfig) -> int:
     """Return the unquantized model's parameter count, each shared matrix once; allocates nothing."""
-    with torch.device("meta"):
+    with MetaModel(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
