@@ -8,7 +8,7 @@ def do_without_sharding() -> None:
     """Have transformers take torch for a build without `torch.distributed`, for as long as the process lives.
 
     Otherwise its models import torch's DTensor and FSDP, and these import sympy: two seconds of a worker's start. Call
-    it before anything imports transformers' models. Others are told the truth about torch.
+    it before anything imports transformers' models. `torch.distributed.is_available` itself is left as it was.
     """
     really = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
