@@ -14,6 +14,7 @@ from typing import Any
 from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
+from space_common.visible_gpus import gpus_of, num_workers_for, visible_gpus
 
 from space_router.api_keys import ApiKey, read_keys
 from space_router.errors import ConfigError
@@ -33,6 +34,7 @@ from space_router.setting import (
     setting,
     text,
     whole,
+    whole_or_auto,
     words,
 )
 
@@ -244,8 +246,10 @@ class ServeConfig:
     long prompt is read; off: as many rows as --max-prefill-rows"""
     max_prefill_rows: int = _memory(512, whole(1, 65536, "ROWS"))
     """most prompt tokens in one step, over all sequences; more prefills faster, less keeps running streams smooth"""
-    workers: int = _own_process(1, whole(1, 64, "WORKERS"))
-    """worker processes to start, each with the whole model; 1 uses all cores of a CPU best"""
+    workers: int = _own_process(1, whole_or_auto(1, 64, "WORKERS"))
+    """worker processes to start, each with the whole model. On GPUs each has its own (as many as --tensor-parallel
+    says, of those in CUDA_VISIBLE_DEVICES in turn), and auto starts as many as there are GPUs for; with more workers
+    than GPUs, some share one and need a --kv-memory that fits. On a CPU auto is 1, which uses all cores best"""
     tensor_parallel: int = _own_process(1, whole(1, 64, "PROCESSES"))
     """processes, one per GPU, that share each worker's model: its heads, MLP columns and vocabulary (Llama family)"""
     worker_address: tuple[str, ...] = _process((), words("ADDRESS[,ADDRESS...]"))
@@ -278,6 +282,7 @@ class ServeConfig:
     """least severe messages to print; none of them contains prompts or outputs"""
 
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)  # read by the command line, never a flag
+    gpus: tuple[str, ...] = ()  # for several workers, as CUDA_VISIBLE_DEVICES names them; a single one sees all
     model_is_named: bool = False  # by flag or variable; then no fallback is served
     model_fallback: str | None = None  # why `model` was replaced by the fallback; None: it was not
 
@@ -362,6 +367,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             values[name] = known.parse(text)
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}.") from None
+    values |= _gpus_of_workers(values, environment)
     keys = read_keys(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
     config = ServeConfig(**values, api_keys=keys, model_is_named="model" in values)
     for name, (_, known) in settings().items():
@@ -386,3 +392,19 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             "model with --served-model-name."
         )
     return config
+
+
+def _gpus_of_workers(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the number of workers and the GPUs that several share. Raises ConfigError if these are too few."""
+    asked, per_worker = values.get("workers", 1), values.get("tensor_parallel", 1)
+    if asked == 1 or values.get("worker_address"):
+        return {"workers": 1}
+    gpus = visible_gpus(environment) if values.get("device", "auto") in ("auto", "cuda") else ()
+    num_workers = num_workers_for(gpus, per_worker) if asked == "auto" else asked
+    if num_workers == 1:
+        return {"workers": 1}
+    try:
+        gpus_of(0, gpus, num_workers, per_worker)
+    except ValueError as error:
+        raise ConfigError(f"--workers {num_workers} --tensor-parallel {per_worker}: {error}.") from None
+    return {"workers": num_workers, "gpus": gpus}

@@ -181,7 +181,11 @@ def _description(facts: WorkerModelFacts) -> str:
 
 
 def _workers(config: ServeConfig) -> str:
-    return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f" for {config.model}"
+    where = ""
+    if config.gpus:
+        num_gpus = min(config.workers * config.tensor_parallel, len(config.gpus))
+        where = f" on {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+    return ("a worker" if config.workers == 1 else f"{config.workers} workers") + f"{where} for {config.model}"
 
 
 def _https(files: CertificateFiles) -> ssl.SSLContext:

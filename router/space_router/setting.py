@@ -94,6 +94,19 @@ def whole(low: int, high: int | None, metavar: str) -> Kind:
     return Kind(parse, metavar)
 
 
+def whole_or_auto(low: int, high: int, metavar: str) -> Kind:
+    """A whole number, `low <= value <= high`, or the word auto."""
+    number = whole(low, high, metavar)
+
+    def parse(value: str) -> int | str:
+        try:
+            return value if value == "auto" else int(number.parse(value))
+        except ValueError as error:
+            raise ValueError(f"{error}, or auto") from None
+
+    return Kind(parse, f"{metavar}|auto")
+
+
 def seconds(low: float) -> Kind:
     """A time span of `low` seconds or more."""
 

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 import torch
 from space_common import default_model
 from space_common.hub import Hub
+from space_common.nvml import Nvml
 from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr
 from space_common.tracing import exporting
 from space_common.worker_settings import Steps, StepsHere, WorkerSettings
@@ -74,7 +75,7 @@ from space_server.machine.memory import (
     free_bytes,
     give_back_unused,
 )
-from space_server.machine.sensors import GpuLoad, LoadWatch, Meter, Nvml, find_sensors
+from space_server.machine.sensors import GpuLoad, LoadWatch, Meter, find_sensors
 from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread
 from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout

@@ -35,6 +35,7 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"kv_memory": "1.5"}, {}, "a fraction of free memory"),
         ({"kv_memory": "much"}, {}, "a size such as 1GiB"),
         ({"block_size": "17"}, {}, "8, 16, 32"),
+        ({"workers": "some"}, {}, "must be a whole number from 1 to 64, or auto"),
         ({"drain_timeout": "nan"}, {}, "seconds"),
         ({"space_mask_ids": "1,x"}, {}, "token ids separated by commas"),
         ({"space_mask_ids": "1,2", "space_num_masks": "3"}, {}, "one shared id, or one per mask"),
@@ -57,6 +58,40 @@ def test_an_unusable_text_is_named_with_what_is_allowed(
     with pytest.raises(ConfigError) as caught:
         build(flags, environment)
     assert words in str(caught.value)
+
+
+GPUS = ("0", "1", "2", "3", "4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "gpus"),
+    [
+        ({}, 1, ()),
+        ({"workers": "auto"}, 5, GPUS),
+        ({"workers": "auto", "tensor_parallel": "2"}, 2, GPUS),
+        ({"workers": "auto", "tensor_parallel": "4"}, 1, ()),
+        ({"workers": "2"}, 2, GPUS),
+        ({"workers": "auto", "device": "cpu"}, 1, ()),
+        ({"workers": "3", "device": "cpu"}, 3, ()),
+        ({"workers": "2", "device": "cuda:1"}, 2, ()),  # both on that one, as asked
+    ],
+)
+def test_workers_are_as_many_as_there_are_gpus_for_and_share_them(
+    flags: dict[str, str], workers: int, gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("space_router.config.visible_gpus", lambda environment: GPUS)
+    config = build(flags, {})
+    assert (config.workers, config.gpus) == (workers, gpus)
+
+
+def test_workers_that_there_are_no_gpus_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("space_router.config.visible_gpus", lambda environment: GPUS)
+    with pytest.raises(ConfigError, match=r"--workers 3 --tensor-parallel 2: 3 .* need 6; .* leaves 5\."):
+        build({"workers": "3", "tensor_parallel": "2"}, {})
+
+
+def test_auto_is_one_worker_where_there_is_no_gpu() -> None:
+    assert build({"workers": "auto"}, {"CUDA_VISIBLE_DEVICES": ""}).workers == 1
 
 
 def test_keys_come_from_the_file_and_the_variable_and_are_never_shown(tmp_path: Path) -> None:

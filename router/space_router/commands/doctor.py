@@ -14,6 +14,7 @@ from space_common import default_model
 from space_common.finding import Finding
 from space_common.process import safe_environment
 from space_common.version import version
+from space_common.visible_gpus import gpus_of
 
 from space_router.config import ServeConfig, build
 from space_router.engine.workers.supervisor import worker_command
@@ -64,6 +65,7 @@ def examine(
     if config.worker_address:
         yield from map(_reachable, config.worker_address)
     else:
+        yield from _gpus_of_workers(config)
         yield from (ask_worker or _worker)(config)
 
 
@@ -125,6 +127,18 @@ def _open_files(num_connections: int) -> Finding:
         cure = "ulimit -n 65536, or LimitNOFILE= in a unit, or docker run --ulimit nofile=65536."
         return Finding("ports", "note", fact, cure)
     return Finding("ports", "ok", f"{num_connections} connections at once fit into the files that may be open")
+
+
+def _gpus_of_workers(config: ServeConfig) -> Iterator[Finding]:
+    """Report which GPUs each of several workers gets."""
+    if not config.gpus:
+        return
+    numbers = range(config.workers)
+    shares = [",".join(gpus_of(number, config.gpus, config.workers, config.tensor_parallel)) for number in numbers]
+    yield Finding("workers", "ok", f"{config.workers} workers, on GPU " + "; ".join(shares))
+    if len(set(shares)) < len(shares) and config.kv_memory == "auto":
+        fact = f"{config.workers} workers share {len(config.gpus)} GPUs, and each takes 0.9 of what is free there."
+        yield Finding("workers", "note", fact, "Take --workers auto, or a --kv-memory that fits for each.")
 
 
 def _reachable(address: str) -> Finding:

@@ -22,6 +22,7 @@ import transformers
 from space_common import default_model
 from space_common.finding import Finding
 from space_common.hub import Hub, HubError, Missing, is_hub_id, size_text, split_hub_file
+from space_common.nvml import Nvml, NvmlError
 from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, available_backends, backend_named
 from space_kernels.build import cpu_library
@@ -39,7 +40,7 @@ from space_model.released_adapters import AdapterFormat
 
 from space_server.config import ModelSource, parse
 from space_server.machine.memory import NotEnoughMemory
-from space_server.machine.sensors import Meter, Nvml, NvmlError, find_sensors
+from space_server.machine.sensors import Meter, find_sensors
 from space_server.machine.threads import num_cores
 from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown
 

@@ -41,6 +41,17 @@ def test_what_the_worker_found_decides_too() -> None:
     assert page.endswith("The server would not start: one thing marked FAIL.")
 
 
+def test_the_gpus_of_several_workers_are_named_and_sharing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("space_router.config.visible_gpus", lambda environment: ("0", "GPU-b", "3"))
+    [one] = [finding for finding in found(workers="auto") if finding.part == "workers"]
+    assert (one.state, one.fact) == ("ok", "3 workers, on GPU 0; GPU-b; 3")
+    shared = [finding for finding in found(workers="4") if finding.part == "workers"]
+    assert [finding.state for finding in shared] == ["ok", "note"]
+    assert "4 workers share 3 GPUs" in shared[1].fact
+    assert "--kv-memory" in shared[1].cure
+    assert len([finding for finding in found(workers="4", kv_memory="1GiB") if finding.part == "workers"]) == 1
+
+
 def test_a_note_keeps_nobody_from_starting() -> None:
     reported = found([Finding("memory", "note", "Shared memory is small.", "--shm-size 1g")])
     assert doctor.would_start(reported)

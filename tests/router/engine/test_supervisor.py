@@ -28,6 +28,7 @@ from space_router.engine.workers.supervisor import (
     for_workers,
     processors,
     worker_command,
+    worker_sources,
 )
 from space_router.metrics import Metrics
 
@@ -295,6 +296,19 @@ def test_the_kernels_count_is_read_where_there_is_one(tmp_path: Path) -> None:
 
 def flags_of(command: list[str]) -> dict[str, str]:
     return dict(zip(command[4::2], command[5::2], strict=True))
+
+
+async def test_each_worker_is_shown_its_own_gpus_alone() -> None:
+    code = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], file=sys.stderr, flush=True); " + READY
+    config = ServeConfig(workers=2, tensor_parallel=2, gpus=("3", "GPU-b", "1", "0", "2"))
+    shown = []
+    for source in worker_sources(config, lambda config, address: [sys.executable, "-S", "-E", "-c", code, address]):
+        assert isinstance(source, Supervisor)
+        async with source:
+            await source.start()
+            await until(lambda source=source: len(source._last_words) == 1)
+            shown.append(source._last_words[0])
+    assert shown == ["3,GPU-b", "1,0"]
 
 
 def test_what_was_not_said_is_left_to_the_worker() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_server.machine.sensors import Meter, Nvml, NvmlError, find_sensors, this_machine
+from space_common.nvml import Nvml, NvmlError
+from space_server.machine.sensors import Meter, find_sensors, this_machine
 
 FULL = 262_143_328_850  # microjoules: what an Intel package counts to
 

@@ -14,7 +14,8 @@ from statistics import median
 from typing import Any
 
 import pytest
-from space_server.machine.sensors import MOST_WAITING, GpuLoad, LoadWatch, Nvml
+from space_common.nvml import Nvml
+from space_server.machine.sensors import MOST_WAITING, GpuLoad, LoadWatch
 
 OWN = 42
 
@@ -167,7 +168,7 @@ def test_the_gpu_is_found_by_its_number_for_life() -> None:
 
 
 def test_a_sample_of_a_process_has_the_driver_s_own_layout() -> None:
-    from space_server.machine.sensors import _ProcessUtilization
+    from space_common.nvml import _ProcessUtilization
 
     assert ctypes.sizeof(_ProcessUtilization) == 32
     assert _ProcessUtilization.multiprocessors.offset == 16

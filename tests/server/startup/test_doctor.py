@@ -13,12 +13,12 @@ from unittest import mock
 
 import pytest
 from space_common.finding import Finding
+from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
 from space_model.testing import released_adapter, tiny_checkpoint
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
 from space_server.config import parse
-from space_server.machine.sensors import NvmlError
 from space_server.startup import doctor
 from space_server.startup.doctor import TorchBuild, check_compiler, check_gpu, check_shared_memory, examine, main
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 from space_common.certificate import CertificateFiles
 from space_common.process import module_command, safe_environment
+from space_common.visible_gpus import VISIBLE, gpus_of
 from space_common.worker_settings import worker_argv
 
 from space_router.config import ServeConfig
@@ -137,12 +138,20 @@ class Supervisor:
     """
 
     def __init__(
-        self, command: Callable[[str], Sequence[str]], *, name: str, start_timeout: float, grace: float = GRACE
+        self,
+        command: Callable[[str], Sequence[str]],
+        *,
+        name: str,
+        start_timeout: float,
+        grace: float = GRACE,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`command`: returns the argument list for an address. The process must print `ready ADDRESS` when it listens,
         and may print `busy WHY` before, which restarts the timeout.
-        `start_timeout`: seconds until `ready`; `grace`: seconds from SIGTERM to SIGKILL.
+        `start_timeout`: seconds until `ready`; `grace`: seconds from SIGTERM to SIGKILL; `environment`: variables that
+        it has beside those of this process.
         """
+        self._environment = environment or {}
         self.name = name
         self.credentials: grpc.ChannelCredentials | None = None  # no TLS: only this user can reach the socket
         self.backoff = Backoff()
@@ -190,7 +199,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=safe_environment(),
+            env=safe_environment(self._environment),
             start_new_session=True,  # Ctrl-C must reach only the router, which then drains
         )
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -307,9 +316,16 @@ def worker_sources(
             lambda address: worker_argv(config, address),
             name=f"worker {number}",
             start_timeout=config.worker_start_timeout,
+            environment=_environment_of(number, config),
         )
         for number in range(config.workers)
     ]
+
+
+def _environment_of(number: int, config: ServeConfig) -> dict[str, str]:
+    """Return the variables that show worker `number` its own GPUs alone; none for a single worker and on a CPU."""
+    names = gpus_of(number, config.gpus, config.workers, config.tensor_parallel)
+    return {VISIBLE: ",".join(names)} if names else {}
 
 
 def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
