@@ -13,9 +13,10 @@ from torch import Tensor
 from space_kernels.attention import flash_attn_backend as attention_flash
 from space_kernels.attention import flashinfer_backend as attention_flashinfer
 from space_kernels.attention import torch_backend as torch_attention
-from space_kernels.attention.attention import Attention
+from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.flash_attn_backend import PAGE_2
 from space_kernels.dispatch import ops_for
+from space_kernels.paging.step_rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,45 @@ BACKENDS: Mapping[str, Backend] = {
         ),
     )
 }
+
+JOINT = "+"
+
+
+def joint(chains: Backend, masks: Backend, need: AttentionNeed) -> tuple[Backend, Attention]:
+    """Return a backend of two, and its attention: `chains` for steps without mask rows, `masks` for those with some.
+
+    A chain row's bits may then depend on whether its step has masks. Raises what loading either raises.
+    """
+    loaded = chains.load(need), masks.load(need)
+    stored = tuple(
+        # triton's own has a function for it instead of a parameter
+        ops_for(need.device, attention="triton").attend if backend.name == "triton" else backend.attend(attention)
+        for backend, attention in zip((chains, masks), loaded, strict=True)
+    )
+
+    def attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, is_stored: bool = False) -> Tensor:
+        number = int(len(rows.pattern.offsets) > rows.num_chain_rows)
+        one = stored[number] if is_stored else loaded[number]
+        assert one is not None, "asked for only where both have it"
+        return one(qkv, pages, rows, spec)
+
+    both = Backend(
+        f"{chains.name}{JOINT}{masks.name}",
+        package=None,
+        oldest=(),
+        install="",
+        load=lambda need: attention,
+        capabilities=None,
+        takes_stored=None not in stored,
+        captures=chains.captures and masks.captures,
+    )
+    return both, attention
+
+
+def can_be_captured(name: str) -> bool:
+    """Return whether steps with this attention, as `Ops` names it, can be CUDA graphs."""
+    return all(BACKENDS[part].captures for part in name.split(JOINT))
+
 
 FLASH_ATTN = ("flash-attn-4", "flash-attn-3", "flash-attn-2")
 """The backends that `flash-attn` tries, newest first."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median_high
 
 import torch
-from space_kernels.attention_backends import BACKENDS
+from space_kernels.attention_backends import can_be_captured
 from space_kernels.sampling.device_sampling import SamplingCapacity, Stages, send
 from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.step.state import StateAdmission, StepState
@@ -473,6 +473,6 @@ def why_on_host(facts: ModelFacts) -> str | None:
     """Why this model cannot be stepped on its device; None: it can."""
     if facts.num_ranks > 1:
         return f"{facts.num_ranks} ranks share the model, and rank 0 tells the others the rows of each step"
-    if facts.device.type == "cuda" and not BACKENDS[facts.attention].captures:
+    if facts.device.type == "cuda" and not can_be_captured(facts.attention):
         return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
     return None

@@ -9,17 +9,21 @@ selected:
     plain           1/4    the fallback in large batches
     prompt chunk    1/4    determines the time to first token
 
-Cases of one kind weigh the same. A backend that raises, or whose result is not near the reference's, is left out and
-named in the log.
+Cases of one kind weigh the same. Where one backend is faster with mask rows and another without, each has its steps,
+unless exact results are asked for. On a GPU the steps that a server replays as a CUDA graph are measured so; prompts,
+which it launches kernel by kernel, in wall time. A backend that raises, or whose result is not near the reference's, is
+left out and named in the log.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
@@ -32,6 +36,7 @@ from space_kernels.attention_backends import (
     available_backends,
     backend_named,
     installed_version,
+    joint,
 )
 from space_kernels.dispatch import Ops, ops_for
 from space_kernels.fp8 import nearest
@@ -43,6 +48,9 @@ from torch import Tensor
 
 SECONDS = 0.4
 """Time for measuring one backend, without compilation."""
+
+GRAPH_CALLS = 16
+"""Layers of one graph: its launch, some 10 µs, is shared by them."""
 
 NEAR = 0.03
 """Relative score difference below which the backend named first is kept."""
@@ -193,14 +201,20 @@ def _fastest(
             loaded[backend.name] = attention
         except Exception as error:  # libraries compile and load at the first call, and may raise anything
             absent[backend.name] = f"failed: {type(error).__name__}: {_first_line(error)}"
-    seconds = _measure(loaded, absent, wanted, steps, need.device, clock)
+    captured = {one.name for one in candidates if one.captures and need.device.type == "cuda"}
+    seconds = _measure(loaded, captured, absent, wanted, steps, need.device, clock)
     if not loaded:
         _refuse_unfit(fallback, need, absent)
         return AttentionChoice(fallback, fallback.load(need), {}, absent)
-    scored = scores(seconds)
+    scored = scores(seconds, may_join=not need.exact)
     least = min(scored.values())
-    best = next(name for name in loaded if scored[name] <= (1.0 + NEAR) * least)
-    return AttentionChoice(next(one for one in candidates if one.name == best), loaded[best], seconds, absent)
+    chains, masks = (
+        next(one for one in candidates if one.name == name)
+        for name in next(pair for pair in scored if scored[pair] <= (1.0 + NEAR) * least)
+    )
+    if chains is masks:
+        return AttentionChoice(chains, loaded[chains.name], seconds, absent)
+    return AttentionChoice(*joint(chains, masks, need), seconds, absent)
 
 
 def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str]) -> None:
@@ -210,18 +224,26 @@ def _refuse_unfit(last: Backend, need: AttentionNeed, absent: Mapping[str, str])
         raise UnusableAttention(f"No attention is left. {last.name} {why}. The others: {others or 'none'}.")
 
 
-def scores(seconds: Mapping[str, Mapping[AttentionCase, float]]) -> dict[str, float]:
-    """Return by name the weighted mean of times relative to the best; 1 is best in every case."""
+def scores(seconds: Mapping[str, Mapping[AttentionCase, float]], *, may_join: bool) -> dict[tuple[str, str], float]:
+    """Return the weighted mean of times relative to the best; 1 is best in every case.
+
+    By the names of the backend of steps without masks and of that of steps with some: each alone first, then, with
+    `may_join`, each two.
+    """
     measured = list(next(iter(seconds.values())))
     best = {case: min(of[case] for of in seconds.values()) for case in measured}
     kinds = {kind: [case for case in measured if case.kind == kind] for kind in {case.kind for case in measured}}
     total = sum(WEIGHTS[kind] for kind in kinds)
+    alone = [(name, name) for name in seconds]
+    joined = [pair for pair in itertools.permutations(seconds, 2) if may_join and "whole" in kinds]
     return {
-        name: sum(
-            WEIGHTS[kind] / total * statistics.fmean(of[case] / best[case] for case in members)
+        (chains, masks): sum(
+            WEIGHTS[kind]
+            / total
+            * statistics.fmean(seconds[masks if kind == "whole" else chains][case] / best[case] for case in members)
             for kind, members in kinds.items()
         )
-        for name, of in seconds.items()
+        for chains, masks in (*alone, *joined)
     }
 
 
@@ -235,6 +257,7 @@ def _check(case: AttentionCase, result: Tensor, expected: Tensor) -> None:
 
 def _measure(
     loaded: dict[str, Attention],
+    captured: Collection[str],
     absent: dict[str, str],
     wanted: Sequence[AttentionCase],
     steps: Sequence[MadeUpAttentionStep],
@@ -242,22 +265,28 @@ def _measure(
     clock: Callable[[], float],
 ) -> dict[str, dict[AttentionCase, float]]:
     """Return the least seconds of a call, by name and case. Backends take turns; each gets its share of the time, and
-    at least three calls. One that raises moves from `loaded` to `absent`."""
+    at least three turns. One that raises moves from `loaded` to `absent`. `captured`: names of those whose decoding
+    steps are CUDA graphs."""
     found: dict[str, dict[AttentionCase, float]] = {name: {} for name in loaded}
     for case, step in zip(wanted, steps, strict=True):
+        turns: dict[str, tuple[Callable[[], object], int]] = {}
         until, num_rounds = clock() + len(loaded) * SECONDS / len(wanted), 0
         while num_rounds < 3 or (num_rounds < 50 and clock() < until):
             num_rounds += 1
             for name, attention in list(loaded.items()):
-                begun = clock()
                 try:
-                    step.run(attention)
+                    if name not in turns:
+                        as_graph = name in captured and case.kind != "prompt"
+                        turns[name] = step.graph(attention) if as_graph else (partial(step.run, attention), 1)
+                    call, num_calls = turns[name]
+                    begun = clock()
+                    call()
                     _wait(device)
                 except Exception as error:  # as above
                     absent[name] = f"failed: {type(error).__name__}: {_first_line(error)}"
                     del loaded[name], found[name]
                     continue
-                taken = clock() - begun
+                taken = (clock() - begun) / num_calls
                 found[name][case] = min(found[name].get(case, taken), taken)
     return found
 
@@ -308,6 +337,14 @@ class MadeUpAttentionStep:
             KVPages(pages(), pages()),
             batch.num_rows,
         )
+
+    def graph(self, attention: Attention) -> tuple[Callable[[], None], int]:
+        """Capture some calls, which another has prepared for. Return what replays them, and their number."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(GRAPH_CALLS):
+                self.run(attention)
+        return graph.replay, GRAPH_CALLS
 
     def run(self, attention: Attention) -> Tensor:
         """Return [rows, H, D] without padding."""

@@ -9,7 +9,15 @@ import torch
 from doubles.worker import ScriptedModel
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec, KVPages
 from space_kernels.attention.torch_backend import space_attention
-from space_kernels.attention_backends import ATTENTION_NAMES, BACKENDS, AttentionNeed, Backend, UnusableAttention
+from space_kernels.attention_backends import (
+    ATTENTION_NAMES,
+    BACKENDS,
+    AttentionNeed,
+    Backend,
+    UnusableAttention,
+    can_be_captured,
+    joint,
+)
 from space_kernels.paging.step_rows import StepRows
 from space_model.model_facts import ModelFacts
 from space_router.config import settings
@@ -89,11 +97,59 @@ def test_the_faster_one_is_taken_and_the_line_has_all_figures() -> None:
 
 
 def test_who_wins_where_it_matters_most_wins() -> None:
-    """Twice as fast for whole layouts beats three halves as fast for plain decoding."""
+    """Of all steps, where results are exact: twice as fast for whole layouts beats three halves for plain decoding."""
     clock = Clock()
-    whole = taking(clock, lambda masks: 1e-3 if masks else 3e-3)
-    plain = taking(clock, lambda masks: 2e-3)
-    assert auto(clock, fake("plain", plain), fake("whole", whole)).name == "whole"
+    exact = dataclasses.replace(NEED, exact=True)
+    whole = dataclasses.replace(fake("whole", taking(clock, lambda masks: 1e-3 if masks else 3e-3)), row_invariant=True)
+    plain = dataclasses.replace(fake("plain", taking(clock, lambda masks: 2e-3)), row_invariant=True)
+    assert auto(clock, plain, whole, need=exact).name == "whole"
+
+
+def test_each_has_the_steps_that_it_is_faster_at() -> None:
+    clock, used = Clock(), []
+
+    def noting(name: str, seconds: Callable[[bool], float]) -> Attention:
+        timed = taking(clock, seconds)
+
+        def attention(*given: Any) -> Tensor:
+            used.append(name)
+            return timed(*given)
+
+        return attention
+
+    whole, plain = noting("whole", lambda masks: 1e-3 if masks else 3e-3), noting("plain", lambda masks: 2e-3)
+    choice = auto(clock, fake("whole", whole), fake("plain", plain))
+    assert (choice.name, choice.backend.captures) == ("plain+whole", True)
+    assert choice.backend.attend(choice.attention) is None  # neither takes pages that hold the step's keys
+    used.clear()
+    for case in cases(3, 1400)[:2]:
+        MadeUpAttentionStep.of(case, NEED).run(choice.attention)
+    assert used == ["plain", "whole"]
+    less = dataclasses.replace(fake("plain", plain), captures=False)
+    assert not auto(clock, fake("whole", whole), less).backend.captures
+
+
+def test_two_take_over_pages_that_hold_the_step_s_keys() -> None:
+    def attention(name: str) -> Attention:
+        return lambda *given, is_stored=False: (name, is_stored)  # type: ignore[misc, return-value]
+
+    one, two = (dataclasses.replace(fake(name, attention(name)), takes_stored=True) for name in ("one", "two"))
+    both, loaded = joint(one, two, NEED)
+    stored = both.attend(loaded)
+    assert stored is not None
+    plain, whole = (MadeUpAttentionStep.of(case, NEED) for case in cases(3, 1400)[:2])
+    spec = AttentionSpec(1.0)
+    assert stored(plain.qkv, plain.pages, plain.rows, spec) == ("one", True)
+    assert stored(whole.qkv, whole.pages, whole.rows, spec) == ("two", True)
+    assert loaded(whole.qkv, whole.pages, whole.rows, spec) == ("two", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [("triton", True), ("flash-attn-3+triton", True), ("flashinfer", False), ("flashinfer+triton", False)],
+)
+def test_steps_of_two_can_be_captured_where_those_of_each_can(name: str, captured: bool) -> None:
+    assert can_be_captured(name) is captured
 
 
 def test_the_score_is_the_weighted_mean_of_times_over_the_best() -> None:
@@ -102,8 +158,12 @@ def test_the_score_is_the_weighted_mean_of_times_over_the_best() -> None:
         AttentionCase("whole", 1, 8, 4, 3),
         AttentionCase("prompt", 1, 8, 9, 0),
     )
-    found = scores({"a": {one: 1.0, two: 4.0, three: 1.0}, "b": {one: 2.0, two: 2.0, three: 4.0}})
-    assert found == {"a": 0.25 + 0.5 * 2 + 0.25, "b": 0.25 * 2 + 0.5 + 0.25 * 4}
+    seconds = {"a": {one: 1.0, two: 4.0, three: 1.0}, "b": {one: 2.0, two: 2.0, three: 4.0}}
+    alone = {("a", "a"): 0.25 + 0.5 * 2 + 0.25, ("b", "b"): 0.25 * 2 + 0.5 + 0.25 * 4}
+    assert scores(seconds, may_join=False) == alone
+    assert scores(seconds, may_join=True) == alone | {("a", "b"): 1.0, ("b", "a"): 0.25 * 2 + 0.5 * 2 + 0.25 * 4}
+    without_masks = {name: {one: of[one]} for name, of in seconds.items()}
+    assert set(scores(without_masks, may_join=True)) == {("a", "a"), ("b", "b")}
     assert sum(WEIGHTS.values()) == 1
 
 
