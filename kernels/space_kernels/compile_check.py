@@ -180,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for module in asked
         for number in _chosen(tuned_in(module), options.first)
         for capability in capabilities
+        if capability in (tuned_in(module)[number].capabilities or capabilities)
     ]
     found = sorted(compile_all(jobs, options.processes), key=lambda one: (one.module, one.kernel, one.capability))
     print(table(found))  # noqa: T201

@@ -21,14 +21,22 @@ visited, and unwritten slots are not read.
 `SPLIT` positions, a constant. The page table's width sets the number of programs. Programs beyond a sequence's end
 return at once; the others store unnormalised sums, which a second, small kernel adds up in ascending order. If the
 tiles alone fill the device (large batches, prefill), one program walks all splits of its tile and adds them up in
-registers instead: `walk="serial"`. The masks' keys belong to the first split.
+registers instead: `walk="serial"`. The masks' keys belong to the first split. On Hopper the second kernel of a short
+step is launched while the first one runs, and waits for its end. Page numbers are loaded a block ahead: the loads of
+keys and values would otherwise wait for those, and no block could be fetched before the one in front is used.
+
+**Swapped products.** Hopper's warpgroup instructions take 64 rows of their first operand and 8 to 256 columns of the
+second. A decode step has 4 or 24 packed rows per sequence, so in a tile of 64 most of the work and of the registers
+goes to padding. `swapped_tile` takes the keys as the rows and 16 or 32 packed rows as the columns: scores [N, M] =
+K Qᵀ, then sums [D, M] += Vᵀ weights. `_tile` chooses it by the rows of the longest sequence. It has the bits of the
+usual tile, so a step of mask rows, a prefill and plain decoding may each have the tile that is fastest.
 
 **Row invariance.** Exactness means that plain decoding, every k, every batch and a prefill give a row the same bits.
-Three properties ensure it:
+Four properties ensure it:
 
-1. Fixed geometry. Tile height, key block and split depend on head size and dtype, never on the rows. Key blocks start
-   at multiples of their size in absolute position. On tensor cores every element of a matmul is the same sum in the
-   same order, wherever in the tile its row is.
+1. Fixed geometry. Key block and split depend on head size and dtype, never on the rows. Key blocks start at multiples
+   of their size in absolute position. On tensor cores every element of a matmul is the same sum in the same order,
+   wherever in the tile its row is, however wide the tile, and whichever operand comes first.
 2. Masked keys have no effect. A masked key has score -inf and weight 0; a block of such keys changes neither the
    running maximum (which starts at -1e30, not -inf, to avoid inf - inf) nor the sum of weights nor the weighted values.
    So the blocks visited for other rows of the tile do not matter.
@@ -37,28 +45,32 @@ Three properties ensure it:
    exp2). Sums may be rescaled once or in ten small steps, fused into multiply-adds or not, in registers or by another
    kernel: the bits are the same. Hence both walks over the splits agree bitwise, and the choice between them may depend
    on the batch. Weights are in (0, 1] as usual; the largest is above 1/2.
+4. Integer sums. How a tile adds the weights of a block depends on its layout. In 16 bits each weight is therefore
+   rounded to a multiple of 2^-23 first: whole numbers add up to the same in any order. This is off by 2^-24 per key at
+   most, of a total above 1/2; rounding the weights to the values' dtype is off by 2^-8 or 2^-11 of each.
 
 Bits do depend on the GPU's generation, because tensor cores differ in how they sum. In 16 bits the weights are rounded
 to the values' dtype before the second matmul, as in every flash attention.
 
-**Tile sizes** (`tile_for`). The height must be the same for one row and for a thousand, or the bits would differ. 64
-packed rows is the height of Hopper's and Blackwell's warpgroup instructions; fewer would cost as much. At 64 rows a key
-of D = 128 in 16 bits (512 bytes of K and V) needs 64 flop per byte, less than tensor cores can do while the bytes
-arrive (A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays memory-bound. The key block shrinks
-with D so that K and V of one block are at most 32 KiB (16 KiB in float32). With 3 stages a program of D = 128 uses 80
-KiB of shared memory on Hopper and Blackwell (of 227) and 56 KiB on an A100 (of 163): two programs fit, so one computes
-while the other waits. The masks' keys, usually one block, are not staged. 4 warps are one warpgroup, 16 rows each.
-float32 has no tensor cores in IEEE precision; its tile has 16 rows, to waste less work on padding. D = 256 uses 8
-warps, because the sums alone would fill the registers of 4.
+**Tile sizes** (`tile_for`). 64 packed rows is the height of Hopper's and Blackwell's warpgroup instructions; fewer
+would cost as much. At 64 rows a key of D = 128 in 16 bits (512 bytes of K and V) needs 64 flop per byte, less than
+tensor cores can do while the bytes arrive (A100 153, H100 295, H200 206, B200 281 flop per byte), so decoding stays
+memory-bound. The key block shrinks with D so that K and V of one block are at most 32 KiB (16 KiB in float32). A
+program of D = 128 holds 3 blocks in 112 KiB of shared memory on Hopper (of 227) and 2 in 56 KiB on an A100 (of 163):
+two programs fit, so one computes while the other waits. The masks' keys, usually one block, are not staged. 4 warps are
+one warpgroup, 16 rows each. float32 has no tensor cores in IEEE precision; its tile has 16 rows, to waste less work on
+padding. D = 256 uses 8 warps, because the sums alone would fill the registers of 4.
 
-SPLIT = 512: 8k positions of 8 kv heads make 128 programs, about one per multiprocessor, and the sums that 64 packed
-rows store per split are an eighth of the size of the keys and values read.
+SPLIT = 256: 8k positions of 8 kv heads make 256 programs, about two per multiprocessor, and the sums that 64 packed
+rows store per split are a quarter of the size of the keys and values read. With 128 the sums cost more than the
+further programs bring; with 512 a single sequence of 1k takes half as long again.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, Literal
 
@@ -77,7 +89,6 @@ from space_kernels.attention.attention_kernels import (
     AttentionTile,
     combine_warps,
     padded,
-    padded_queries,
     precision,
     tile_for,
 )
@@ -85,7 +96,7 @@ from space_kernels.attention.attention_kernels import TUNED as _ATTENTION_SHAPES
 from space_kernels.build.launch import Tuned
 from space_kernels.fp8 import as_kept
 from space_kernels.fp8_bits import narrowed
-from space_kernels.paging.step_rows import StepRows, StepTables
+from space_kernels.paging.step_rows import PatternTables, StepRows, StepTables
 
 WORKSPACE_BYTES = 1 << 28
 """Memory limit of the splits' sums, which layers reuse; beyond it one program walks all splits."""
@@ -113,7 +124,14 @@ def attend_stored(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec)
 
 
 def attend(
-    qkv: QKV, pages: KVPages, tables: StepTables, spec: AttentionSpec, *, walk: Walk | None = None, split: int = SPLIT
+    qkv: QKV,
+    pages: KVPages,
+    tables: StepTables,
+    spec: AttentionSpec,
+    *,
+    walk: Walk | None = None,
+    split: int = SPLIT,
+    tile: AttentionTile | None = None,
 ) -> Tensor:
     """Let every row attend pages that already hold the step's keys and values. Returns [R, H, D].
 
@@ -122,7 +140,7 @@ def attend(
     and pages whose slots are not adjacent.
     """
     out = qkv.query.new_empty(qkv.query.shape)
-    _launch(qkv, pages, tables, spec, out, None, masks=tables.pattern.has_masks, walk=walk, split=split)
+    _launch(qkv, pages, tables, spec, out, None, masks=tables.pattern.has_masks, walk=walk, split=split, tile=tile)
     return out
 
 
@@ -172,11 +190,12 @@ def _launch(
     chain: bool = False,
     walk: Walk | None = None,
     split: int = SPLIT,
+    tile: AttentionTile | None = None,
 ) -> None:
     query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern
-    tile = tile_for(head_dim, query.dtype)
+    tile = tile or step_tile(query, kv_heads, pages, pattern)
     _check(query, kv_heads, pages, tables, spec.scale, split, tile)
     out[pattern.num_rows :].zero_()
     if lse is not None:
@@ -196,9 +215,13 @@ def _launch(
     key_pages, value_pages = (key, value) if pages is None else pages
     inner, outer = _score_factors(spec)
     block_d = padded(head_dim)
-    shared: dict[str, Any] = {"HEADS": num_heads, "KV_HEADS": kv_heads, "D": head_dim, "BLOCK_D": block_d}
-    shared |= {"SPLIT": split, "WINDOW": spec.window or 0, "LSE": lse is not None}
-    kernels.attend[(len(tiles), kv_heads, num_splits if how == PARALLEL else 1)](
+    grid = len(tiles), kv_heads, num_splits if how == PARALLEL else 1
+    # combine's programs would take the room of attend's that have not begun
+    overlap = how == PARALLEL and tile.swapped and math.prod(grid) <= 2 * num_multiprocessors(query.device)
+    overlap = overlap and is_hopper(query.device)
+    shared: dict[str, Any] = {"HEADS": num_heads, "D": head_dim, "BLOCK_D": block_d, "SPLIT": split}
+    shared |= {"WINDOW": spec.window or 0, "LSE": lse is not None, "OVERLAP": overlap}
+    kernels.attend[grid](
         query,
         key,
         value,
@@ -231,6 +254,7 @@ def _launch(
         pattern.num_rows,
         inner,
         outer,
+        KV_HEADS=kv_heads,
         BLOCK_SIZE=tables.block_size,
         M=tile.queries,
         N=tile.keys,
@@ -240,13 +264,13 @@ def _launch(
         CHAIN=chain,
         WALK=how,
         PRECISION=precision(query.dtype),
+        SWAP=tile.swapped,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **shared,
     )
     if how == PARALLEL:
-        block_q = padded_queries(num_heads, kv_heads)
-        kernels.combine[(pattern.num_rows, kv_heads)](
+        kernels.combine[(pattern.num_rows, num_heads)](
             *of_splits,
             out,
             out if lse is None else lse,
@@ -256,10 +280,27 @@ def _launch(
             tables.starts,
             tables.num_written,
             pattern.num_rows,
-            BLOCK_Q=block_q,
-            num_warps=combine_warps(block_q, block_d),
+            num_warps=combine_warps(block_d),
             **shared,
+            **({"launch_pdl": True} if overlap else {}),
         )
+
+
+def step_tile(query: Tensor, kv_heads: int, pages: KVPages | None, pattern: PatternTables) -> AttentionTile:
+    """Choose a tile by the rows of the longest sequence, and by whether the sequences alone fill the device."""
+    head_dim, hopper = query.shape[2], is_hopper(query.device)
+    packed = int(pattern.rows_per_sequence.max(initial=0)) * (query.shape[1] // kv_heads)
+    swapped = kernels.swapped_tile(head_dim, query.dtype, packed)
+    if hopper and swapped is not None and pages is not None and pages.keys.dtype == query.dtype:
+        full = _fills(pattern.num_sequences * kv_heads, query.device)
+        if packed <= kernels.LEAST_COLUMNS or not full:
+            return swapped
+    return tile_for(head_dim, query.dtype, hopper=hopper)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(
@@ -289,18 +330,23 @@ def _check(
 
 
 def _walk(asked: Walk | None, num_splits: int, num_programs: int, num_sums: int, device: torch.device) -> int:
-    """Choose how to walk the splits: serially if programs without splits fill the device twice, or if the splits' sums
-    would need too much memory."""
+    """Choose how to walk the splits: serially if programs without splits fill the device, or if the splits' sums would
+    need too much memory."""
     if num_splits == 1:
         return ONE_SPLIT
     if asked is not None:
         return SERIAL if asked == "serial" else PARALLEL
-    full = num_programs >= 2 * _num_multiprocessors(device)
+    full = _fills(num_programs, device)
     return SERIAL if full or 4 * num_splits * num_sums > WORKSPACE_BYTES else PARALLEL
 
 
+def _fills(num_programs: int, device: torch.device) -> bool:
+    """Whether so many programs are three quarters of what the device runs at a time, two per multiprocessor."""
+    return 2 * num_programs >= 3 * num_multiprocessors(device)
+
+
 @cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

@@ -16,15 +16,27 @@ class Tuned:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3
+    capabilities: tuple[int, ...] = ()  # compute capabilities that it is launched on; (): all
 
     # Pointers are assumed to be multiples of 16 bytes, as torch allocates them; integers only if marked ("i64:16").
 
     @classmethod
-    def of(cls, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *launch: int) -> Tuned:
-        """Build from types by argument names, which may include other kernels'. launch: num_warps, num_stages"""
+    def of(
+        cls,
+        kernel: Any,
+        types: Mapping[str, str],
+        constants: Mapping[str, Any],
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> Tuned:
+        """Build from types by argument names, which may include other kernels'."""
         kinds = {name: kind for names, kind in types.items() for name in names.split()}
         return cls(
-            kernel, {name: kinds[name] for name in kernel.arg_names if name not in constants}, constants, *launch
+            kernel,
+            {name: kinds[name] for name in kernel.arg_names if name not in constants},
+            constants,
+            num_warps,
+            num_stages,
         )
 
     @property

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 
 import numpy as np
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, full_layout, made_up_step
+from space_kernels.attention import attention_triton
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
-from space_kernels.attention.attention_kernels import SPLIT, tile_for
+from space_kernels.attention.attention_kernels import SPLIT, AttentionTile, swapped_tile, tile_for
 from space_kernels.attention.attention_triton import (
     Walk,
     attend,
@@ -33,6 +34,7 @@ SPACE = MadeUp(cached=66, num_chain=3, groups=[(0, 2), (1, 0), (2, 1)], seed=2)
 CHUNK = MadeUp(cached=20, num_chain=13, groups=[(12, 3)], seed=3)
 PLAIN = MadeUp(cached=31, num_chain=1, seed=4)
 ALL = [SHORT, SPACE, CHUNK, PLAIN]
+WALKS: tuple[Walk, ...] = ("parallel", "serial")
 LONG = MadeUp(cached=530, num_chain=2, groups=[(1, 3)], seed=5)
 
 
@@ -111,6 +113,42 @@ def test_every_number_of_masks_equals_the_reference(k: int) -> None:
 def test_several_splits_equal_the_reference(window: int | None) -> None:
     assert LONG.cached > SPLIT
     assert_equals_reference(made_up_step([LONG, SHORT], heads=2, kv_heads=1, device=DEVICE), window, None)
+
+
+SWAPPED = [AttentionTile(queries, keys=64, warps=4, stages=3, swapped=True) for queries in (16, 32)]
+
+
+@pytest.mark.parametrize("tile", SWAPPED)
+@pytest.mark.parametrize(("walk", "window", "softcap"), [("serial", None, None), ("parallel", 40, 2.0)])
+def test_swapped_products_equal_the_reference(
+    tile: AttentionTile, walk: Walk, window: int | None, softcap: float | None
+) -> None:
+    step = made_up_step([SPACE, CHUNK, SHORT, MadeUp(150, 1, seed=6)], heads=7, kv_heads=1, head_dim=64, device=DEVICE)
+    tables = StepTables.of(step.rows)
+    store_kv(step.qkv, step.pages, tables)
+    out = attend(step.qkv, step.pages, tables, AttentionSpec(SCALE, window, softcap), walk=walk, split=128, tile=tile)
+    torch.testing.assert_close(real(step, out).cpu(), expected(step, window, softcap), atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("dots_round_once")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("head_dim", "window", "softcap"), [(128, None, None), (64, 40, 2.0)])
+def test_every_tile_gives_the_same_bits(
+    dtype: torch.dtype, head_dim: int, window: int | None, softcap: float | None
+) -> None:
+    """Decoding takes another tile than a prefill or mask rows, and restarts recompute what was decoded."""
+    sequences = [SPACE, CHUNK, MadeUp(cached=150, num_chain=3, groups=full_layout(2), seed=8)]
+    step = made_up_step(sequences, head_dim=head_dim, dtype=dtype, device=DEVICE)
+    tables = StepTables.of(step.rows)
+    store_kv(step.qkv, step.pages, tables)
+    spec = AttentionSpec(SCALE, window, softcap)
+    tiles = [tile_for(head_dim, dtype), *SWAPPED]
+    outs = [
+        attend(step.qkv, step.pages, tables, spec, walk=walk, split=128, tile=tile) for tile in tiles for walk in WALKS
+    ]
+    assert bool(outs[0].isfinite().all())
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
@@ -344,9 +382,40 @@ def test_a_step_needs_a_positive_scale_and_heads_that_divide() -> None:
 
 
 def test_a_tile_follows_from_head_size_and_dtype_alone() -> None:
-    for head_dim, dtype in itertools.product((16, 64, 96, 128, 256), (torch.bfloat16, torch.float16, torch.float32)):
-        tile = tile_for(head_dim, dtype)
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    for head_dim, dtype, hopper in itertools.product((16, 64, 96, 128, 256), dtypes, (True, False)):
+        tile = tile_for(head_dim, dtype, hopper=hopper)
         assert SPLIT % tile.keys == 0
         assert (
             tile.keys * head_dim * dtype.itemsize * 2 * tile.stages <= 100 * 1024
         )  # of shared memory: an A100 has 163
+
+
+def test_few_packed_rows_of_sixteen_bits_swap_the_products() -> None:
+    for dtype, head_dim, packed in itertools.product((torch.bfloat16, torch.float16), (64, 96, 128), (1, 16, 17, 32)):
+        swapped, usual = swapped_tile(head_dim, dtype, packed), tile_for(head_dim, dtype)
+        assert swapped is not None
+        assert packed <= swapped.queries < 2 * max(packed, 16)
+        assert swapped.keys == usual.keys  # or the bits would differ
+    assert swapped_tile(128, torch.bfloat16, 33) is None
+    assert swapped_tile(32, torch.bfloat16, 4) is None  # too few lanes for a warpgroup's rows
+    assert swapped_tile(256, torch.bfloat16, 4) is None
+    assert swapped_tile(128, torch.float32, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("num_chain", "num_sequences", "swapped"), [(1, 3, 16), (1, 64, 16), (6, 3, 32), (6, 64, 0), (9, 3, 0)]
+)
+def test_hopper_swaps_the_products_of_one_row_always_and_of_a_few_while_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, num_chain: int, num_sequences: int, swapped: int
+) -> None:
+    monkeypatch.setattr(attention_triton, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_triton, "num_multiprocessors", lambda device: 132)
+    pages = KVPages(*(torch.zeros(4, 8, 16, 128, dtype=torch.bfloat16) for _ in range(2)))
+    query = torch.zeros(num_chain * num_sequences, 32, 128, dtype=torch.bfloat16)
+    tables = tables_of(num_chain, [0] * num_sequences, torch.zeros(num_sequences, 4, dtype=torch.int32), 16)
+    tile = attention_triton.step_tile(query, 8, pages, tables.pattern)
+    assert tile.swapped == bool(swapped)
+    assert tile.queries == (swapped or 64)
+    as_fp8 = KVPages(*(part.to(torch.uint8) for part in pages))
+    assert not attention_triton.step_tile(query, 8, as_fp8, tables.pattern).swapped
