@@ -159,7 +159,7 @@ def _torch(need: AttentionNeed) -> Attention:
 
 
 def _triton(need: AttentionNeed) -> Attention:
-    return ops_for(need.device, attention="triton").space_attention
+    return ops_for(need.device, attention="triton", exact=need.exact).space_attention
 
 
 def _flash_attn_2(need: AttentionNeed) -> Attention:
@@ -268,7 +268,9 @@ def joint(chains: Backend, masks: Backend, need: AttentionNeed) -> tuple[Backend
     loaded = chains.load(need), masks.load(need)
     stored = tuple(
         # triton's own has a function for it instead of a parameter
-        ops_for(need.device, attention="triton").attend if backend.name == "triton" else backend.attend(attention)
+        ops_for(need.device, attention="triton", exact=need.exact).attend
+        if backend.name == "triton"
+        else backend.attend(attention)
         for backend, attention in zip((chains, masks), loaded, strict=True)
     )
 

@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -132,10 +132,11 @@ def triton_ops(linear: Callable[[Tensor, Tensor | None], nn.Module]) -> Ops:
     from space_kernels.attention import attention_triton
     from space_kernels.layers import layers_triton
 
+    exact = linear is not CudaLinear
     return Ops(
         attention="triton",
-        space_attention=attention_triton.space_attention,
-        attend=attention_triton.attend_stored,
+        space_attention=partial(attention_triton.space_attention, exact=exact),
+        attend=partial(attention_triton.attend_stored, exact=exact),
         rms_norm=layers_triton.rms_norm,
         add_rms_norm=layers_triton.add_rms_norm,
         rotary_store=layers_triton.rotary_store,

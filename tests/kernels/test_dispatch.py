@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -49,7 +50,11 @@ def test_a_gpu_gets_tritons_kernels_and_the_librarys_products_or_exact_ones() ->
     ops, exact = ops_for("cuda"), ops_for(torch.device("cuda", 1), exact=True)
     for one in (ops, exact):
         assert one.attention == "triton"
-        assert one.space_attention is attention_triton.space_attention
+        calls = [one.space_attention, one.attend]
+        assert [(call.func, call.keywords) for call in calls if isinstance(call, partial)] == [
+            (function, {"exact": one is exact})
+            for function in (attention_triton.space_attention, attention_triton.attend_stored)
+        ]
         assert (one.rms_norm, one.add_rms_norm) == (layers_triton.rms_norm, layers_triton.add_rms_norm)
         assert (one.rotary_store, one.swiglu) == (layers_triton.rotary_store, layers_triton.swiglu)
     assert (ops.linear, exact.linear) == (CudaLinear, ExactLinear)

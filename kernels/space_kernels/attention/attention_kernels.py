@@ -493,13 +493,14 @@ def _tuned_attend(
     fp8: bool = False,
     hopper: bool = False,
     packed: int = 64,  # rows
+    split: int = SPLIT,
 ) -> Tuned:
     tile = (swapped_tile(head_dim, dtype, packed) if hopper else None) or tile_for(head_dim, dtype, hopper=hopper)
     lse = not pages
     types = _ATTEND_TYPES | {"query key value": _TYPES[dtype], "key_pages value_pages": "*u8" if fp8 else _TYPES[dtype]}
     types |= {"out": "*fp32" if walk == PARALLEL or lse else _TYPES[dtype]}
     shape = {"HEADS": heads[0], "KV_HEADS": heads[1], "D": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_SIZE": 16}
-    shape |= {"M": tile.queries, "N": tile.keys, "SPLIT": SPLIT, "WINDOW": window, "CAPPED": capped, "PAGES": pages}
+    shape |= {"M": tile.queries, "N": tile.keys, "SPLIT": split, "WINDOW": window, "CAPPED": capped, "PAGES": pages}
     constants = shape | {"MASKS": masks, "CHAIN": chain, "WALK": walk, "LSE": lse, "PRECISION": precision(dtype)}
     constants |= {"SWAP": tile.swapped, "OVERLAP": False}
     tuned = Tuned.of(attend, types, constants, tile.warps, tile.stages)
@@ -552,6 +553,8 @@ TUNED = (
         for walk in (PARALLEL, ONE_SPLIT)
     ),
     _tuned_attend(torch.bfloat16, *_8B, SERIAL, masks=False, hopper=True, packed=16),
+    _tuned_attend(torch.bfloat16, *_8B, PARALLEL, split=2 * SPLIT),
+    _tuned_attend(torch.bfloat16, *_8B, PARALLEL, masks=False, hopper=True, packed=16, split=2 * SPLIT),
     *(_tuned_combine(torch.bfloat16, *shape) for shape in _SHAPES),
     _on_hopper(_tuned_combine(torch.bfloat16, *_8B), overlap=True),
     *(_tuned_combine(torch.float16, *shape) for shape in _SHAPES),

@@ -63,7 +63,8 @@ padding. D = 256 uses 8 warps, because the sums alone would fill the registers o
 
 SPLIT = 256: 8k positions of 8 kv heads make 256 programs, about two per multiprocessor, and the sums that 64 packed
 rows store per split are a quarter of the size of the keys and values read. With 128 the sums cost more than the
-further programs bring; with 512 a single sequence of 1k takes half as long again.
+further programs bring; with 512 a single sequence of 1k takes half as long again. Where bits need not be the same in
+every step, `quick_split` takes 512 for steps that fill the device even so.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -107,20 +108,21 @@ Walk = Literal["parallel", "serial"]
 _LOG2_E = 1.4426950408889634
 
 
-def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
+def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, exact: bool = True) -> Tensor:
     """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
 
     As `torch_backend.space_attention`, though not bit for bit; fp8 pages too. Pages may have any size; the scale must
-    be positive. In 16 bits the softmax weights are rounded to the values' dtype.
+    be positive. In 16 bits the softmax weights are rounded to the values' dtype. `exact`: a row's bits do not depend on
+    the rest of the batch, nor on the room in the page table.
     """
     tables = StepTables.of(rows)
     store_kv(qkv, pages, tables)
-    return attend(qkv, pages, tables, spec)
+    return attend(qkv, pages, tables, spec, split=SPLIT if exact else None)
 
 
-def attend_stored(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
+def attend_stored(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec, *, exact: bool = True) -> Tensor:
     """As `space_attention`, for pages that already hold the step's keys and values."""
-    return attend(qkv, pages, StepTables.of(rows), spec)
+    return attend(qkv, pages, StepTables.of(rows), spec, split=SPLIT if exact else None)
 
 
 def attend(
@@ -130,14 +132,14 @@ def attend(
     spec: AttentionSpec,
     *,
     walk: Walk | None = None,
-    split: int = SPLIT,
+    split: int | None = SPLIT,
     tile: AttentionTile | None = None,
 ) -> Tensor:
     """Let every row attend pages that already hold the step's keys and values. Returns [R, H, D].
 
     Rows and heads may have any strides; keys and values are read for mask rows. Padding rows are 0. `walk`: None
-    chooses by the sizes. Raises ValueError for a scale that is not positive, a head count that kv heads do not divide,
-    and pages whose slots are not adjacent.
+    chooses by the sizes. `split`: positions; None: as `quick_split`. Raises ValueError for a scale that is not
+    positive, a head count that kv heads do not divide, and pages whose slots are not adjacent.
     """
     out = qkv.query.new_empty(qkv.query.shape)
     _launch(qkv, pages, tables, spec, out, None, masks=tables.pattern.has_masks, walk=walk, split=split, tile=tile)
@@ -189,20 +191,22 @@ def _launch(
     masks: bool = False,
     chain: bool = False,
     walk: Walk | None = None,
-    split: int = SPLIT,
+    split: int | None = SPLIT,
     tile: AttentionTile | None = None,
 ) -> None:
     query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern
     tile = tile or step_tile(query, kv_heads, pages, pattern)
+    tiles = pattern.tiles(num_heads // kv_heads, tile.queries)
+    if split is None:
+        split = quick_split(tables.capacity, len(tiles) * kv_heads, query.device)
     _check(query, kv_heads, pages, tables, spec.scale, split, tile)
     out[pattern.num_rows :].zero_()
     if lse is not None:
         lse[pattern.num_rows :].fill_(float("-inf"))
     if pattern.num_rows == 0:
         return
-    tiles = pattern.tiles(num_heads // kv_heads, tile.queries)
     num_splits = 1 if pages is None else -(-tables.capacity // split)
     how = _walk(walk, num_splits, len(tiles) * kv_heads, pattern.num_rows * num_heads * head_dim, query.device)
     of_splits = out, out, out  # not read
@@ -301,6 +305,11 @@ def step_tile(query: Tensor, kv_heads: int, pages: KVPages | None, pattern: Patt
 @cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def quick_split(capacity: int, num_programs: int, device: torch.device) -> int:
+    """Return twice SPLIT where programs of so many positions still fill the device: half the sums to store and add."""
+    return 2 * SPLIT if num_programs * -(-capacity // (2 * SPLIT)) >= 2 * num_multiprocessors(device) else SPLIT
 
 
 def _check(

@@ -1,6 +1,7 @@
 """Each attention backend says why it cannot be used, and what to do about it."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,3 +122,11 @@ def test_naming_the_backends_imports_none_of_them() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_triton_is_told_whether_a_rows_bits_may_depend_on_the_batch(exact: bool) -> None:
+    pytest.importorskip("triton")
+    loaded = BACKENDS["triton"].load(dataclasses.replace(H100, exact=exact))
+    assert isinstance(loaded, functools.partial)
+    assert loaded.keywords == {"exact": exact}

@@ -20,6 +20,7 @@ from space_kernels.attention.attention_triton import (
     in_step_attention,
     merge,
     prefix_attention,
+    quick_split,
     space_attention,
     store_kv,
 )
@@ -419,3 +420,20 @@ def test_hopper_swaps_the_products_of_one_row_always_and_of_a_few_while_there_is
     assert tile.queries == (swapped or 64)
     as_fp8 = KVPages(*(part.to(torch.uint8) for part in pages))
     assert not attention_triton.step_tile(query, 8, as_fp8, tables.pattern).swapped
+
+
+def test_longer_splits_are_taken_where_bits_may_differ_and_the_device_is_full_even_so() -> None:
+    cpu = torch.device("cpu")  # counts as 132 multiprocessors
+    assert quick_split(1024 + 16, 8, cpu) == SPLIT
+    assert quick_split(32 * 1024, 8, cpu) == 2 * SPLIT
+    assert quick_split(1024, 16 * 8, cpu) == SPLIT
+    assert quick_split(1024 + 16, 16 * 8, cpu) == 2 * SPLIT
+
+
+def test_steps_that_need_not_be_exact_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "num_multiprocessors", lambda device: 2)  # which few programs fill
+    step = made_up_step([LONG, SHORT], heads=2, kv_heads=1, device=DEVICE)
+    taken = quick_split(StepTables.of(step.rows).capacity, 2, step.rows.device)
+    assert taken == 2 * SPLIT
+    out = space_attention(step.qkv, step.pages, step.rows, AttentionSpec(SCALE), exact=False)
+    torch.testing.assert_close(real(step, out).cpu(), expected(step), atol=1e-5, rtol=0)
