@@ -155,7 +155,8 @@ class DeviceRunner(ModelRunner):
             facts, max_sequences=max_sequences, block_size=kv.block_size, max_drafts=max_drafts, synthetic=synthetic
         )
         self._cost = cost or StepCost.typical(facts.device.type)
-        self.controller = controller or SpeculationController(self._cost)
+        captures = on_gpu and not eager
+        self.controller = controller or SpeculationController(self._cost, has_few_layouts=captures)
         self.scheduler = DeviceScheduler(self.batch, self.controller)
         self._num_failures = 0  # consecutive failed launches
         self._proposing = Proposing(facts)
@@ -173,7 +174,7 @@ class DeviceRunner(ModelRunner):
         self._width = result_width(most)
         size = max_sequences * self._width + num_cells(max_sequences, most + 1, min(MOST_TOP, facts.vocab_size))
         self._graphs: StepGraphs | None = None
-        if on_gpu and not eager:
+        if captures:
             self._graphs = StepGraphs(step.take, torch.zeros(size, dtype=torch.int32, device=facts.device))
             self._take = self._graphs
         # two buffers: at most two steps are in flight

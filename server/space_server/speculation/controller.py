@@ -132,6 +132,9 @@ def choose_layouts(controller: Controller, limits: Sequence[DraftLimits], load: 
 _STATIONARY_ROUNDS = 64
 _RARE = 0.005  # states with a smaller share of the steps are ignored
 
+REFERENCE_REACH = (1.0, 0.7, 0.49, 0.34, 0.24, 0.17)
+"""A_j of a trained checkpoint, by which masks are kept where layouts do not follow the acceptance."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutYield:
@@ -201,6 +204,21 @@ class LayoutYield:
 PLAIN = LayoutYield(DraftLayout.plain(), 1.0, 1.0, 0.0, ((1.0, 1, 0),))
 
 
+@lru_cache(maxsize=64)
+def few_layouts(max_drafts: int) -> tuple[DraftLayout, ...]:
+    """Return the layouts of masks that steps are captured for, at most six; they do not depend on the acceptance.
+
+    A captured step is of one layout, and its first two runs take 20 to 60 ms. On an H200, layouts that followed every
+    change of a sequence's acceptance made SmolLM2 three times slower than plain decoding at one stream.
+    """
+    found = []
+    for k in sorted({1, 2, 3, max_drafts} & set(range(1, max_drafts + 1))):
+        if k > 2:
+            found.append(DraftLayout.pruned(k, k, k * (k + 1) // 2, REFERENCE_REACH))
+        found.append(DraftLayout.full(k, k))
+    return tuple(found)
+
+
 @lru_cache(maxsize=4096)
 def head_yield(chances: tuple[float, ...], num_drafts: int) -> LayoutYield:
     """Return `LayoutYield.by_head`, cached."""
@@ -209,19 +227,22 @@ def head_yield(chances: tuple[float, ...], num_drafts: int) -> LayoutYield:
 
 @lru_cache(maxsize=4096)
 def layout_yields(
-    chances: tuple[float, ...], max_drafts: int, *, may_take_turns: bool = False
+    chances: tuple[float, ...], max_drafts: int, *, may_take_turns: bool = False, few: bool = False
 ) -> tuple[LayoutYield, ...]:
     """Return the layouts worth considering at these acceptance probabilities, plain decoding first.
 
     For each k up to `max_drafts` it tries the most valuable masks, from one per draft to all, and where drafts and
-    verification may take turns, those; it keeps the layouts that no other beats with fewer rows.
+    verification may take turns, those; it keeps the layouts that no other beats with fewer rows. `few`: only those of
+    `few_layouts`.
     """
     reach = [1.0]
     for chance in chances:
         reach.append(reach[-1] * chance)
     found = [PLAIN]
+    if few:
+        found += [LayoutYield.of(layout, chances) for layout in few_layouts(max_drafts)]
     for k in range(1, max_drafts + 1):
-        for num_kept in range(k, k * (k + 1) + 1, k):
+        for num_kept in () if few else range(k, k * (k + 1) + 1, k):
             found.append(LayoutYield.of(DraftLayout.pruned(k, k, num_kept, reach), chances))
         if may_take_turns:
             found.append(LayoutYield.of(DraftLayout.turns(k), chances))
@@ -461,6 +482,7 @@ class SequenceClass:
     may_take_turns: bool = False
     head_chances: tuple[float, ...] = ()  # of the recurrent head's first, second, … draft
     max_head_drafts: int = 0
+    has_few_layouts: bool = False  # see `few_layouts`
 
     @property
     def can_draft(self) -> bool:
@@ -507,7 +529,8 @@ def chosen(kind: SequenceClass, rule: Rule) -> LayoutYield:
         return head_yield(kind.head_chances, count) if count else PLAIN
     if not kind.max_masks:
         return PLAIN
-    found = layout_yields(kind.chances, kind.max_masks, may_take_turns=kind.may_take_turns)
+    turns, few = kind.may_take_turns, kind.has_few_layouts
+    found = layout_yields(kind.chances, kind.max_masks, may_take_turns=turns, few=few)
     if rule.price is None:
         assert rule.most_rows is not None
         return max((w for w in found if w.chain_rows + w.mask_rows <= rule.most_rows), key=lambda w: w.tokens)
@@ -534,8 +557,10 @@ class SpeculationController:
     plain decoding is always a candidate, and must be beaten by a margin.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, *, has_few_layouts: bool = False) -> None:
+        """`has_few_layouts`: masks are laid out in the ways of `few_layouts` alone, for steps that are captured."""
         self.cost = cost
+        self._has_few_layouts = has_few_layouts
         self._rule: Rule | None = None  # in use; None: plain decoding
         self._num_sequences = 0  # batch size at the last look
         self._num_surprises = 0  # of the cost model, at the last look
@@ -582,12 +607,12 @@ class SpeculationController:
         # While drafting, a changed batch is evaluated at once; plain decoding can wait for its interval.
         is_anew = self._rule is not None or not self._num_sequences  # the first step
         is_due = (is_anew and (surprised or has_changed)) or self._num_since >= self._num_to_look
-        is_due = is_due or (self._cannot_draft and any(_class_of(one).can_draft for one in limits))
+        is_due = is_due or (self._cannot_draft and any(self._class_of(one).can_draft for one in limits))
         if self._rule is None and not is_due and not has_others:  # fast path: plain decoding continues
             self._num_plain += 1
             self._watched = False
             return [PLAIN.layout] * len(limits)
-        kinds = [_class_of(one) for one in limits]
+        kinds = [self._class_of(one) for one in limits]
         if is_due:
             self._choose(BatchMix(limits, kinds), load)
             self._num_sequences, self._num_since = len(limits), 0
@@ -613,6 +638,14 @@ class SpeculationController:
             if offer is not None:
                 self._proposals.would_pay(offer)
         return found
+
+    def _class_of(self, limits: DraftLimits) -> SequenceClass:
+        masks = _drafting(limits.acceptance, limits.max_masks)
+        head = _drafting(limits.head_acceptance, limits.max_head_drafts)
+        if masks is _NONE and head is _NONE:
+            return _NO_MASKS
+        may_take_turns = masks is not _NONE and _may_take_turns(limits.acceptance)
+        return _sequence_class(masks, head, may_take_turns, self._has_few_layouts)
 
     def _offer(self, limits: Sequence[DraftLimits], layouts: Sequence[DraftLayout], load: StepLoad) -> Offer | None:
         """Return the gain and cost of these layouts' drafts over a plain step; None without drafts."""
@@ -766,6 +799,8 @@ class SpeculationController:
 
     def _layout(self, limits: DraftLimits, kind: SequenceClass, rule: Rule | None) -> DraftLayout:
         layout = PLAIN.layout if rule is None else chosen(kind, rule).layout
+        if self._has_few_layouts and not _has_place(layout, limits.num_left):
+            layout = DraftLayout.of(layout.num_drafts, (0,) * (layout.num_drafts + 1))
         if not limits.chances:
             return layout
         # Drafts from no mask are added while each brings more than its row costs.
@@ -781,17 +816,14 @@ class SpeculationController:
         return DraftLayout.of(num_drafts, groups, head_drafts=layout.head_drafts)
 
 
+def _has_place(layout: DraftLayout, num_left: int) -> bool:
+    """Whether every mask can become a draft of the next step, before the last of `num_left` tokens."""
+    return all(not count or group + count + 2 <= num_left for group, count in enumerate(layout.masks))
+
+
 def _differ(size: int, known: int) -> bool:
     """Whether the batch size differs from `known` by more than an eighth."""
     return 8 * abs(size - known) > known
-
-
-def _class_of(limits: DraftLimits) -> SequenceClass:
-    masks = _drafting(limits.acceptance, limits.max_masks)
-    head = _drafting(limits.head_acceptance, limits.max_head_drafts)
-    if masks is _NONE and head is _NONE:
-        return _NO_MASKS
-    return _sequence_class(masks, head, masks is not _NONE and _may_take_turns(limits.acceptance))
 
 
 _NONE: ClassOdds = ((), 0, 0)
@@ -812,11 +844,11 @@ ClassOdds = tuple[tuple[float, ...], int, int]
 
 
 @lru_cache(maxsize=4096)
-def _sequence_class(masks: ClassOdds, head: ClassOdds, may_take_turns: bool) -> SequenceClass:
+def _sequence_class(masks: ClassOdds, head: ClassOdds, may_take_turns: bool, has_few_layouts: bool) -> SequenceClass:
     """Build a class from rounded log-odds, so that few classes exist and layout yields are looked up, not computed."""
 
     def chances(drafting: ClassOdds) -> tuple[float, ...]:
         snapshot, level, _ = drafting
         return tuple(1.0 / (1.0 + math.exp(-odds - level / LEVELS_PER_UNIT)) for odds in snapshot)
 
-    return SequenceClass(chances(masks), masks[2], may_take_turns, chances(head), head[2])
+    return SequenceClass(chances(masks), masks[2], may_take_turns, chances(head), head[2], has_few_layouts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from space_server.speculation.controller import (
     SpeculationController,
     SpeculationProbe,
     StepLoad,
+    few_layouts,
     layout_yields,
 )
 from space_server.step_cost import StepCost, StepShape
@@ -111,6 +113,21 @@ def test_of_the_layouts_considered_more_rows_bring_more_tokens(chances: tuple[fl
     assert [layout_yield.tokens for layout_yield in found] == sorted(layout_yield.tokens for layout_yield in found)
 
 
+@given(chances_of)
+def test_layouts_of_captured_steps_do_not_follow_the_acceptance(chances: tuple[float, ...]) -> None:
+    found = layout_yields(chances, len(chances), few=True)
+    assert found[0].layout == DraftLayout.plain()
+    assert {each.layout for each in found[1:]} <= set(few_layouts(len(chances)))
+    tokens = [each.tokens for each in found]
+    assert tokens == sorted(tokens)
+
+
+def test_captured_steps_have_six_layouts_of_masks_at_most() -> None:
+    assert few_layouts(1) == (DraftLayout.full(1, 1),)
+    assert [layout.num_masks for layout in few_layouts(5)] == [2, 6, 6, 12, 15, 30]
+    assert max(len(few_layouts(most)) for most in range(1, 17)) == 6
+
+
 ROOM_ENOUGH = 100
 CHANCES = (0.7, 0.6, 0.5, 0.5, 0.5)
 
@@ -144,6 +161,23 @@ def settled(
     for _ in range(PATIENCE + 2 * LOOK_SELDOM):
         layouts = controller.layouts(rooms, load)
     return layouts
+
+
+@pytest.mark.parametrize("per_row", [0.0, 0.005, 0.02, 0.05])
+def test_captured_steps_keep_to_few_layouts_whatever_is_accepted_and_left(per_row: float) -> None:
+    controller, rng = SpeculationController(Machine(1.0, per_row), has_few_layouts=True), random.Random(0)
+    usual = {DraftLayout.plain(), *few_layouts(5)}
+    seen = set()
+    for _ in range(60):
+        chances = tuple(rng.uniform(0.3, 0.95) for _ in range(5))
+        [layout] = settled(controller, [measured_room(chances)])
+        assert layout in usual
+        seen.add(layout)
+        [late] = controller.layouts(
+            [dataclasses.replace(measured_room(chances), num_left=rng.randrange(2, 9))], StepLoad()
+        )
+        assert late in usual or late.masks == (0,) * (late.num_drafts + 1)
+    assert len(seen) > 1 or not per_row
 
 
 def test_where_rows_are_free_all_are_laid_out() -> None:
