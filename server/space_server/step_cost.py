@@ -33,6 +33,13 @@ SURPRISE = 1.1
 known place never does: on a noisy machine every tenth step is off by a quarter."""
 
 SMOOTHNESS = 0.1  # penalty on bends in the fit, relative to the points: without measurements the cost stays linear
+FEW_KEYS = 0.2
+"""Penalty on a cost of keys, relative to the points: where all points have one context, keys grow with sequences and
+rows, and the fit must take time for theirs. Otherwise longer contexts would cost many times too much."""
+
+KEY_PARTS = (3 + len(CROWDS), 4 + len(CROWDS))
+"""Numbers of the parts of keys in `_parts`: read by each sequence, and by each row."""
+
 LEAK = 0.002  # share of a place's correction forgotten at each of its steps, so that common errors move to the drift
 NEAR, CAUTION = 3, 0.02
 """Distance, in eighths of a doubling, up to which a larger place is trusted like a known one; each further eighth adds
@@ -172,8 +179,11 @@ class StepCost:
         seconds = np.array([seconds for _, seconds in points])
         rows = np.array([shape.num_rows for shape, _ in points])
         smooth = _bends(len(parts[0])) * (SMOOTHNESS * np.median(rows / seconds))
-        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth))))
-        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth)), wanted))
+        few_keys = np.zeros((len(KEY_PARTS), len(parts[0])))
+        for number, part in enumerate(KEY_PARTS):
+            few_keys[number, part] = FEW_KEYS * float(np.max(parts[:, part] / seconds))
+        wanted = np.concatenate((np.ones(len(points)), np.zeros(len(smooth) + len(few_keys))))
+        cost = cls(_least_squares(np.vstack((parts / seconds[:, None], smooth, few_keys)), wanted))
         beyond: dict[Place, list[float]] = {}
         for shape, taken in points:
             error = math.log(taken / cost._base(shape))

@@ -239,3 +239,20 @@ def test_points_that_are_not_sure_give_way_to_the_first_steps() -> None:
     for _ in range(3):
         cost.learn(drafting, true_seconds(drafting))
     assert cost.seconds(drafting) == pytest.approx(true_seconds(drafting), rel=0.05)
+
+
+PLAIN_MS = {1: 4.72, 2: 4.78, 4: 4.85, 8: 4.95, 16: 5.2, 32: 5.59, 64: 6.43, 128: 8.48, 256: 13.48}
+HEAD_MS = {1: 5.48, 8: 5.95, 32: 7.98, 64: 12.64, 128: 23.5, 256: 45.75}
+"""An 8B Llama's steps on an H200 by batch: plain, and of six rows a sequence with five drafts of a recurrent head."""
+
+
+def test_longer_contexts_than_were_measured_do_not_cost_what_rows_cost() -> None:
+    """In steps of one context rows and keys grow together, and the row at the roofline's ridge is not linear."""
+    points = [(StepShape(size, size, num_context=64 * size), ms / 1e3) for size, ms in PLAIN_MS.items()]
+    points += [
+        (StepShape(size, 6 * size, num_context=64 * size, num_head_steps=5), ms / 1e3) for size, ms in HEAD_MS.items()
+    ]
+    cost = StepCost.from_points(points)
+    for shape, seconds in points:
+        later = shape._replace(num_context=11 * shape.num_context)
+        assert seconds < 1.01 * cost.seconds(later) < 1.25 * seconds

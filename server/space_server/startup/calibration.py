@@ -43,7 +43,7 @@ from space_proto import worker_pb2 as pb
 
 from space_server.machine.sensors import LoadWatch, MachineLoad
 from space_server.model_runner import StepModel
-from space_server.speculation.controller import FixedLayout
+from space_server.speculation.controller import FixedLayout, few_layouts
 from space_server.step_cost import CostOrigin, Point, StepCost, StepShape, read_points
 from space_server.worker import Worker
 from space_server.worker_messages import PROTOCOL_MAJOR
@@ -76,6 +76,12 @@ NUM_PASSES, AGREE, FEWEST = 3, 0.1, 5
 """Passes over the anchors; the share by which they may differ if the costs are to be kept; and the least number of
 different steps measured then."""
 
+MOST_ONE_TIME = 3.0
+"""Bound on the one-time work of captured steps, as a multiple of the time for measuring."""
+
+MOST_MASK_ROWS = 640
+"""Rows of a captured step beyond which layouts of masks are not measured: there they are slower than plain decoding."""
+
 PASSES_SHARE = 1 / 3
 """Share of the time for all passes; slow machines measure fewer anchors, but at least one."""
 
@@ -99,6 +105,7 @@ class Timing:
 
     shape: StepShape
     times: tuple[float, ...]  # seconds of each
+    one_time: float = 0.0  # seconds before them: sequences are admitted, steps compiled and captured
 
     @property
     def seconds(self) -> float:
@@ -154,18 +161,27 @@ def calibrate(
     between: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """Measure points for `StepCost.from_points`, small steps first, as many as fit in `seconds`.
-    `steps`: where decoding sequences keep their state, as when serving. `between` is called between cases."""
+    `steps`: where decoding sequences keep their state, as when serving; of captured steps (`device`), what the first of
+    each kind take to be compiled and captured does not count, up to `MOST_ONE_TIME` times the seconds. `between` is
+    called between cases."""
     points: list[Point] = []
     passes: dict[str, list[float]] = {}
     anchors: list[CalibrationCase] = []
+    is_captured, one_time = steps == "device", 0.0
     candidates = _anchors(model.facts, max_sequences)
     if model.facts.device.type == "cuda":
         for case in candidates:  # compilation does not count towards the seconds
             time_steps(model, kv, case, steps, clock)
     begun = clock()
 
+    def spent() -> float:
+        return clock() - begun - min(one_time, MOST_ONE_TIME * seconds)
+
     def timed(case: CalibrationCase) -> Timing | None:
+        nonlocal one_time
         timing = time_steps(model, kv, case, steps, clock)
+        if timing is not None and is_captured:
+            one_time += timing.one_time
         between()
         return timing
 
@@ -174,7 +190,7 @@ def calibrate(
             points.append((timing.shape, timing.seconds))
 
     def fits(case: CalibrationCase, reserve: float) -> bool:
-        left = seconds - reserve - (clock() - begun)
+        left = seconds - reserve - spent()
         return not points or case.least_steps * _expected(points, case.num_rows) < left
 
     def measure_anchors(cases: Sequence[CalibrationCase]) -> None:
@@ -190,10 +206,10 @@ def calibrate(
         if fits(case, (1.0 - PASSES_SHARE / NUM_PASSES) * seconds):
             anchors.append(case)
             measure_anchors([case])
-    pass_seconds = clock() - begun
+    pass_seconds = spent()
     left = NUM_PASSES - 1 if NUM_PASSES * pass_seconds < seconds else 0  # passes left
-    for case in _cases(model.facts, max_sequences):
-        if left == NUM_PASSES - 1 and clock() - begun >= seconds / 2:
+    for case in (_captured_cases if is_captured else _cases)(model.facts, max_sequences):
+        if left == NUM_PASSES - 1 and spent() >= seconds / 2:
             measure_anchors(anchors)
             left -= 1
         if replace(case, turn=1) not in anchors and fits(case, left * pass_seconds):
@@ -297,6 +313,29 @@ def _cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
             yield case
 
 
+def _captured_cases(facts: ModelFacts, max_sequences: int) -> Iterator[CalibrationCase]:
+    """Yield the cases of captured steps, the most informative first: their layouts are few, their batches large."""
+    plain, masks = DraftLayout.plain(), few_layouts(facts.most_masks)
+    most = facts.most_head_drafts
+    heads = tuple(DraftLayout.by_head(count, count) for count in sorted({min(2, most), min(3, most), most}) if count)
+    prompts = [CalibrationCase(1, plain, context, prompt_rows=rows) for rows, context in PROMPTS]
+    best = (*masks[-1:], *heads[-1:])
+    cases = [PLAIN_STEP, *(CalibrationCase(1, layout) for layout in best), prompts[0]]
+    # Rows and keys grow together in steps of one context: without a second one the fit cannot tell them apart.
+    for size, layouts in ((1, (plain, *best)), (8, (plain, *best)), (64, (plain, *heads[-1:]))):
+        cases += [CalibrationCase(size, layout, n) for layout in layouts for n in (CONTEXT, LONG_CONTEXT)]
+    for size in (8, 64, 1, 32, 128, 256, 2, 4, 16):
+        fitting = (layout for layout in masks if size * layout.num_rows <= MOST_MASK_ROWS)
+        cases += [CalibrationCase(size, layout) for layout in (plain, *heads, *fitting)]
+    for size in (1, 8, 32):
+        cases += [CalibrationCase(size, layout, temperature=1.0) for layout in (plain, *masks[:1], *heads[-1:])]
+    cases += prompts[1:]
+    cases += [replace(case, turn=2) for case in cases if not case.prompt_rows]
+    for case in dict.fromkeys(cases):
+        if case.num_sequences <= max_sequences:
+            yield case
+
+
 def _with_head(cases: Sequence[CalibrationCase], most: int) -> list[CalibrationCase]:
     """Return the cases, behind every one with masks the same with as many drafts of the recurrent head."""
     found = []
@@ -313,7 +352,7 @@ def _with_head(cases: Sequence[CalibrationCase], most: int) -> list[CalibrationC
 
 def case_names(facts: ModelFacts, max_sequences: int) -> Sequence[str]:
     """Return all cases: costs measured on other cases are not comparable."""
-    return [repr(case) for case in _cases(facts, max_sequences)]
+    return [repr(case) for cases in (_cases, _captured_cases) for case in cases(facts, max_sequences)]
 
 
 def _expected(points: list[Point], num_rows: int) -> float:
@@ -348,7 +387,7 @@ def time_steps(
         num_timed, taken = len(recorder.points) - case.num_idle, clock() - begun
         return (num_timed > 0 and taken > ENOUGH) or (num_timed >= NUM_STEPS and taken > LONG)
 
-    begun = clock()
+    admitted = begun = clock()
     if case.prompt_rows:
         for number in range(case.num_idle + NUM_STEPS):  # one after the other
             admit(number)
@@ -366,7 +405,9 @@ def time_steps(
             if is_over(begun):
                 break
     timed = sorted(recorder.points[case.num_idle :], key=lambda point: point[1])
-    return Timing(timed[len(timed) // 2][0], tuple(seconds for _, seconds in timed)) if timed else None
+    if not timed:
+        return None
+    return Timing(timed[len(timed) // 2][0], tuple(seconds for _, seconds in timed), begun - admitted)
 
 
 def _worker(

@@ -15,14 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from space_common.worker_settings import StepsHere
 from space_kernels.build import cpu_library
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
+from space_model.model_facts import HeadFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.device_runner.device_forward import DeviceForward, StepKind
 from space_server.machine.sensors import LoadWatch, MachineLoad
+from space_server.speculation.controller import few_layouts
 from space_server.startup import calibration
 from space_server.startup.calibration import (
     AGREE,
@@ -140,6 +144,46 @@ def test_what_a_kind_of_step_takes_at_first_is_not_measured(model: SpaceModel, m
     assert len(decoding) > 5
     assert all(0.002 <= seconds < 0.003 for seconds in decoding)
     assert min(sum(seen.values()) for seen in taken.values()) >= 2 + calibration.NUM_STEPS
+
+
+def test_what_captured_steps_take_at_first_leaves_the_time_for_measuring(
+    model: SpaceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, take, kinds = 0.0, DeviceForward.take, dict[int, Counter[StepKind]]()
+
+    def slow_at_first(step: DeviceForward, kind: StepKind) -> torch.Tensor:
+        nonlocal now
+        seen = kinds.setdefault(id(step), Counter())
+        seen[kind] += 1
+        now += 0.1 if seen[kind] <= 2 else 0.002
+        return take(step, kind)
+
+    monkeypatch.setattr(DeviceForward, "take", slow_at_first)
+    kv = model.allocate_kv(256, 16)
+
+    def measured(steps: StepsHere) -> set[tuple[int, int]]:
+        nonlocal now
+        now = 0.0
+        found = calibrate(model, kv, max_sequences=64, seconds=3.0, steps=steps, clock=lambda: now)
+        assert found.seconds < (1 + calibration.MOST_ONE_TIME + 1) * 3.0
+        return {(shape.num_sequences, shape.num_mask_rows) for shape, _ in found.points}
+
+    in_time, beyond = measured("eager"), measured("device")
+    assert len(beyond) > 2 * len(in_time)
+    assert {size for size, _ in beyond} >= {1, 8, 32, 64}
+
+
+def test_captured_steps_are_measured_in_every_batch_by_the_head_too(model: SpaceModel) -> None:
+    facts = dataclasses.replace(model.facts, mask_ids=(1, 2, 3, 4, 5), num_masks=5, head=HeadFacts(5))
+    cases = list(calibration._captured_cases(facts, 256))
+    for size in (1, 8, 32, 64, 128, 256):
+        first = [case.layout for case in cases[:60] if case.num_sequences == size and not case.prompt_rows]
+        assert DraftLayout.plain() in first
+        assert {layout.head_drafts for layout in first} >= {2, 3, 5}
+    masks = {case.layout for case in cases if case.layout.num_masks}
+    assert masks == set(few_layouts(5))
+    assert max(case.num_rows for case in cases if case.layout.num_masks) <= calibration.MOST_MASK_ROWS
+    assert {case.num_sequences for case in calibration._captured_cases(facts, 8)} == {1, 2, 4, 8}
 
 
 class FirstPromptIsSlow:
