@@ -7,15 +7,14 @@
 # Layers go from what changes least to what changes most: a change in the source rebuilds only the last ones.
 # torch brings its own CUDA libraries, so the base image needs none.
 #
-# flash-attn is compiled in a stage with CUDA's compiler, once, until torch or the pinned version changes. That is long,
-# and each of MAX_JOBS jobs takes gigabytes (by flash-attn's own account up to 9). More jobs, or an image without it,
-# whose attention is then our own Triton kernel:
+# Attention is our own Triton kernel. flash-attn 2, which takes pages of 256 tokens only, can be compiled beside it in a
+# stage with CUDA's compiler, once, until torch or the pinned version changes. That is long, and each of MAX_JOBS jobs
+# takes gigabytes (by flash-attn's own account up to 9):
 #
-#   docker build --build-arg MAX_JOBS=16 -t spaceserve .
-#   docker build --build-arg FLASH_ATTN=without -t spaceserve .
+#   docker build --build-arg FLASH_ATTN=with --build-arg MAX_JOBS=16 -t spaceserve .
 ARG BASE=nvidia/cuda:13.0.3-base-ubuntu24.04
 ARG CUDA=nvidia/cuda:13.0.3-devel-ubuntu24.04
-ARG FLASH_ATTN=with
+ARG FLASH_ATTN=without
 
 FROM ${BASE} AS torch
 # hadolint ignore=DL3008

@@ -213,8 +213,8 @@ BACKENDS: Mapping[str, Backend] = {
             "flash-attn-2",
             package="flash-attn",
             oldest=(2, 8, 3),
-            install="pip install --no-build-isolation 'flash-attn>=2.8.3' (builds with a CUDA toolkit), or use the GPU "
-            "image, which has it",
+            install="pip install --no-build-isolation 'flash-attn>=2.8.3' (builds with a CUDA toolkit), or build the "
+            "GPU image with FLASH_ATTN=with",
             load=_flash_attn_2,
             capabilities=((8, _MOST),),
             page_multiple=PAGE_2,
