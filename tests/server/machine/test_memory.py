@@ -20,6 +20,7 @@ from space_model.free_memory import FreeMemory
 from space_model.testing import tiny_checkpoint
 from space_model.verification.layer_reference import CONTEXT
 from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from torch import Tensor
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
 
@@ -178,6 +179,7 @@ from space_model.malloc import use_one_heap
 
 use_one_heap()
 import torch
+from torch import Tensor
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import read_config
 from space_model.loading.load import load_model
@@ -236,11 +238,18 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
     shapes |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER)}
     norms = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
     index: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        """Where all weights are one number, all sums round alike, which the check at load takes for another model."""
+        return (0.02 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+
     for number in range(LAYERS):
-        layer = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in (shapes | norms).items()}
+        layer = {name: drawn(*shape) for name, shape in shapes.items()}
+        layer |= {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in norms.items()}
         tensors = {f"model.layers.{number}.{name}.weight": tensor for name, tensor in layer.items()}
         if number == 0:
-            tensors["model.embed_tokens.weight"] = torch.full((VOCABULARY, HIDDEN), 0.01, dtype=torch.bfloat16)
+            tensors["model.embed_tokens.weight"] = drawn(VOCABULARY, HIDDEN)
             tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
         file = f"model-{number}.safetensors"
         save_file(tensors, large / file, {"format": "pt"})
