@@ -35,7 +35,6 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"kv_memory": "1.5"}, {}, "a fraction of free memory"),
         ({"kv_memory": "much"}, {}, "a size such as 1GiB"),
         ({"block_size": "17"}, {}, "8, 16, 32"),
-        ({"workers": "some"}, {}, "must be a whole number from 1 to 64, or auto"),
         ({"drain_timeout": "nan"}, {}, "seconds"),
         ({"space_mask_ids": "1,x"}, {}, "token ids separated by commas"),
         ({"space_mask_ids": "1,2", "space_num_masks": "3"}, {}, "one shared id, or one per mask"),
@@ -50,6 +49,7 @@ def test_a_flag_wins_over_its_variable_and_that_over_the_default() -> None:
         ({"adapter": "a=b,a=c"}, {}, "two adapters the same name"),
         ({"adapter": "smollm2=b"}, {}, "the model itself is called so"),
         ({"worker_address": "w:1", "dtype": "auto"}, {}, "--dtype does nothing with --worker-address"),
+        ({"workers": "some"}, {}, "must be a whole number from 1 to 64, or auto"),
     ],
 )
 def test_an_unusable_text_is_named_with_what_is_allowed(
