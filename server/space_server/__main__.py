@@ -418,7 +418,16 @@ async def _serve(worker: Worker, config: WorkerSettings, meter: Meter, tracer: T
         sys.stdout.flush()
     await service.finished.wait()
     await server.stop(grace=1.0)
+    await _calls_ended()
     return not service.has_lost_device
+
+
+async def _calls_ended() -> None:
+    """Wait for grpc's tasks of calls that have ended, a second at most: cancelled with the event loop, each would be
+    reported on stderr as an error, with its traceback."""
+    calls = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
+    if calls:
+        await asyncio.wait(calls, timeout=1.0)
 
 
 def _outlive(parent_pid: int, period: float = 0.5) -> None:
