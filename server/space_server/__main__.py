@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from space_common import default_model
+from space_common.grpc_calls import stop_server
 from space_common.hub import Hub
 from space_common.nvml import Nvml
 from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr
@@ -417,17 +418,8 @@ async def _serve(worker: Worker, config: WorkerSettings, meter: Meter, tracer: T
         sys.stdout.write(f"ready {address}\n")
         sys.stdout.flush()
     await service.finished.wait()
-    await server.stop(grace=1.0)
-    await _calls_ended()
+    await stop_server(server, grace=1.0)
     return not service.has_lost_device
-
-
-async def _calls_ended() -> None:
-    """Wait for grpc's tasks of calls that have ended, a second at most: cancelled with the event loop, each would be
-    reported on stderr as an error, with its traceback."""
-    calls = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "_schedule_rpc_coro"]
-    if calls:
-        await asyncio.wait(calls, timeout=1.0)
 
 
 def _outlive(parent_pid: int, period: float = 0.5) -> None:

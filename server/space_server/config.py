@@ -12,6 +12,7 @@ import torch
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.hub import Hub, HubError, is_hub_id
+from space_common.visible_gpus import VISIBLE
 from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
@@ -76,8 +77,6 @@ def say(line: str) -> None:
     sys.stdout.write(f"busy {line}\n")
     sys.stdout.flush()
 
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _log = logging.getLogger(__name__)
 

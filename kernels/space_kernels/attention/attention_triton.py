@@ -28,7 +28,7 @@ keys and values would otherwise wait for those, and no block could be fetched be
 **Swapped products.** Hopper's warpgroup instructions take 64 rows of their first operand and 8 to 256 columns of the
 second. A decode step has 4 or 24 packed rows per sequence, so in a tile of 64 most of the work and of the registers
 goes to padding. `swapped_tile` takes the keys as the rows and 16 or 32 packed rows as the columns: scores [N, M] =
-K Qᵀ, then sums [D, M] += Vᵀ weights. `_tile` chooses it by the rows of the longest sequence. It has the bits of the
+K Qᵀ, then sums [D, M] += Vᵀ weights. `step_tile` chooses it by the rows of the longest sequence. It has the bits of the
 usual tile, so a step of mask rows, a prefill and plain decoding may each have the tile that is fastest.
 
 **Row invariance.** Exactness means that plain decoding, every k, every batch and a prefill give a row the same bits.

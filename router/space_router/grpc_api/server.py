@@ -13,6 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from space_common.certificate import server_credentials
+from space_common.grpc_calls import stop_server
 from space_common.tracing import parent_of
 from space_proto import generate_pb2, generate_pb2_grpc
 
@@ -281,4 +282,4 @@ class GrpcServer:
     async def stop(self, seconds: float) -> None:
         """Accept no more calls; end running calls after `seconds`."""
         self._health.close()
-        await self._server.stop(seconds)
+        await stop_server(self._server, seconds)

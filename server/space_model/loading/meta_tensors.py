@@ -1,6 +1,6 @@
-"""Models on the meta device, whose tensors have a shape and no values, without torch's reference operations.
+"""Builds models on the meta device without torch's reference operations.
 
-On that device many operations have no other implementation, and these import sympy: 1.6 seconds, once in a process.
+Many operations have no other implementation on that device, and these import sympy: 1.6 seconds, once in a process.
 """
 
 from __future__ import annotations
