@@ -101,7 +101,7 @@ def test_no_word_of_a_prompt_an_answer_or_a_key_is_logged_whatever_goes_wrong(
     flags = ["--log-level", "debug", "--api-key-file", str(keys), "--chat-template", "chatml"]
     with start_server(*flags, worker=["--reply", answer]) as server:
         headers = {"authorization": "Bearer the-key-itself"}
-        with httpx.Client(base_url=server.url, headers=headers) as client:
+        with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
             message = {"role": "user", "content": SECRET}
             asked: list[tuple[str, Any]] = [
                 ("/v1/completions", {"prompt": SECRET, "max_tokens": 8}),
