@@ -12,6 +12,7 @@ from space_eval.flags import EvalError
 
 COMMANDS = {
     "acceptance": ("space_eval.acceptance.command", "tokens per step by k and temperature, loops apart"),
+    "drafts": ("space_eval.acceptance.drafts", "accepted drafts per step over given texts, without decoding"),
     "speed": (
         "space_eval.acceptance.speed",
         "plain decoding against SPACE in seconds, and transformers' assisted decoding",

@@ -20,7 +20,7 @@ from space_kernels.sampling.sampling_params import (
     SamplingRow,
     SamplingRows,
 )
-from space_kernels.step.draft_head import NUM_CANDIDATES, SamplingColumns, propose
+from space_kernels.step.draft_head import NUM_CANDIDATES, NUM_GREEDY_CANDIDATES, SamplingColumns, propose
 from space_model.heads import DraftHeadWeights
 from torch import Tensor
 
@@ -79,11 +79,6 @@ class SamplingGroups:
         if sequences != self._last.sequences:
             self._last = SamplingGroup([*sequences])
         return self._last
-
-
-NUM_GREEDY_CANDIDATES = 64
-"""Candidates rescored where all sampling is greedy. Noise lifts improbable ids; without it more candidates change no
-draft."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,10 @@ from space_kernels.sampling.sampling_params import SamplingParams
 NUM_CANDIDATES = 256
 """Candidate ids rescored per mask: a mask's 256 best ids keep 97 % of the accepted drafts (SPACE §4)."""
 
+NUM_GREEDY_CANDIDATES = 64
+"""Candidates rescored where all sampling is greedy. Noise lifts improbable ids; without it more candidates change no
+draft."""
+
 
 class DraftHeadForm(StrEnum):
     """The draft head's function of a mask's hidden state h and the embedding e of the previous token."""

@@ -394,11 +394,20 @@ class OwnRecurrentHead:
             return None
         if (section["hidden"], section["embedding_scale"]) != (plan.recurrent_head, plan.head_scale):
             return None
-        tensors = load_file(checkpoint.home / section["file"])
-        ids = tensors.get(f"{RECURRENT}.ids")
-        if (vocab_size if ids is None else len(ids)) != min(plan.draft_vocab, vocab_size):
-            return None
-        return cls(tensors[f"{RECURRENT}.w1.weight"], tensors[f"{RECURRENT}.w2.weight"], ids)
+        head = cls.load(checkpoint.home / section["file"])
+        return head if head.draft_vocab(vocab_size) == min(plan.draft_vocab, vocab_size) else None
+
+    @classmethod
+    def load(cls, file: Path) -> OwnRecurrentHead:
+        """Return the head in `file`, whatever its sizes."""
+        tensors = load_file(file)
+        return cls(
+            tensors[f"{RECURRENT}.w1.weight"], tensors[f"{RECURRENT}.w2.weight"], tensors.get(f"{RECURRENT}.ids")
+        )
+
+    def draft_vocab(self, vocab_size: int) -> int:
+        """Return how many ids it drafts, of a vocabulary of `vocab_size`."""
+        return vocab_size if self.ids is None else len(self.ids)
 
     def copy_to(self, head: RecurrentHeadModule) -> None:
         with torch.no_grad():
