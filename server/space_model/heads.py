@@ -223,6 +223,10 @@ WHOLE_ROUNDS, STEADY_ROUNDS, STEADY = 2, 8, 0.01
 """Rounds that time all counts; then rounds that time only the counts at the limit, until so many in a row lower no
 minimum by more than this share."""
 
+CACHED, SHORT = 64 << 20, 2e-4
+"""Bytes read before each timed call, so that the weights come from memory, as in a step behind the layers' weights; and
+seconds up to which two rows' logits are of a head so small that it may stay in a cache."""
+
 SECONDS, MOST_SECONDS = 0.3, 1.0  # time limits for starting a round: normally, and while minima still fall
 
 
@@ -233,13 +237,19 @@ def head_rows(logits: Callable[[Tensor], Tensor], base: BaseSpec, clock: Callabl
         return UNMEASURED
     if clock is None:
         clock = time.process_time
+    others = torch.zeros(CACHED // 4)
     rows = torch.zeros(max(TRIED), base.hidden_size, dtype=base.dtype, device=base.device)
     logits(rows[:BASE])  # warm-up
+    started = clock()
+    logits(rows[:BASE])
+    is_large = clock() - started > SHORT
     least: dict[int, float] = {}
     begun, num_rounds, last_fall = clock(), 0, 0
     tried: Sequence[int] = TRIED
     while num_rounds < WHOLE_ROUNDS + STEADY_ROUNDS or num_rounds - last_fall < STEADY_ROUNDS:
         for count in (number for one in tried for number in (BASE, one)):
+            if is_large:
+                others.sum()
             started = clock()
             logits(rows[:count])
             taken = clock() - started

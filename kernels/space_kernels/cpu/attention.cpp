@@ -279,6 +279,14 @@ void join(State* const* state, const Seen* seen, const Block& block, const Atten
     for (; at < dim; at += LANES) weigh<1, COUNT>(state, block, weights, begin, to, shrink, dim, at);
 }
 
+template <int COUNT>
+void join_rest(int count, State* const* state, const Seen* seen, const Block& block, const Attention& a, int64_t dim) {
+    if constexpr (COUNT > 0) {
+        if (count == COUNT) return join<COUNT>(state, seen, block, a, dim);
+        join_rest<COUNT - 1>(count, state, seen, block, a, dim);
+    }
+}
+
 // Adds the block to every state; state i sees `seen[i]` of it.
 void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a, int64_t dim,
               const bf16* none) {
@@ -297,7 +305,7 @@ void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& 
         join<ABREAST>(abreast, sight, block, a, dim);
         count = 0;
     }
-    for (int i = 0; i < count; ++i) join<1>(abreast + i, sight + i, block, a, dim);
+    join_rest<ABREAST - 1>(count, abreast, sight, block, a, dim);
 }
 
 // Prefetches a head's keys and values at positions [begin, end): a page is too short for the hardware prefetcher.

@@ -11,6 +11,16 @@ constexpr int64_t VECTOR = 64;  // bytes of a vector: four numbers of each of si
 #if defined(__x86_64__)
 static inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, 0)); }  // to the nearest, ties to even
 static inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+// Stores 32 codes, and the sums of the first 16 and of all.
+static inline void store_codes(__m256i codes, int8_t* to, int32_t* sums) {
+    _mm256_storeu_si256((__m256i*)to, codes);
+    const __m256i raised = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));  // codes + 128
+    const __m256i eights = _mm256_sad_epu8(raised, _mm256_setzero_si256());
+    const __m128i first = _mm256_castsi256_si128(eights), second = _mm256_extracti128_si256(eights, 1);
+    const __m128i halves = _mm_add_epi64(_mm_unpacklo_epi64(first, second), _mm_unpackhi_epi64(first, second));
+    sums[0] = _mm_cvtsi128_si32(halves) - 16 * 128;
+    sums[1] = sums[0] + _mm_extract_epi32(halves, 2) - 16 * 128;
+}
 static inline uint16_t most_of(__m256i sizes) {
     const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(sizes), _mm256_extracti128_si256(sizes, 1));
     const __m128i least = _mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1)));  // of the complements
@@ -59,13 +69,11 @@ static inline uint16_t most_of(const bf16* p) {
     const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
     return most_of(_mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1)));
 }
-// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
-static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size, and the sums of the first 16 and of all.
+static inline void round_all(const bf16* p, float by, int8_t* to, int32_t* sums) {
     const __m512i first = _mm512_cvtps_epi32(mul(load(p), same(by)).v);
     const __m512i second = _mm512_cvtps_epi32(mul(load(p + LANES), same(by)).v);
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(first));
-    _mm_storeu_si128((__m128i*)(to + LANES), _mm512_cvtepi32_epi8(second));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
+    store_codes(_mm256_set_m128i(_mm512_cvtepi32_epi8(second), _mm512_cvtepi32_epi8(first)), to, sums);
 }
 
 #if defined(__AVX512VNNI__)
@@ -125,20 +133,15 @@ static inline __m256i load_sizes(const bf16* p) {
 static inline uint16_t most_of(const bf16* p) {
     return most_of(_mm256_max_epu16(load_sizes(p), load_sizes(p + LANES)));
 }
-static inline __m256i round_half(const bf16* p, float by, int8_t* to) {
+static inline __m128i round_half(const bf16* p, float by) {
     const Lanes a = mul(load(p), same(by));
     const __m256i first = _mm256_cvtps_epi32(a.low), second = _mm256_cvtps_epi32(a.high);
     const __m256i sixteen = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
-    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(sixteen), _mm256_extracti128_si256(sixteen, 1));
-    _mm_storeu_si128((__m128i*)to, bytes);
-    return _mm256_add_epi32(first, second);
+    return _mm_packs_epi16(_mm256_castsi256_si128(sixteen), _mm256_extracti128_si256(sixteen, 1));
 }
-// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
-static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
-    const __m256i eight = _mm256_add_epi32(round_half(p, by, to), round_half(p + LANES, by, to + LANES));
-    const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-    const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size, and the sums of the first 16 and of all.
+static inline void round_all(const bf16* p, float by, int8_t* to, int32_t* sums) {
+    store_codes(_mm256_set_m128i(round_half(p + LANES, by), round_half(p, by)), to, sums);
 }
 static inline __m256i dot_halves8(__m256i a, __m256i four, int times) {  // a below 16: sums of two fit in sixteen bits
     return _mm256_madd_epi16(_mm256_maddubs_epi16(a, four), _mm256_set1_epi16(short(times)));
@@ -190,20 +193,19 @@ static inline uint16_t most_of(const bf16* p) {
     for (int i = 0; i < 4; ++i) most = vmaxq_u16(most, vandq_u16(vld1q_u16(p + 8 * i), vdupq_n_u16(0x7fff)));
     return vmaxvq_u16(most);
 }
-// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size; returns their sum.
-static inline int32_t round_all(const bf16* p, float by, int8_t* to) {
-    int32x4_t sum = vdupq_n_s32(0);
+// Stores the nearest whole numbers to 32 numbers times `by`, at most 127 in size, and the sums of the first 16 and of all.
+static inline void round_all(const bf16* p, float by, int8_t* to, int32_t* sums) {
     for (int half = 0; half < 2; ++half) {
         const Lanes a = mul(load(p + half * LANES), same(by));
         for (int i = 0; i < 4; ++i) {
             const int32x4_t whole = vcvtnq_s32_f32(a.v[i]);
-            sum = vaddq_s32(sum, whole);
             const int16x4_t narrow = vmovn_s32(whole);
             const int8x8_t bytes = vmovn_s16(vcombine_s16(narrow, narrow));
             std::memcpy(to + half * LANES + 4 * i, &bytes, 4);
         }
     }
-    return vaddvq_s32(sum);
+    sums[0] = vaddlvq_s8(vld1q_s8(to));
+    sums[1] = sums[0] + vaddlvq_s8(vld1q_s8(to + LANES));
 }
 static inline int32x4_t pair_sums(uint8x8_t a, int16x8_t four) {  // a product is below 2^15
     return vpaddlq_s16(vmulq_s16(vreinterpretq_s16_u16(vmovl_u8(a)), four));

@@ -6,9 +6,7 @@ namespace KIND {
 static bool by_tiles(const Linear& w) { return TILES && !w.scale && w.groups == Groups::NONE; }
 
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
-    if (w.groups != Groups::NONE)
-        multiply_by_groups(w, p, first, last, fresh);
-    else if (by_tiles(w))
+    if (by_tiles(w))
         multiply_by_tiles(w, p, first, last, fresh);
     else
         multiply_by_lanes(w, p, first, last, fresh);

@@ -93,8 +93,8 @@ struct Matmul {
     int64_t low_stride;
 };
 
-// Compute panels [first, last), with A·x known. For SWIGLU panels are pairs, gate and up: both bounds are even. fresh:
-// this is the thread's first piece of this job.
+// Compute panels [first, last) of weights that are not in groups, with A·x known. For SWIGLU panels are pairs, gate and
+// up: both bounds are even. fresh: this is the thread's first piece of this job.
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 
 // The gated rows among [row, row + rows), run by run.
@@ -107,11 +107,15 @@ void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
     }
 }
 
-// By vector instructions, by tiles (AMX), and by integers: `multiply`, and its part that adds B·low to the sums of the gated rows
-// among [row, row + rows), rows of `count` panels from `panel` on.
+// A·x of a run of gated rows, by num_threads threads.
+void multiply_low(const GatedRows& run, const Matmul& p, int num_threads);
+
+// The whole matmul by weights in groups, by num_threads threads; A·x of gated rows first.
+void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads);
+
+// By vector instructions, and by tiles (AMX): `multiply`, and its part that adds B·low to the sums of the gated rows among [row, row + rows), rows of `count` panels from `panel` on.
 void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 void multiply_by_tiles(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
-void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);
 void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
 void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count);
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "bytes.h"
+#include "team.h"
 
 namespace KIND {
 
@@ -33,7 +34,8 @@ constexpr int64_t SIZE = 32;        // inputs of a group
 constexpr int64_t SHARED = 8;       // groups with one scale, of the K forms
 constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
 constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
-constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones
+constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones, and that a thread takes at least
+constexpr int64_t LEAST_NUMBERS = 8192;  // inputs that a thread rounds at least
 constexpr int64_t AHEAD = 2560;  // prefetch distance in bytes
 
 constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <= SUMS ? 2 : 1; }
@@ -68,49 +70,54 @@ struct Rounded {
     int32_t* sum;     // [groups, rows, 2]: of the first 16 codes, and of all
 };
 
-// A thread's rows of the present job.
-struct ThreadRows {
+// All rows of a matmul, rounded once for every thread: tile after tile, evenly, so that no tile has a single row.
+struct RoundedRows {
     std::vector<int8_t> codes;
     std::vector<float> scale, total;
     std::vector<int32_t> sum;
     std::vector<int64_t> bounds;
     int64_t groups = 0;
 
+    void resize(int64_t rows, int64_t inputs) {
+        groups = (inputs + SIZE - 1) / SIZE;
+        if (const size_t count = rows * groups; scale.size() < count)
+            codes.resize(count * SIZE), scale.resize(count), total.resize(count), sum.resize(2 * count);
+        const int64_t num_tiles = (rows + SUMS - 1) / SUMS;
+        bounds.assign(num_tiles + 1, 0);
+        for (int64_t n = 0; n < num_tiles; ++n)
+            bounds[n + 1] = bounds[n] + (rows - bounds[n] + num_tiles - n - 1) / (num_tiles - n);
+    }
+    int64_t num_tiles() const { return int64_t(bounds.size()) - 1; }
     Rounded from(int64_t row) {
         const int64_t at = row * groups;
         return {codes.data() + at * SIZE, scale.data() + at, total.data() + at, sum.data() + 2 * at};
     }
 };
-ThreadRows& thread_rows() {
-    static thread_local ThreadRows rows;
-    return rows;
-}
 
-// Rounds one group of a row to codes; returns their sum. If a number is not finite, the scale is NaN.
-int32_t round_group(const bf16* x, int8_t* codes, float* scale) {
+// Rounds one group of a row to codes, and sums them. If a number is not finite, the scale is NaN.
+void round_group(const bf16* x, int8_t* codes, float* scale, int32_t* sum) {
     const float most = widen(most_of(x));
     if (!(most > FLOOR && most <= FLT_MAX)) {
         std::memset(codes, 0, SIZE);
+        sum[0] = sum[1] = 0;
         *scale = most > FLOOR || most != most ? NAN : 0.0f;
-        return 0;
+        return;
     }
     *scale = most * (1.0f / 127.0f);
-    return round_all(x, 127.0f / most, codes);
+    round_all(x, 127.0f / most, codes, sum);
 }
 
-void round_rows(const Matmul& p, int64_t row, int64_t rows, int64_t inputs, int64_t groups, const Rounded& to) {
-    for (int64_t i = 0; i < rows; ++i) {
-        const bf16* x = p.x + (row + i) * p.x_stride;
-        for (int64_t g = 0; g < groups; ++g) {
-            const int64_t at = g * rows + i, left = inputs - g * SIZE;
-            bf16 last[SIZE] = {};
-            if (left < SIZE) std::memcpy(last, x + g * SIZE, left * sizeof(bf16));
-            const int32_t sum = round_group(left < SIZE ? last : x + g * SIZE, to.codes + at * SIZE, to.scale + at);
-            to.total[at] = to.scale[at] * float(sum);
-            int32_t half = 0;
-            for (int64_t k = 0; k < SIZE / 2; ++k) half += to.codes[at * SIZE + k];
-            to.sum[2 * at] = half, to.sum[2 * at + 1] = sum;
-        }
+void round_row(const Matmul& p, int64_t row, int64_t inputs, RoundedRows& rows) {
+    const int64_t tile = std::upper_bound(rows.bounds.begin(), rows.bounds.end(), row) - rows.bounds.begin() - 1;
+    const int64_t first = rows.bounds[tile], height = rows.bounds[tile + 1] - first;
+    const Rounded to = rows.from(first);
+    const bf16* x = p.x + row * p.x_stride;
+    for (int64_t g = 0, at = row - first; g < rows.groups; ++g, at += height, x += SIZE) {
+        bf16 last[SIZE] = {};
+        const int64_t left = inputs - g * SIZE;
+        if (left < SIZE) std::memcpy(last, x, left * sizeof(bf16));
+        round_group(left < SIZE ? last : x, to.codes + at * SIZE, to.scale + at, to.sum + 2 * at);
+        to.total[at] = to.scale[at] * float(to.sum[2 * at + 1]);
     }
 }
 
@@ -223,39 +230,23 @@ void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounde
     }
 }
 
-// As `multiply_by` of the lanes: few rows form one tile; with several, four panels stay in the cache while all tiles
-// use them.
+// Panels [first, last) by rows [row, behind). As `multiply_by` of the lanes: few rows form one tile; with several, four
+// panels stay in the cache while all tiles use them.
 template <Groups GROUPS>
-void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
-    using F = Form<GROUPS>;
-    ThreadRows& rows = thread_rows();
-    if (!p.rows || first == last) return;
-    const int64_t groups = (w.inputs + SIZE - 1) / SIZE, size = F::place(groups);
-    if (fresh) {
-        const int64_t num_tiles = (p.rows + SUMS - 1) / SUMS;
-        rows.groups = groups;
-        if (int64_t(rows.scale.size()) < p.rows * groups) {
-            rows.codes.resize(p.rows * groups * SIZE);
-            rows.scale.resize(p.rows * groups), rows.total.resize(p.rows * groups), rows.sum.resize(2 * p.rows * groups);
-        }
-        rows.bounds.assign(num_tiles + 1, 0);
-        for (int64_t n = 0; n < num_tiles; ++n) {
-            const int64_t row = rows.bounds[n], count = (p.rows - row + num_tiles - n - 1) / (num_tiles - n);
-            rows.bounds[n + 1] = row + count;
-            round_rows(p, row, count, w.inputs, groups, rows.from(row));
-        }
-        lay_out_low(p, rows.bounds.data(), num_tiles);
-    }
-    const int64_t num_tiles = int64_t(rows.bounds.size()) - 1;
-    const int most = num_tiles > 1 ? TOGETHER : std::max(2, panels_of(p.rows));
+void multiply_by(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind, int64_t first,
+                 int64_t last) {
+    const int64_t size = Form<GROUPS>::place(rows.groups), num_tiles = rows.num_tiles();
+    const int most = num_tiles > 1 ? TOGETHER : std::max(2, panels_of(rows.bounds[1]));
     Lanes sums[SUMS * TOGETHER];
     for (int64_t panel = first; panel < last;) {
         const int64_t left = last - panel;
         const int count = left >= most ? most : left >= 2 ? 2 : 1;
         for (int64_t n = 0; n < num_tiles; ++n) {
-            const int64_t row = rows.bounds[n], here = rows.bounds[n + 1] - row;
-            sum_up_of<GROUPS>(here, (const uint8_t*)w.weight + panel * size, groups, rows.from(row), sums, count);
-            finish(w, p, sums, row, here, panel, count);
+            const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
+            const int64_t from = std::max(row, top), to = std::min(behind, top + height);
+            if (from >= to) continue;
+            sum_up_of<GROUPS>(height, (const uint8_t*)w.weight + panel * size, rows.groups, rows.from(top), sums, count);
+            finish(w, p, sums + (from - top) * count, from, to - from, panel, count);
         }
         panel += count;
     }
@@ -337,9 +328,15 @@ auto with_form(Groups groups, const Work& work) {
 
 }  // namespace
 
-void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+namespace {
+
+// Panels [first, last) by rows [row, behind), of several forms.
+void multiply_by_forms(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind, int64_t first,
+                       int64_t last) {
     if (w.groups != Groups::MIXED) {
-        with_form(w.groups, [&](auto form) { multiply_by<decltype(form)::GROUPS_OF>(w, p, first, last, fresh); });
+        with_form(w.groups, [&](auto form) {
+            multiply_by<decltype(form)::GROUPS_OF>(w, p, rows, row, behind, first, last);
+        });
         return;
     }
     for (auto part = (const LinearPart*)w.weight; part->weight; ++part) {
@@ -348,9 +345,37 @@ void multiply_by_groups(const Linear& w, const Matmul& p, int64_t first, int64_t
         Linear one = w;
         one.groups = Groups(part->groups);
         one.weight = part->weight - part->first * panel_bytes(w.inputs, one.groups);  // its panels keep their numbers
-        multiply_by_groups(one, p, from, to, fresh);
-        fresh = false;
+        multiply_by_forms(one, p, rows, row, behind, from, to);
     }
+}
+
+}  // namespace
+
+void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads) {
+    static thread_local RoundedRows of_caller;
+    RoundedRows& rows = of_caller;
+    if (!p.rows) return;
+    rows.resize(p.rows, w.inputs);
+    const int64_t unit = std::max<int64_t>(1, LEAST_NUMBERS / w.inputs);
+    share_out(num_threads, (p.rows + unit - 1) / unit, [&](int64_t first, int64_t last, bool) {
+        for (int64_t row = first * unit; row < std::min(p.rows, last * unit); ++row) round_row(p, row, w.inputs, rows);
+    });
+    for (int64_t n = 0; n < p.num_gated; ++n) {
+        const auto& [row, behind, delta] = p.gated[n];
+        const Linear& a = delta->a;
+        if (a.groups == Groups::NONE) {
+            multiply_low(p.gated[n], p, num_threads);
+            continue;
+        }
+        Matmul low{p.x, p.rows, p.x_stride, p.low, p.low_stride, false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
+        share_out(num_threads, a.panels, [&, row = row, behind = behind](int64_t first, int64_t last, bool) {
+            multiply_by_forms(a, low, rows, row, behind, first, last);
+        });
+    }
+    share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
+        if (fresh) lay_out_low(p, rows.bounds.data(), rows.num_tiles());
+        multiply_by_forms(w, p, rows, 0, p.rows, first * TOGETHER, std::min(w.panels, last * TOGETHER));
+    });
 }
 
 int64_t panel_bytes(int64_t inputs, Groups groups) {

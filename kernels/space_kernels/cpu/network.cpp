@@ -53,16 +53,20 @@ void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work
 
 }  // namespace
 
+void multiply_low(const GatedRows& run, const Matmul& p, int num_threads) {
+    const auto& [first_row, behind, delta] = run;
+    const Matmul low{p.x + first_row * p.x_stride, behind - first_row, p.x_stride, p.low + first_row * p.low_stride,
+                     p.low_stride, false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
+    if (delta->a.groups != Groups::NONE) return multiply_by_groups(delta->a, low, num_threads);
+    share_out(num_threads, delta->a.panels, [&, a = &delta->a](int64_t first, int64_t last, bool fresh) {
+        multiply(*a, low, first, last, fresh);
+    });
+}
+
 void multiply(const Linear& w, const Matmul& p, int num_threads) {
     constexpr int64_t TOGETHER = 4;  // minimum panels per thread
-    for (int64_t n = 0; n < p.num_gated; ++n) {
-        const auto& [row, behind, delta] = p.gated[n];
-        const Matmul low{p.x + row * p.x_stride, behind - row, p.x_stride, p.low + row * p.low_stride, p.low_stride,
-                         false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
-        share_out(num_threads, delta->a.panels, [&, a = &delta->a](int64_t first, int64_t last, bool fresh) {
-            multiply(*a, low, first, last, fresh);
-        });
-    }
+    if (w.groups != Groups::NONE) return multiply_by_groups(w, p, num_threads);
+    for (int64_t n = 0; n < p.num_gated; ++n) multiply_low(p.gated[n], p, num_threads);
     share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
         multiply(w, p, first * TOGETHER, std::min(w.panels, last * TOGETHER), fresh);
     });

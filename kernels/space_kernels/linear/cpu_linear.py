@@ -205,8 +205,10 @@ class CompiledDelta:
         scale: float,
         *,
         turns: bool = False,
+        weights: str = "plain",
     ) -> None:
-        """As GatedDelta, in bfloat16; every size but the last a multiple of 16."""
+        """As GatedDelta, in bfloat16; every size but the last a multiple of 16. `weights`: of the linears; unless they
+        are plain, A is in groups as well, which multiply the inputs that the linears have rounded."""
         if any(size % LANES for size in sizes[:-1]):
             raise ValueError(f"Linears beside each other have multiples of {LANES} outputs; got {list(sizes)}.")
         down: list[Tensor] = []
@@ -225,7 +227,9 @@ class CompiledDelta:
             panels_of.append([_Panel(panel, self.ranks, b.shape[1]) for panel in panels])
             self.ranks += b.shape[1]
         ordered = [*chain.from_iterable(zip(*panels_of, strict=True) if turns else panels_of)]
-        self._a = CompiledLinear(library, torch.cat(down), None)
+        self._a = CompiledLinear(
+            library, torch.cat(down), None, weights="plain" if weights == "plain" else GroupForm.Q8_0
+        )
         self._b = torch.cat([panel.weight for panel in ordered if panel.weight is not None])
         table, place = np.zeros((len(ordered), 3), dtype=np.int64), self._b.data_ptr()
         for row, panel in zip(table, ordered, strict=True):

@@ -5,7 +5,7 @@ Tensor-parallel steps run layer by layer through the same operations; sums over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
@@ -287,9 +287,8 @@ def _take_apart(
     source: LlamaSource, library: CpuLibrary, layer: nn.Module, path: str, window: int | None
 ) -> CompiledLayer:
     pack: Pack[CompiledLinear] = partial(CompiledLinear, library, weights=source.weights)
-    fields = layer_fields(
-        source, layer, path, window, partial(packed, pack), delta=partial(CompiledDelta, library), interleaved=True
-    )
+    delta: Callable[..., CompiledDelta] = partial(CompiledDelta, library, weights=source.weights)
+    fields = layer_fields(source, layer, path, window, partial(packed, pack), delta=delta, interleaved=True)
     mlp = layer.get_submodule("mlp")
     gate_up = packed(pack, mlp, ["gate_proj", "up_proj"], lambda parts: in_turn(*parts), alternate)
     return CompiledLayer(**fields, gate_up=gate_up)
