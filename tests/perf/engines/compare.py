@@ -2,9 +2,13 @@
 
 Each engine runs in a process of its own, in an interpreter that has it: spaceserve (plain, and with synthetic
 acceptance beside the most that it can bring) and transformers here; others by --engine NAME=PYTHON; a server that is
-already running, of any engine, by --server NAME=URL. OpenVINO's format is read from CONVERTED/openvino/MODEL (a folder
-made by optimum-cli), llama.cpp's from CONVERTED/llama.cpp/MODEL.gguf (written when it is missing). --driver NAME=FILE
-adds an engine: FILE is like those in tests/perf/engines/drivers.
+already running, of any engine, by --server NAME=URL (ours, plain and with drafts: --without spaceserve --server
+spaceserve=URL). OpenVINO's format is read from CONVERTED/openvino/MODEL (a folder made by optimum-cli), ONNX Runtime's
+from CONVERTED/onnxruntime/MODEL (made by its model builder), llama.cpp's from CONVERTED/llama.cpp/MODEL.gguf (written
+when it is missing). --driver NAME=FILE adds an engine: FILE is like those in tests/perf/engines/drivers.
+
+A --model that is a GGUF file is computed in its own few bits: by ours, llama.cpp and OpenVINO from that file, and by
+OpenVINO and ONNX Runtime from CONVERTED as well, where a format of their own may be faster.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from space_common.worker_settings import parse_chances
-from space_eval.data import long_text
+from space_eval.acceptance.generation import encode_conversations
+from space_eval.data import load_conversations, long_text
 from space_eval.flags import whole_from
 from space_eval.report import Ratio
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -30,12 +35,13 @@ from perf.engines.gguf_llama import write_gguf
 from perf.engines.process import DRIVERS, Answer, EngineFailed, EngineProcess, EngineSpec, Point
 from perf.harness import PerfError, Report, log, numbers, table, take_turns
 
-OURS, TRANSFORMERS, LLAMA = "spaceserve", "transformers", "llama.cpp"
+OURS, TRANSFORMERS, LLAMA, ONNX = "spaceserve", "transformers", "llama.cpp", "onnxruntime"
 BUILT_IN: Mapping[str, Path] = {
     OURS: DRIVERS / "spaceserve_driver.py",
     "openvino": DRIVERS / "openvino_driver.py",
     TRANSFORMERS: DRIVERS / "transformers_driver.py",
     LLAMA: DRIVERS / "llama_cpp_driver.py",
+    ONNX: DRIVERS / "onnxruntime_driver.py",
 }
 CHANCES = (".78", ".57")
 TIE = 0.15  # differences below this share are called level: machines with neighbours vary by as much from run to run
@@ -179,6 +185,26 @@ def prompts_of(checkpoint: Checkpoint, point: Point) -> list[list[int]]:
     return [ids[n * apart :][: point.prompt_tokens] for n in range(point.num_sequences)]
 
 
+def chats_of(model: str, checkpoint: Checkpoint, options: argparse.Namespace) -> list[list[int]]:
+    """Ids of the first turns in `options.prompts`, through the chat template, of at most --prompt-tokens."""
+    window = int(checkpoint.config["max_position_embeddings"])
+    tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    conversations = load_conversations(options.prompts)
+    most = {"window": window, "max_tokens": max(options.new_tokens)}
+    found = encode_conversations(model, tokenizer, conversations, "always", **most)
+    return [ids for ids in found if len(ids) <= options.prompt_tokens]
+
+
+def chats_at(point: Point, chats: Sequence[list[int]], file: Path) -> list[list[int]]:
+    """So many of them. Raises PerfError if there are too few."""
+    if len(chats) < point.num_sequences:
+        raise PerfError(
+            f"{file} has {len(chats)} prompts of at most {point.prompt_tokens} tokens; {point.name} needs "
+            f"{point.num_sequences}. Raise --prompt-tokens."
+        )
+    return [list(ids) for ids in chats[: point.num_sequences]]
+
+
 @dataclass(frozen=True)
 class ModelResult:
     """All points of one model."""
@@ -194,9 +220,17 @@ def compare(
     """All engines on one model. Raises PerfError, ModelError."""
     checkpoint = Checkpoint.open(model)
     name = "demo" if model == "demo" else checkpoint.folder.resolve().name
+    file = None if checkpoint.gguf is None else Path(checkpoint.gguf.path)
+    if file is not None:
+        name = file.stem
     prompts = {point: prompts_of(checkpoint, point) for point in points}
+    if options.prompts is not None:
+        chats = chats_of(model, checkpoint, options)
+        prompts |= {point: chats_at(point, chats, options.prompts) for point in points if not point.is_prefill}
     common: dict[str, Any] = {
-        "checkpoint": str(checkpoint.folder),
+        "checkpoint": model if file is not None else str(checkpoint.folder),
+        "gguf": None if file is None else str(file),
+        "weights": "plain" if file is None else "gguf",
         "dtype": options.dtype,
         "threads": options.threads,
         "most_sequences": max(point.num_sequences for point in points),
@@ -213,11 +247,11 @@ def compare(
             settings = {**common, "converted": str(converted), "url": spec.url}
             if options.out is not None:
                 options.out.mkdir(parents=True, exist_ok=True)
-            file = None if options.out is None else options.out / f"{name}-{spec.name}.log"
+            written = None if options.out is None else options.out / f"{name}-{spec.name}.log"
             try:
-                if spec.name == LLAMA and not (gguf := Path(f"{converted}.gguf")).is_file():
+                if spec.name == LLAMA and file is None and not (gguf := Path(f"{converted}.gguf")).is_file():
                     write_gguf(checkpoint.folder, gguf)
-                engine = EngineProcess(spec, settings, num_threads=options.threads, log=file)
+                engine = EngineProcess(spec, settings, num_threads=options.threads, log=written)
             except (EngineFailed, ValueError) as error:
                 engines[spec.name] = {"failure": str(error)}
                 log(f"{name}: {spec.name}: {error}")
@@ -228,7 +262,9 @@ def compare(
             log(f"{name}: {point.name}")
             cells = measure(running, point, prompts[point], num_rounds=options.rounds, seconds=options.point_seconds)
             ours = next((engine for engine in running if engine.spec.name == OURS), None)
-            bounds = ours.bounds(point) if ours is not None and not point.is_prefill else {}
+            bounds: Mapping[str, Mapping[str, float]] = {}
+            if ours is not None and not point.is_prefill and not ours.facts.get("is_remote"):
+                bounds = ours.bounds(point)
             for cell in cells:
                 cell.bound = bounds.get(cell.arm) if cell.engine == OURS else None
             results.append(PointResult(point, cells))
@@ -246,6 +282,7 @@ def run(options: argparse.Namespace) -> Report:
         "load": "; ".join(
             f"{p.name}: {p.num_sequences} × {p.prompt_tokens} prompt tokens, {p.new_tokens} new" for p in points
         ),
+        "prompts": "a long text" if options.prompts is None else f"{options.prompts.name}, through the chat template",
         "rounds": f"{options.rounds}; none begins once a point has taken {options.point_seconds:g} s",
         "drafts": "; ".join(label(parse_chances(text)) for text in CHANCES) if options.synthetic else "own",
     }
@@ -370,6 +407,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--converted", type=Path, default=Path("converted"), help="other formats' folder [converted]")
     add("--batch", type=numbers(1), default=[1, 8, 32], metavar="B,…", help="sequences [1,8,32]")
     add("--prompt-tokens", type=whole_from(1), default=128, help="before decoding is timed [128]")
+    add("--prompts", type=Path, metavar="FILE",
+        help="JSON lines of questions to decode from, through the chat template, instead of a long text")  # fmt: skip
     add("--new-tokens", type=numbers(1), default=[128, 64, 48], metavar="N,…", help="for each batch [128,64,48]")
     add("--prefill-tokens", type=numbers(1), default=[512], metavar="N,…", help="of prompts that are timed [512]")
     add("--no-synthetic", dest="synthetic", action="store_false", help="without synthetic acceptance")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,13 +20,13 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.make_model import Size, random_llama
 from space_server.step_cost import BENDS, CROWDS, DEPTHS, StepCost
 
-from perf.engines.compare import Cell, PointResult, measure, prompts_of, rank
+from perf.engines.compare import Cell, PointResult, chats_at, chats_of, measure, prompts_of, rank
 from perf.engines.drivers import openai_driver
 from perf.engines.drivers.openvino_driver import check_weights
 from perf.engines.drivers.spaceserve_driver import PLAIN, Bound, open_engine, synthetic_arm
 from perf.engines.gguf_llama import bfloat16_tensors, gguf_name, neighbours, widened
 from perf.engines.process import DRIVERS, Answer, EngineFailed, EngineProcess, EngineSpec, Point
-from perf.harness import main
+from perf.harness import PerfError, main
 
 PAIR = Point(2, 8, 4)
 FAKE = """
@@ -321,6 +323,44 @@ def test_a_running_server_is_an_engine() -> None:
         server.shutdown()
     assert (engine.facts()["version"], answer.outputs) == ("m", [[7, 8, 8, 8]] * 2)
     assert all(times[0] > 0 and len(times) == 4 for times in answer.seconds)
+
+
+class OwnCompletions(Completions):
+    """A server whose requests may choose their drafts; `asked` are the choices."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._answer(b'{"data": [{"id": "m"}], "speculation": {}}')
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(asked["speculation"])
+        self._answer(b'data: {"choices": [{"token_ids": [7]}]}\n\ndata: [DONE]\n\n')
+
+
+def test_a_server_of_ours_is_asked_with_and_without_drafts() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OwnCompletions) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        engine = openai_driver.open_engine({"url": f"http://127.0.0.1:{server.server_port}"})
+        arms = engine.facts()["arms"]
+        for arm in arms:
+            assert engine.run(arm, [[1]], 1)[0] == [[7]]
+        server.shutdown()
+    assert arms == ["over HTTP, plain", "over HTTP, drafts"]
+    assert OwnCompletions.asked == ["off", "auto"]
+
+
+def test_questions_go_through_the_chat_template_and_long_ones_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    turns = ["Why?", "Why is the sky blue? " * 40, "How?"]
+    file.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    options = argparse.Namespace(prompts=file, prompt_tokens=60, new_tokens=[8])
+    chats = chats_of("demo", Checkpoint.open("demo"), options)
+    assert len(chats) == 2
+    assert chats_at(Point(2, 60, 8), chats, file) == chats
+    with pytest.raises(PerfError, match=r"has 2 prompts of at most 60 tokens; batch 3 needs 3"):
+        chats_at(Point(3, 60, 8), chats, file)
 
 
 # ------------------------------------------------------------------------------------------- other formats

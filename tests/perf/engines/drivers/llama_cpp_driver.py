@@ -18,8 +18,9 @@ class LlamaCpp:
     """One context; every prompt is a sequence of its cache."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        file = Path(settings["converted"] + ".gguf")
-        if settings["dtype"] != "bfloat16":
+        given = settings.get("gguf")
+        file = Path(given or settings["converted"] + ".gguf")
+        if not given and settings["dtype"] != "bfloat16":
             raise ValueError(f"The dtype is {settings['dtype']}; {file} is bfloat16.")
         self._numpy: Any = importlib.import_module("numpy")
         self._c: Any = importlib.import_module("llama_cpp")
@@ -40,13 +41,14 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp cannot make a context; the reason is in its log.")
         self._size = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self._model))
         self._batch = c.llama_batch_init(params.n_batch, 0, 1)
+        self._weights = f"of {file.name}" if given else "bf16"
 
     def facts(self) -> dict[str, Any]:
         shown = self._c.llama_print_system_info().decode()
         return {
             "version": f"llama-cpp-python {importlib.metadata.version('llama-cpp-python')}",
             "arms": [ARM],
-            "settings": f"weights bf16, KV f16, n_ubatch 512; {shown.strip()}",
+            "settings": f"weights {self._weights}, KV f16, n_ubatch 512; {shown.strip()}",
             "lacks": "sampling and scheduler: only forward passes are timed; this script samples, untimed",
         }
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 ARM = "over HTTP"
+PLAIN, DRAFTS = "over HTTP, plain", "over HTTP, drafts"
 
 
 class OpenAIServer:
@@ -20,10 +21,21 @@ class OpenAIServer:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         with self._open(f"{self._url}/models", timeout=60) as response:
             self._model = json.load(response)["data"][0]["id"]
+        self._arms: dict[str, dict[str, Any]] = {ARM: {}}
+        if self._can_choose_drafts():
+            self._arms = {PLAIN: {"speculation": "off"}, DRAFTS: {"speculation": "auto"}}
+
+    def _can_choose_drafts(self) -> bool:
+        """Whether it is a server of ours, whose requests may choose their drafts."""
+        try:
+            with self._open(f"{self._url.removesuffix('/v1')}/info", timeout=60) as response:
+                return "speculation" in json.load(response)
+        except (OSError, ValueError):
+            return False
 
     def facts(self) -> dict[str, Any]:
         return {
-            "version": self._model, "arms": [ARM], "settings": f"as {self._url} was started",
+            "version": self._model, "arms": list(self._arms), "settings": f"as {self._url} was started",
             "lacks": "nothing; HTTP and text are in its figures", "is_remote": True,
         }  # fmt: skip
 
@@ -33,12 +45,12 @@ class OpenAIServer:
     def run(self, arm: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
         begun = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as pool:
-            streams = list(pool.map(lambda prompt: self._stream(prompt, max_tokens, begun), prompts))
+            streams = list(pool.map(lambda prompt: self._stream(arm, prompt, max_tokens, begun), prompts))
         return [ids for ids, _ in streams], [seconds for _, seconds in streams]
 
-    def _stream(self, prompt: Sequence[int], max_tokens: int, begun: float) -> tuple[list[int], list[float]]:
+    def _stream(self, arm: str, prompt: Sequence[int], max_tokens: int, begun: float) -> tuple[list[int], list[float]]:
         body = {"model": self._model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **self._arms[arm]}
         request = urllib.request.Request(
             f"{self._url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 ARM = "continuous batching"
+ARM_OF_FILE, ARM_OF_OWN = "the same GGUF", "own format"
 HOW = "optimum-cli export openvino --model CHECKPOINT --task text-generation-with-past --disable-convert-tokenizer OUT"
 QUANTISED = ("i4", "u4", "i8", "u8", "nf4")
 
 
 class OpenVino:
-    """One pipeline; tokens come one step after the other, as its own `generate` takes them."""
+    """A pipeline for each arm; tokens come one step after the other, as its own `generate` takes them."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        folder = Path(settings["converted"])
-        if not (folder / "openvino_model.xml").is_file():
+        folder, file = Path(settings["converted"]), settings.get("gguf")
+        is_converted = (folder / "openvino_model.xml").is_file()
+        if not is_converted and not file:
             raise FileNotFoundError(f"{folder} has no openvino_model.xml. Make it: {HOW}")
-        check_weights(folder)
+        if not file:
+            check_weights(folder)
         self._genai: Any = importlib.import_module("openvino_genai")
         self._openvino: Any = importlib.import_module("openvino")
         self._numpy: Any = importlib.import_module("numpy")
@@ -30,14 +33,15 @@ class OpenVino:
         scheduler.max_num_batched_tokens = max(1024, settings["most_sequences"] * settings["most_ids"])
         scheduler.num_kv_blocks = settings["most_sequences"] * (settings["most_ids"] // 32 + 2)
         scheduler.enable_prefix_caching = False
-        precision = self._precision(settings["dtype"])
-        properties = {
-            "INFERENCE_NUM_THREADS": settings["threads"],
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
-        }
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": settings["threads"]}
+        if not file:  # else its own choice, which is the fastest
+            precision = self._precision(settings["dtype"])
+            properties |= {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
         self._properties = properties
-        self._pipe = self._open(folder, scheduler, properties)
+        sources = {ARM_OF_FILE: Path(file)} if file else {}
+        if is_converted:
+            sources[ARM if not file else ARM_OF_OWN] = folder
+        self._pipes = {arm: self._open(source, scheduler, properties) for arm, source in sources.items()}
         self._num_requests = 0
 
     def _precision(self, dtype: str) -> str:
@@ -52,7 +56,7 @@ class OpenVino:
         shown = ", ".join(f"{name} {value}" for name, value in self._properties.items())
         return {
             "version": importlib.metadata.version("openvino-genai"),
-            "arms": [ARM],
+            "arms": list(self._pipes),
             "settings": f"{shown}; no prefix caching; all prompts may go into one step",
             "lacks": "nothing: scheduler and greedy choice are its own",
         }
@@ -64,15 +68,16 @@ class OpenVino:
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
         tensors = [self._openvino.Tensor(self._numpy.array([list(ids)], dtype=self._numpy.int64)) for ids in prompts]
+        pipe = self._pipes[arm]
         begun = time.perf_counter()
         handles = []
         for tensor in tensors:
-            handles.append(self._pipe.add_request(self._num_requests, tensor, config))
+            handles.append(pipe.add_request(self._num_requests, tensor, config))
             self._num_requests += 1
         outputs: list[list[int]] = [[] for _ in prompts]
         seconds: list[list[float]] = [[] for _ in prompts]
-        while self._pipe.has_non_finished_requests():
-            self._pipe.step()
+        while pipe.has_non_finished_requests():
+            pipe.step()
             now = time.perf_counter() - begun
             for handle, ids, times in zip(handles, outputs, seconds, strict=True):
                 while handle.can_read():

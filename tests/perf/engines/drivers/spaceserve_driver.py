@@ -63,7 +63,9 @@ class SpaceServe:
     """A worker for each arm, all on the same weights and pages: they take turns, and between two all are free."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._model = load_model(settings["checkpoint"], dtype=settings["dtype"], num_threads=settings["threads"])
+        self._weights = settings.get("weights", "plain")
+        given = {"dtype": settings["dtype"], "weights": self._weights}
+        self._model = load_model(settings["checkpoint"], **given, num_threads=settings["threads"])
         facts = self._model.facts
         most, ids = settings["most_sequences"], settings["most_ids"] + facts.most_masks + 1
         num_blocks = most * -(-ids // BLOCK_SIZE)
@@ -92,8 +94,8 @@ class SpaceServe:
         return {
             "version": version(),
             "arms": list(self._clients),
-            "settings": f"{dtype}, attention {facts.attention}, {facts.num_threads} threads; all prompts may go into "
-            "one step",
+            "settings": f"{dtype}, weights {self._weights}, attention {facts.attention}, {facts.num_threads} threads; "
+            "all prompts may go into one step",
             "lacks": "nothing: scheduler and greedy choice are its own",
         }
 
