@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from space_kernels.build.cpu_library import cpu_library
+from space_kernels.build.cpu_library import CpuLibrary, cpu_library
+from space_kernels.linear.gguf_blocks import KINDS
 
 from space_model.model_error import InvalidSetting
 
@@ -33,7 +34,28 @@ WEIGHTS = ("plain", "int8", "fp8", "int4", "gguf")
 """Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, or
 the blocks of a GGUF."""
 
+ASKED_WEIGHTS = ("auto", *WEIGHTS)
+"""Values of `--weights`."""
+
 KV_DTYPES = ("auto", "fp8")  # storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)
+
+
+def choose_weights(
+    weights: str,
+    dtype: str,
+    device: torch.device,
+    *,
+    kept: str | None,
+    num_ranks: int = 1,
+    cpu_kernels: str | None = None,
+) -> str:
+    """Return the storage that one of ASKED_WEIGHTS stands for. `auto`: a quantised GGUF stays in its own blocks where
+    compiled operations of one CPU process multiply them and `dtype` allows bfloat16; all else is plain. `kept`,
+    `cpu_kernels`: as for `choose_dtype`."""
+    if weights != "auto":
+        return weights
+    fits = kept in KINDS and device.type == "cpu" and dtype in ("auto", "bfloat16") and num_ranks == 1
+    return "gguf" if fits and _compiled(cpu_kernels) is not None else "plain"
 
 
 def choose_dtype(
@@ -49,7 +71,7 @@ def choose_dtype(
     weights, such as Q4_K, in which case `stored` is a dtype that is finer."""
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
-        raise InvalidSetting(f"weights must be plain, int8, int4, gguf or fp8; got {weights!r}.")
+        raise InvalidSetting(f"weights must be auto, plain, int8, int4, gguf or fp8; got {weights!r}.")
     if weights != "plain":
         if weights == "gguf" and kept is None:
             raise InvalidSetting(
@@ -83,13 +105,18 @@ def _for_bfloat16(cpu_kernels: str | None, own: str) -> tuple[torch.dtype, str]:
         return torch.bfloat16, f"{own}, and this CPU multiplies bfloat16 natively"
     if cpu_kernels not in (None, "auto", "torch"):  # availability is checked when they are loaded
         return torch.bfloat16, f"{own}, and compiled operations, which take it, are asked for"
-    try:
-        library = None if cpu_kernels == "torch" else cpu_library()
-    except ValueError as error:
-        raise InvalidSetting(str(error)) from error
+    library = _compiled(cpu_kernels)
     if library is not None:
         return torch.bfloat16, f"{own}; operations compiled for {library.kind} widen it as they multiply"
     return torch.float32, "this CPU has no bfloat16 products (AVX512-BF16 or AMX), and no compiled operations stand in"
+
+
+def _compiled(cpu_kernels: str | None) -> CpuLibrary | None:
+    """Return the compiled operations; None if there are none. Raises InvalidSetting if they are demanded."""
+    try:
+        return None if cpu_kernels == "torch" else cpu_library()
+    except ValueError as error:
+        raise InvalidSetting(str(error)) from error
 
 
 def multiplies_bfloat16() -> bool:

@@ -18,12 +18,17 @@ from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import CheckpointNotFound, InvalidSetting
-from space_model.precision import KV_DTYPES, WEIGHTS
+from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_model.released_adapters import AdapterFormat, split_place
 
 from space_server.tensor_parallel import RankPlace
 
-CHOICES = {"weights": WEIGHTS, "kv_dtype": KV_DTYPES, "attention": ATTENTION_NAMES, "cpu_kernels": cpu_library.CHOICES}
+CHOICES = {
+    "weights": ASKED_WEIGHTS,
+    "kv_dtype": KV_DTYPES,
+    "attention": ATTENTION_NAMES,
+    "cpu_kernels": cpu_library.CHOICES,
+}
 
 
 def parse(arguments: Sequence[str]) -> WorkerSettings:

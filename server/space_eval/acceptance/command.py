@@ -11,7 +11,7 @@ from pathlib import Path
 
 from space_common.repetition import is_looping, repeated_share
 from space_model.loading.load import load_model
-from space_model.precision import KV_DTYPES, WEIGHTS
+from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--at-once", type=whole, default=1, help="conversations at a time, with --url (default: 1)")
     add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)")
     add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    add("--weights", choices=WEIGHTS, default="plain", help="(default: plain)")
+    add("--weights", choices=ASKED_WEIGHTS, default="auto", help="as `spaceserve` has them (default: auto)")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values (default: auto)")
     add("--num-threads", type=int, help="of a product (default: as torch has it)")
     add("--out", type=Path, help="folder for acceptance.md and acceptance.json")

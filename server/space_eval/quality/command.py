@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.model_error import ModelError
-from space_model.precision import KV_DTYPES, WEIGHTS
+from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from tqdm import tqdm
 
 from space_eval.acceptance.generation import CompletionFailed, torch_facts
@@ -84,10 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", help="for --self-check: HumanEval records with canonical_solution")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    add("--weights", choices=WEIGHTS, default="plain", help="as `spaceserve` has them (default: plain)")
+    add("--weights", choices=ASKED_WEIGHTS, default="auto", help="as `spaceserve` has them (default: auto)")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="the same (default: auto)")
     add("--base-kv-dtype", choices=KV_DTYPES, help="of --base (default: as --kv-dtype)")
-    add("--base-weights", choices=WEIGHTS, help="of --base (default: as --weights)")
+    add("--base-weights", choices=ASKED_WEIGHTS, help="of --base (default: as --weights)")
     add("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
     add("--num-threads", type=whole, help="of a product (default: as torch has it)")
 

@@ -45,7 +45,7 @@ from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.llama_network import compact_network
 from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
-from space_model.precision import KV_DTYPES, choose_device, choose_dtype, refuse_tf32
+from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
 from space_model.recurrent_head import load_recurrent_head
 from space_model.space_model import SpaceModel
 from space_model.stored_weights import stored_of
@@ -76,14 +76,15 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
 
-    `dtype` auto, float32, bfloat16 or float16; `weights` plain, int4, int8 or, of a GGUF, gguf on a CPU, fp8 on a GPU
-    (on a CPU fp8 computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu,
-    cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` override the checkpoint's own; `max_model_len`
-    shortens the window; `num_threads` of a CPU matmul (None: torch's setting), for the whole process and fixed from
-    then on, because activations depend on it; `adapters`: name -> folder of a gated adapter for requests that name it,
-    besides the checkpoint's own; `attention`: auto, torch or triton; `exact`: results are row-invariant (bitwise) on a
-    GPU too, for families with a compact network; `choose_ops`: selects the operations instead of these two; `ranks`:
-    the processes that share the model, of which this one loads its part; None: this process loads all.
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, auto (see choose_weights), int4, int8 or, of a GGUF,
+    gguf on a CPU, fp8 on a GPU (on a CPU fp8 computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV
+    cache; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` override the
+    checkpoint's own; `max_model_len` shortens the window; `num_threads` of a CPU matmul (None: torch's setting), for
+    the whole process and fixed from then on, because activations depend on it; `adapters`: name -> folder of a gated
+    adapter for requests that name it, besides the checkpoint's own; `attention`: auto, torch or triton; `exact`:
+    results are row-invariant (bitwise) on a GPU too, for families with a compact network; `choose_ops`: selects the
+    operations instead of these two; `ranks`: the processes that share the model, of which this one loads its part;
+    None: this process loads all.
     Raises a ModelError that names the cause.
     """
     if num_threads is not None:
@@ -95,6 +96,8 @@ def load_model(
     place = choose_device(device)
     if place.type == "cuda":
         refuse_tf32()
+    num_ranks = 1 if ranks is None else ranks.size
+    weights = choose_weights(weights, dtype, place, kept=checkpoint.kept_as, num_ranks=num_ranks)
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights, kept=checkpoint.kept_as)
     if kv_dtype not in KV_DTYPES:
         raise InvalidSetting(f"kv_dtype must be auto or fp8; got {kv_dtype!r}.")
@@ -102,7 +105,7 @@ def load_model(
     if weights != "plain" and ranks is not None:
         raise InvalidSetting(
             f"{weights} weights are not shared among processes: leave out --weights {weights}, or --tensor-parallel "
-            f"{ranks.size}."
+            f"{num_ranks}."
         )
     size = int(config.vocab_size)
     section = SpaceSection.parse(checkpoint.config, mask_ids=mask_ids, num_masks=num_masks, vocab_size=size)
@@ -160,7 +163,7 @@ def load_model(
         weights=weights,
         fp8_kv=fp8_kv,
         head=HeadFacts.of(recurrent_head if section.adapter is None else loaded[0].recurrent_head),
-        num_ranks=1 if ranks is None else ranks.size,
+        num_ranks=num_ranks,
     )
     try:
         make = choose_ops or (lambda _: ops_for(place, attention=attention, exact=exact, dtype=number, fp8_kv=fp8_kv))

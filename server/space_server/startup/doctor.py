@@ -275,7 +275,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         yield Finding("model", "fail", str(error))
         return
     model = asked.config
-    held = number_format(asked.dtype, config.weights, fp8_kv=config.kv_dtype == "fp8")
+    held = number_format(asked.dtype, asked.weights, fp8_kv=config.kv_dtype == "fp8")
     kept = "" if asked.form is None else f", quantised ({asked.form.name})"
     if checkpoint.gguf is not None:
         kept = f", kept as {', '.join(checkpoint.gguf.kinds)} (GGUF)"

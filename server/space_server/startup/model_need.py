@@ -25,7 +25,7 @@ from space_model.loading.meta_tensors import MetaModel
 from space_model.loading.whole_model import check_plain, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.networks.llama_parts import FAMILIES
-from space_model.precision import choose_device, choose_dtype
+from space_model.precision import choose_device, choose_dtype, choose_weights
 from space_proto import worker_pb2 as pb
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
@@ -53,6 +53,7 @@ class AskedModel:
     device: torch.device
     dtype: torch.dtype
     dtype_reason: str
+    weights: str  # one of precision.WEIGHTS
     section: SpaceSection
     form: QuantizedFormat | None  # None: its weights are not quantised
 
@@ -60,21 +61,18 @@ class AskedModel:
     def of(cls, config: WorkerSettings, checkpoint: Checkpoint) -> AskedModel:
         """Read the config. Raises ModelError."""
         model, device = family.read_config(checkpoint), choose_device(config.device)
-        dtype, reason = choose_dtype(
-            config.dtype,
-            device,
-            getattr(model, "dtype", None),
-            config.weights,
-            config.cpu_kernels,
-            kept=checkpoint.kept_as,
+        asked, kernels, kept = config.dtype, config.cpu_kernels, checkpoint.kept_as
+        weights = choose_weights(
+            config.weights, asked, device, kept=kept, num_ranks=config.tensor_parallel, cpu_kernels=kernels
         )
+        dtype, reason = choose_dtype(asked, device, getattr(model, "dtype", None), weights, kernels, kept=kept)
         section = SpaceSection.parse(
             checkpoint.config,
             mask_ids=config.space_mask_ids,
             num_masks=config.space_num_masks,
             vocab_size=int(model.vocab_size),
         )
-        return cls(model, device, dtype, reason, section, read_format(checkpoint.config, checkpoint.name))
+        return cls(model, device, dtype, reason, weights, section, read_format(checkpoint.config, checkpoint.name))
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class ModelNeed:
         """The need of the configured model. Raises ModelError."""
         asked = AskedModel.of(config, checkpoint)
         device = asked.device
-        if config.weights == "fp8":
+        if asked.weights == "fp8":
             check_plain(asked.form)
             if device.type == "cpu":
                 raise InvalidSetting(
@@ -146,7 +144,7 @@ class ModelNeed:
             num_ranks=config.tensor_parallel,
             unread=unread,
         )
-        return need if config.weights == "plain" else need.with_weights(config.weights) or need
+        return need if asked.weights == "plain" else need.with_weights(asked.weights) or need
 
     @classmethod
     def of(

@@ -335,7 +335,7 @@ def test_doctor_says_what_the_file_holds_and_that_it_fits(file: Path) -> None:
     assert "kept as Q8_0, F32 (GGUF)" in model
 
 
-@pytest.mark.parametrize("words", [[], ["--dtype", "float32"], ["--weights", "int8"]])
+@pytest.mark.parametrize("words", [["--weights", "plain"], ["--dtype", "float32"], ["--weights", "int8"]])
 def test_memory_is_counted_as_the_numbers_are_held(words: list[str], file: Path, tmp_path: Path) -> None:
     convert(file, tmp_path / "plain", Wish())
     needs = []

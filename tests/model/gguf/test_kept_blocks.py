@@ -17,6 +17,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.precision import choose_weights
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_server.config import parse
@@ -109,6 +110,30 @@ def _spoilt(file: Path) -> Path:
     data[tensor.offset : tensor.offset + 2] = b"\x00\x7c"
     file.write_bytes(data)
     return file
+
+
+def test_a_quantised_file_keeps_its_blocks_by_default_on_a_cpu(llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(llama, tmp_path / "x.gguf", "Q4_1")
+    words = ["--listen", "unix:/nowhere", "--device", "cpu", "--model"]
+    for weights, held in (("auto", "bfloat16 with gguf weights"), ("plain", load_model(file).facts.number_format)):
+        assert load_model(file, weights=weights).facts.number_format == held
+        config = parse([*words, str(file), *(["--weights", weights] if weights == "plain" else [])])
+        (model,) = [finding.fact for finding in examine(config) if finding.part == "model"]
+        assert f"held in {held} (" in model
+    assert load_model(llama, weights="auto").facts.weights == "plain"
+
+
+def test_where_blocks_cannot_be_multiplied_the_default_is_plain() -> None:
+    cpu = torch.device("cpu")
+    assert choose_weights("auto", "auto", cpu, kept="Q4_1") == "gguf"
+    assert choose_weights("auto", "bfloat16", cpu, kept="Q4_1") == "gguf"
+    assert choose_weights("auto", "float32", cpu, kept="Q4_1") == "plain"
+    assert choose_weights("auto", "auto", torch.device("cuda"), kept="Q4_1") == "plain"
+    assert choose_weights("auto", "auto", cpu, kept="Q5_1") == "plain"
+    assert choose_weights("auto", "auto", cpu, kept=None) == "plain"
+    assert choose_weights("auto", "auto", cpu, kept="Q4_1", num_ranks=2) == "plain"
+    assert choose_weights("auto", "auto", cpu, kept="Q4_1", cpu_kernels="torch") == "plain"
+    assert choose_weights("int4", "float32", torch.device("cuda"), kept=None) == "int4"  # refused elsewhere
 
 
 def test_doctor_says_so(llama: Path, tmp_path: Path) -> None:
