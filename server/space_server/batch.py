@@ -107,6 +107,7 @@ class RunningSequence:
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
     draft_depth: int = 1  # mask number of the first draft; 0: from no mask
     draft_chances: Sequence[float] = ()  # acceptance of each, given those before; only of drafts from no mask
+    offered_chances: Sequence[float] = ()  # of the drafts that its text offered, whether taken or not
     acceptance: Acceptance | None = None  # of drafts from its masks; None: not measured
     head_acceptance: Acceptance | None = None  # of drafts from its recurrent head; None: not measured
     origin: Origin = BY_MASKS  # source of the drafts
@@ -165,7 +166,13 @@ class RunningSequence:
         self.num_computed += num_rows
 
     def emit(
-        self, tokens: list[int], num_accepted: int, drafts: list[int], draft_depth: int = 1, origin: Origin = BY_MASKS
+        self,
+        tokens: list[int],
+        num_accepted: int,
+        drafts: list[int],
+        draft_depth: int = 1,
+        origin: Origin = BY_MASKS,
+        offered_chances: Sequence[float] = (),
     ) -> None:
         """Append the emitted tokens and set the next step's drafts. K and V of the root and the accepted drafts are in
         place. Rejected drafts wrote the slots behind them; the next step overwrites those. Nothing is copied."""
@@ -173,7 +180,7 @@ class RunningSequence:
         self.ids += tokens
         self.num_emitted += len(tokens)
         self.drafts, self.draft_depth = drafts, draft_depth
-        self.origin, self.draft_chances = origin, origin.chances
+        self.origin, self.draft_chances, self.offered_chances = origin, origin.chances, offered_chances
         if self.counts is not None:
             self.counts.extend(tokens)
         if self.grammar is not None:

@@ -119,11 +119,29 @@ class Lookup:
                 self._place, self._length = found
         if self._length < SHORTEST_MATCH:
             return []
-        drafts = ids[self._place : self._place + max_drafts]
-        period = len(ids) - self._place
-        while len(drafts) < max_drafts:
-            drafts.append(drafts[-period])
-        return drafts
+        return _repeated(ids, self._place, max_drafts)
+
+    def propose_behind(self, drafts: Sequence[int], max_drafts: int) -> tuple[list[int], int]:
+        """Return ids that followed the longest match of the text with `drafts` behind it, and the match's length; none
+        without a match of SHORTEST_MATCH ids. Valid after `propose`."""
+        known, place, length = [*self._index.ids, *drafts], self._place, self._length
+        for id_ in drafts:
+            agrees = length > 0 and known[place] == id_
+            place, length = place + agrees, min(length + 1, LONGEST) if agrees else 0
+        if length < RUNS[0]:
+            found = self._index.find(known[-LONGEST:])
+            if found is not None and found[1] >= length:
+                place, length = found
+        return (_repeated(known, place, max_drafts), length) if length >= SHORTEST_MATCH else ([], 0)
+
+
+def _repeated(ids: list[int], place: int, count: int) -> list[int]:
+    """Return `count` ids from `place` on, which go on behind the end as a periodic text would."""
+    found = ids[place : place + count]
+    period = len(ids) - place
+    while len(found) < count:
+        found.append(found[-period])
+    return found
 
 
 BEHIND, AHEAD = 8, 48
@@ -448,6 +466,7 @@ class DraftSources:
         self.shapes = {
             source: tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in priors) for source, priors in PRIORS.items()
         }
+        self.shapes_behind = tuple(AcceptanceShape(prior, NUM_DEPTHS) for prior in PRIORS[DraftOrigin.LOOKUP])
 
     @property
     def price(self) -> float:
@@ -513,6 +532,11 @@ class Proposal:
         """Drafts accepted on average."""
         return _expected(self.chances, len(self.ids))
 
+    @property
+    def known_chances(self) -> tuple[float, ...]:
+        """The probability of each draft."""
+        return self.chances[: len(self.ids)] + self.chances[-1:] * (len(self.ids) - len(self.chances))
+
     def beats(self, mask_chances: tuple[float, ...]) -> bool:
         """Whether more drafts are expected to be accepted than from masks with these probabilities."""
         return self.expected > _expected(mask_chances, len(mask_chances))
@@ -539,10 +563,12 @@ class Drafter:
             SourceAcceptance(source, sources.shapes[source])
             for source in (DraftOrigin.LOOKUP, DraftOrigin.PREDICTION, DraftOrigin.GRAMMAR)
         )
+        self._going_on = SourceAcceptance(DraftOrigin.LOOKUP, sources.shapes_behind)
         self._lookup: Lookup | None = None
         self._prediction: Prediction | None = None
         self._num_known: int | None = None  # ids read; None: none yet, or reading is paused
         self._proposals: list[Proposal] = []  # proposals for the ids that follow
+        self._behind: tuple[list[int], Proposal] | None = None  # drafts of masks, and the proposal behind them
 
     @property
     def reads(self) -> bool:
@@ -567,7 +593,11 @@ class Drafter:
         else:
             for proposal in self._proposals:
                 proposal.acceptance.observe(proposal, tokens)
-        self._proposals = []
+            if self._behind is not None:
+                drafts, proposal = self._behind
+                if len(tokens) > len(drafts) == _agreeing(drafts, tokens):
+                    proposal.acceptance.observe(proposal, tokens[len(drafts) :])
+        self._proposals, self._behind = [], None
         self._num_known = len(ids) + len(tokens)
         if self._lookup is not None:
             self._lookup.extend(tokens)
@@ -583,6 +613,18 @@ class Drafter:
         if len(self._proposals) < 2:
             return self._proposals[0] if self._proposals else None
         return max(self._proposals, key=lambda proposal: proposal.expected)
+
+    def propose_behind(self, drafts: list[int], max_drafts: int) -> Proposal | None:
+        """Return what the text's past proposes behind these drafts of masks; None if that is nothing worth its row.
+        After `propose`."""
+        if self._lookup is None or self._num_known is None or max_drafts < 1:
+            return None
+        ids, length = self._lookup.propose_behind(drafts, max_drafts)
+        if not ids:
+            return None
+        proposal = Proposal(self._going_on, ids, length, self._going_on.chances(length))
+        self._behind = drafts, proposal
+        return proposal if proposal.chances[0] > self._sources.price else None
 
     def _add_proposal(self, acceptance: SourceAcceptance, drafts: list[int], length: int) -> None:
         """Add a proposal if it is worth its row."""

@@ -25,7 +25,7 @@ from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.drafts import BY_HEAD, DraftSource, Proposal, chances_of
+from space_server.drafts import BY_HEAD, BY_MASKS, DraftSource, Proposal, chances_of
 from space_server.machine.memory import give_back_unused, is_lost
 from space_server.mask_drafter import MaskDrafter, MaskRows, MaskRun, SamplingGroup, SamplingGroups, Stopwatch, bounded
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
@@ -301,6 +301,8 @@ class HostRunner(ModelRunner):
             else:
                 chances = chances_of(sequence.acceptance, depth, count)
             proposal = self._proposing.proposal(sequence, output.tokens, wanted) if drafter is not None else None
+            if proposal is not None:
+                output.offered_chances = proposal.known_chances
             if proposal is not None and proposal.beats(chances):
                 output.take_proposal(proposal)
             elif num_by_head:
@@ -326,6 +328,16 @@ class HostRunner(ModelRunner):
             elif proposal is not None and proposal.goes_on_behind(output.drafts):
                 masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
                 output.take_proposal(proposal, behind=masks)
+            elif output.origin is BY_MASKS:
+                self._go_on_behind_masks(output)
+
+    def _go_on_behind_masks(self, output: SequenceOutput) -> None:
+        """Let the drafts of masks be continued by what followed the same ids before."""
+        sequence = output.plan.sequence
+        behind = self._proposing.behind(sequence, output.tokens, output.drafts, output.max_drafts)
+        if behind is not None:
+            masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
+            output.go_on(behind, masks)
 
 
 def no_choice(sequence: RunningSequence) -> str:

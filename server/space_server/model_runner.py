@@ -33,6 +33,7 @@ class SequenceOutput:
     drafts: list[int] = field(default_factory=list)  # for the next step
     draft_depth: int = 1  # mask number of the first of them; 0: from no mask
     origin: Origin = BY_MASKS  # their source
+    offered_chances: Sequence[float] = ()  # of the drafts that the text offered, whether taken or not
     num_predicted: Sequence[int] = ()  # ids of the client's prediction that appeared with each token
     logprobs: Sequence[IdLogprobs] = ()
     prompt_logprobs: Sequence[IdLogprobs] = ()
@@ -51,13 +52,21 @@ class SequenceOutput:
         if not behind:
             self.draft_depth = 0
 
+    def go_on(self, proposal: Proposal, masks: tuple[float, ...]) -> None:
+        """Draft the proposal behind the drafts of masks, which are accepted with the chances `masks`."""
+        self.drafts = [*self.drafts, *proposal.ids]
+        chances = (*masks, *proposal.known_chances)
+        self.origin = Origin(proposal.acceptance.source, len(masks), proposal.match_length, chances)
+
     def commit(self) -> None:
         """Apply the output to the sequence."""
         sequence = self.plan.sequence
         if self.error is not None:
             return
         if self.plan.closes:
-            sequence.emit(self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin)
+            sequence.emit(
+                self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin, self.offered_chances
+            )
         else:
             sequence.advance(self.plan.num_pending)
 
@@ -211,6 +220,20 @@ class Proposing:
         if not ids:
             return None
         return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
+
+    def behind(
+        self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int], wanted: int
+    ) -> Proposal | None:
+        """Return what the sequence's past proposes behind these drafts of its masks, with which at most `wanted` ids
+        are drafted; None if there is nothing. After `proposal`."""
+        drafter = sequence.drafter
+        if drafter is None or sequence.num_forced_drafts or not drafts:
+            return None
+        proposal = drafter.propose_behind(drafts, wanted - len(drafts))
+        if proposal is None:
+            return None
+        ids = self.valid(sequence, tokens, [*drafts, *proposal.ids])[len(drafts) :]
+        return replace(proposal, ids=ids) if ids else None
 
     def valid(self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int]) -> list[int]:
         """Return the drafts after `tokens` up to the first that could never be sampled."""

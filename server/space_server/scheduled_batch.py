@@ -205,6 +205,7 @@ def draft_limits_of(sequence: RunningSequence, block_size: int) -> DraftLimits:
         not sequence.sampling_params.greedy,
         sequence.acceptance,
         sequence.draft_chances,
+        sequence.offered_chances,
         sequence.drafter is not None and not sequence.num_forced_drafts,
         sequence.num_forced_drafts,
         sequence.most_head_drafts,

@@ -5,7 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from exactness_matrix import AXES, FEW_IDS, Cell, Mismatch, Subject, check_sources, require_every_length
+from exactness_matrix import (
+    AXES,
+    FEW_IDS,
+    Cell,
+    Mismatch,
+    Subject,
+    check_joined_sources,
+    check_sources,
+    require_every_length,
+)
 from pairwise import covering_cases
 from space_server.host_runner import HostRunner
 
@@ -65,6 +74,14 @@ def test_lookups_are_refused_taken_in_part_and_taken_whole(life: str, subject_of
         cell = replace(CELL, life=life, temperature=temperature)
         verifications += check_sources(subject_of("llama", "float32"), cell)["lookup"]
     require_every_length(CELL, 3, verifications)
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+@pytest.mark.parametrize("device_steps", [False, True], ids=["host", "device"])
+def test_masks_and_what_goes_on_behind_them_are_refused_and_taken_in_one_text(
+    device_steps: bool, temperature: float, subject_of: Subjects
+) -> None:
+    check_joined_sources(subject_of("llama", "float32"), temperature, device_steps=device_steps)
 
 
 def test_a_draft_that_is_taken_unverified_is_found(subject_of: Subjects, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ ADDED = {
     "tests/perf edge": "--tokens 16",
     "tests/perf matmul": "--rounds 1 --shapes 768x768",
     "tests/perf overhead": "--max-tokens 4 --steps 2 --batch 1,2 --k 1 --rounds 1",
+    "tests/perf sources": "--max-tokens 8 --calibration-seconds 0",
     "tests/perf streams": "--tokens 8 --no-flood",
 }
 """Flags by which a program does little, where the command does not give them itself."""

@@ -80,10 +80,27 @@ def test_every_measurement_has_flags_and_runs(name: str) -> None:
 
 def test_removed_benchmarks_name_their_measurement_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     named = [found[1] for line in MOVED.values() if (found := re.search(r"tests/perf ([a-z-]+)`", line))]
-    assert {*named, "sampling"} == set(MEASUREMENTS)  # sampling never was one of `bench`
+    assert {*named, "sampling", "sources"} == set(MEASUREMENTS)  # these never were of `bench`
     assert bench(["product", "--rows", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("spaceserve bench product was removed; in a checkout, `.venv/bin/python tests/perf matmul`")
+
+
+def test_all_ways_of_drafting_answer_the_same_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sources", "--max-tokens", "8"]) == 2
+    assert "Give --prompts" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def add(a, b):\n    return a + b\n\n\ndef add(a, b):\n", encoding="utf-8")
+    words = ["--prompts", str(prompts), "--max-tokens", "24", "--calibration-seconds", "0"]
+    assert main(["sources", *words, "--out", str(tmp_path), "--", "--num-threads", "1"]) == 0
+    record = json.loads((tmp_path / "sources.json").read_text(encoding="utf-8"))
+    assert record["passed"]
+    none, lookup, masks, joined = record["ways"]
+    assert none["tokens_per_step"] == 1.0
+    assert none["num_tokens"] == lookup["num_tokens"] == masks["num_tokens"] == joined["num_tokens"] > 0
+    assert masks["drafted"]["masks"] >= masks["accepted"]["masks"] > 0
+    assert not lookup["drafted"].get("masks")
+    assert not masks["drafted"].get("lookup")
 
 
 def test_the_folder_is_a_program_from_any_working_folder(tmp_path: Path) -> None:

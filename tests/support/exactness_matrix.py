@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
-from space_server.speculation.controller import FixedLayout
+from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.worker import Worker
 from torch import Tensor
 
@@ -306,6 +306,56 @@ def check_sources(subject: Subject, cell: Cell) -> dict[str, list[tuple[int, int
     k = max(layout_for(cell.layout, connection).num_drafts for connection in range(len(runs["lookup"])))
     require_every_length(cell, k, [verification for known in verifications.values() for verification in known])
     return verifications
+
+
+JOINED_TOKENS = 160
+JOINED = DraftLayout.of(6, (2,) * 7)
+"""Two drafts of masks, and behind them up to four of what followed the same ids before."""
+
+
+def check_joined_sources(subject: Subject, temperature: float, *, device_steps: bool) -> None:
+    """A batch whose chains are joined from two sources, against plain decoding. Raises Mismatch at the first
+    difference, or unless in one text drafts of the masks were accepted and rejected, and those behind them were, too.
+    """
+    requests = []
+    for connection in range(len(PROMPT_LENGTHS)):
+        # A penalty keeps the text from looping; few ids let it repeat itself, exactly and nearly.
+        sampling = pb.Sampling(
+            seed=connection, temperature=temperature, frequency_penalty=0.2, allowed_ids=subject.live_ids[:4]
+        )
+        limits = pb.Limits(max_tokens=JOINED_TOKENS)
+        prompt = subject.prompt(connection, long=False)
+        requests.append(SequenceRequest(prompt, sampling, limits, want_logprobs=True, num_logprobs=2))
+    texts = []
+    model = copy.copy(subject.model)  # whose masks are believed, so that lookup rather goes on behind their drafts
+    model.facts = replace(model.facts, acceptance=(0.98, 0.98))
+    for layout, lookup in ((DraftLayout.plain(), False), (JOINED, True)):
+        worker = Worker(
+            model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, controller=FixedLayout(_always(layout)),
+            sources=DraftSources(lookup=lookup), max_draft_length=JOINED.num_drafts, device_steps=device_steps,
+        )  # fmt: skip
+        client = WorkerClient(worker, automatic=True)
+        texts.append([client.submit(request) for request in requests])
+        client.run()
+    proven = False
+    for connection, (plain, ours) in enumerate(zip(*texts, strict=True)):
+        if (at := first_difference(ours.tokens, plain.tokens)) is not None:
+            raise Mismatch(f"[joined, seat {connection}] {describe_difference(at, ours, plain)}")
+        if ours.logprobs != plain.logprobs or ours.finish != plain.finish:
+            raise Mismatch(f"[joined, seat {connection}] same ids, other log-probabilities or another end.")
+        joined = [one for one in ours.decoded if 0 < one.num_mask_drafts < one.num_drafted]
+        proven |= (
+            any(one.num_accepted == 0 for one in joined)
+            and any(0 < one.num_accepted <= one.num_mask_drafts for one in joined)
+            and any(one.num_mask_drafts < one.num_accepted < one.num_drafted for one in joined)
+            and any(one.num_accepted == one.num_drafted for one in joined)
+        )
+    if not proven:
+        raise Mismatch("[joined] no text had drafts of both sources accepted and rejected.")
+
+
+def _always(layout: DraftLayout) -> Callable[[DraftLimits], DraftLayout]:
+    return lambda limits: layout
 
 
 def _by_sources(record: ClientSequence) -> list[tuple[int, int]]:

@@ -156,7 +156,7 @@ class DeviceRunner(ModelRunner):
         )
         self._cost = cost or StepCost.typical(facts.device.type)
         captures = on_gpu and not eager
-        self.controller = controller or SpeculationController(self._cost, has_few_layouts=captures)
+        self.controller = controller or SpeculationController(self._cost, has_few_layouts=captures, shares_layout=True)
         self.scheduler = DeviceScheduler(self.batch, self.controller)
         self._num_failures = 0  # consecutive failed launches
         self._proposing = Proposing(facts)
@@ -369,15 +369,19 @@ class DeviceRunner(ModelRunner):
         if output.end is not None or wanted < 1 or self.refers_to(sequence.seq_id):
             return
         proposal = self._proposing.proposal(sequence, tokens, wanted)
-        if proposal is None:
-            return
         is_by_head = output.origin is BY_HEAD
         acceptance = sequence.head_acceptance if is_by_head else sequence.acceptance
         masks = chances_of(acceptance, output.draft_depth, len(output.drafts))
-        if proposal.beats(masks):
+        if proposal is not None:
+            output.offered_chances = proposal.known_chances
+        if proposal is not None and proposal.beats(masks):
             output.take_proposal(proposal)
-        elif not is_by_head and proposal.goes_on_behind(output.drafts):
+        elif is_by_head:
+            return
+        elif proposal is not None and proposal.goes_on_behind(output.drafts):
             output.take_proposal(proposal, behind=masks)
+        elif (behind := self._proposing.behind(sequence, tokens, output.drafts, wanted)) is not None:
+            output.go_on(behind, masks)
         else:
             return
         self._drafted_for.add(sequence.seq_id)

@@ -28,10 +28,16 @@ class DraftLimits:
     is_noisy: bool = False  # not greedy, so sampling adds noise
     acceptance: Acceptance | None = None  # of drafts from its masks
     chances: Sequence[float] = ()  # acceptance of each draft, given those before; only of drafts from no mask
+    offered: Sequence[float] = ()  # chances of the drafts that its text offered, whether taken or not
     is_read: bool = False  # has a drafter that reads its text
     num_forced: int = 0  # drafts that the request commands; 0: the controller chooses
     max_head_drafts: int = 0  # drafts of the recurrent head that its bound and the checkpoint allow
     head_acceptance: Acceptance | None = None  # of drafts from that head
+
+    @property
+    def live_chances(self) -> Sequence[float]:
+        """The chances of those drafts that its slots and limits allow."""
+        return self.chances if self.num_drafts >= len(self.chances) else self.chances[: self.num_drafts]
 
     @property
     def forced_layout(self) -> DraftLayout:
@@ -375,11 +381,45 @@ class Offer:
     seconds: float  # beyond those of a plain step
     plain_tokens: float  # of a plain step
     plain_seconds: float
+    num_chains: int  # sequences with such drafts
 
     @property
     def saved(self) -> float:
         """Seconds of plain decoding that the tokens are worth, less those they take; negative if drafts slow down."""
         return self.tokens * self.plain_seconds / self.plain_tokens - LOOKUP_MARGIN * self.seconds
+
+
+class ChainTally:
+    """How often a sequence's chain is from no mask, and what such chains bring: decayed sums over sequence steps.
+
+    A text offers so many of these chains per token that is emitted without them, however it is drafted there. Where the
+    model's own drafts make those steps longer, chains from no mask follow each other sooner.
+    """
+
+    def __init__(self) -> None:
+        self._other_tokens = 1.0 / GAIN_RATE  # of the steps without such chains
+        self._num_chains = 0.0
+        self._accepted = 0.0  # expected drafts, of these chains
+        self._seconds = 0.0  # beyond those of a step without
+
+    def count(self, other_tokens: float, num_chains: int, accepted: float, seconds: float, weight: int = 1) -> None:
+        """Record a step. `weight`: how many steps it stands for."""
+        kept = 1.0 - weight * GAIN_RATE
+        self._other_tokens = kept * self._other_tokens + weight * other_tokens
+        self._num_chains = kept * self._num_chains + weight * num_chains
+        self._accepted = kept * self._accepted + weight * accepted
+        self._seconds = kept * self._seconds + weight * seconds
+
+    def rate(self, num_sequences: int, tokens: float, seconds: float) -> float:
+        """Return the tokens per second with these chains, of steps that without them emit `tokens` in `seconds`."""
+        if not self._num_chains:
+            return tokens / seconds
+        per_sequence = tokens / num_sequences
+        odds = per_sequence * self._num_chains / self._other_tokens
+        share = odds / (1.0 + odds)  # of the steps of a sequence
+        accepted, more = self._accepted / self._num_chains, self._seconds / self._num_chains
+        emitted = (1.0 - share) * per_sequence + share * (1.0 + accepted)
+        return num_sequences * emitted / (seconds + num_sequences * share * more)
 
 
 class LookupPolicy:
@@ -391,7 +431,8 @@ class LookupPolicy:
 
     def __init__(self) -> None:
         self._num_refused = 0
-        self._gain = 0.0  # seconds saved per second of plain decoding
+        self._alone = ChainTally()  # over plain decoding
+        self._beside = ChainTally()  # where the model drafts, too
         self._saved = self._spent = 0.0  # seconds in this window: saved by drafts, spent reading
         self._num_steps = self._num_readings = 0  # of the window
         self._num_left = 0  # steps left of the pause
@@ -400,10 +441,14 @@ class LookupPolicy:
         self.is_paused = False  # texts are not read while paused
         self._num_by_masks = 0  # steps in which masks drafted
 
-    @property
-    def gain(self) -> float:
-        """Recent share by which such drafts speed up plain decoding."""
-        return 0.0 if self.is_paused else self._gain
+    def rate(self, num_sequences: int, seconds: float) -> float:
+        """Return the tokens per second of plain decoding with these drafts, where plain steps take `seconds`."""
+        plain = float(num_sequences)
+        return plain / seconds if self.is_paused else self._alone.rate(num_sequences, plain, seconds)
+
+    def rate_beside(self, num_sequences: int, expected: Expected) -> float:
+        """Return the tokens per second of the model's drafts with these beside them."""
+        return self._beside.rate(num_sequences, *expected)
 
     @property
     def asks(self) -> bool:
@@ -412,7 +457,6 @@ class LookupPolicy:
 
     def stepped(self, num_sequences: int, num_read: int, *, by_masks: bool) -> None:
         """Start a step in which `num_read` texts can be read. `by_masks`: masks draft in it, too."""
-        self._gain -= GAIN_RATE * self._gain
         self._num_by_masks += by_masks
         self._num_left = max(0, self._num_left - 1)
         # A batch of half the size resumes: there drafts cost less.
@@ -437,14 +481,29 @@ class LookupPolicy:
         if offer.saved <= 0.0:
             self._num_refused += 1
             if self._num_refused % LOOKUP_RETRY_EVERY:
+                self.none_pays(round(offer.plain_tokens))
                 return False
         self._saved += offer.saved
-        self._gain += GAIN_RATE * offer.saved / offer.plain_seconds
+        self._count(offer)
         return True
 
-    def would_pay(self, offer: Offer) -> None:
+    def would_pay(self, offer: Offer | None, num_sequences: int) -> None:
         """Record an estimate made because of `asks`; it stands for the steps in between."""
-        self._gain += ESTIMATE_EVERY * GAIN_RATE * max(0.0, offer.saved) / offer.plain_seconds
+        if offer is None or offer.saved <= 0.0:
+            self._alone.count(num_sequences, 0, 0.0, 0.0, ESTIMATE_EVERY)
+        else:
+            self._count(offer, ESTIMATE_EVERY)
+
+    def none_pays(self, num_sequences: int) -> None:
+        """Record a step of plain decoding without such drafts."""
+        self._alone.count(num_sequences, 0, 0.0, 0.0)
+
+    def beside(self, other_tokens: float, num_chains: int, accepted: float, seconds: float) -> None:
+        """Record an estimate for steps in which the model drafts, as `ChainTally.count` does."""
+        self._beside.count(other_tokens, num_chains, accepted, seconds, ESTIMATE_EVERY)
+
+    def _count(self, offer: Offer, weight: int = 1) -> None:
+        self._alone.count(offer.plain_tokens - offer.num_chains, offer.num_chains, offer.tokens, offer.seconds, weight)
 
 
 MASK_PRICE = 0.8  # cost of a mask row relative to a chain row: it is neither sampled nor written
@@ -557,11 +616,16 @@ class SpeculationController:
     plain decoding is always a candidate, and must be beaten by a margin.
     """
 
-    def __init__(self, cost: StepCost, *, has_few_layouts: bool = False) -> None:
-        """`has_few_layouts`: masks are laid out in the ways of `few_layouts` alone, for steps that are captured."""
+    def __init__(self, cost: StepCost, *, has_few_layouts: bool = False, shares_layout: bool = False) -> None:
+        """`has_few_layouts`: masks are laid out in the ways of `few_layouts` alone, for steps that are captured.
+        `shares_layout`: all sequences of a step have one layout, so masks do not follow the chain of each."""
         self.cost = cost
         self._has_few_layouts = has_few_layouts
+        self._places_masks = not (has_few_layouts or shares_layout)
         self._rule: Rule | None = None  # in use; None: plain decoding
+        self._best: Rule | None = None  # at the last look, in use or not
+        self._tokens_by_best = 1.0  # of a sequence's step
+        self._num_uncompared = 0  # steps since drafts from no mask were last compared with its
         self._num_sequences = 0  # batch size at the last look
         self._num_surprises = 0  # of the cost model, at the last look
         self._num_turns = 0  # speed changes of the machine, at the last look
@@ -611,6 +675,9 @@ class SpeculationController:
         if self._rule is None and not is_due and not has_others:  # fast path: plain decoding continues
             self._num_plain += 1
             self._watched = False
+            self._proposals.none_pays(len(limits))
+            if self._best is not None and self._is_to_compare():
+                self._proposals.beside(self._tokens_by_best * len(limits), 0, 0.0, 0.0)
             return [PLAIN.layout] * len(limits)
         kinds = [self._class_of(one) for one in limits]
         if is_due:
@@ -629,15 +696,22 @@ class SpeculationController:
         self._num_plain = 0 if rule is not None else self._num_plain + 1
         self._watched = rule is not None and not begins and not load.num_other_rows
         found = [self._layout(one, kind, rule) for one, kind in zip(limits, kinds, strict=True)]
-        if has_others and self._rule is None:
-            offer = self._offer(limits, found, load)
-            if offer is not None and not self._proposals.pays(offer):
-                return [PLAIN.layout] * len(limits)
-        elif has_others and self._proposals.asks:
-            offer = self._offer(limits, [self._layout(one, _NO_MASKS, None) for one in limits], load)
-            if offer is not None:
-                self._proposals.would_pay(offer)
+        if self._rule is None:
+            offer = self._offer(limits, [one.live_chances for one in limits], load) if has_others else None
+            if offer is None:
+                self._proposals.none_pays(len(limits))
+            elif not self._proposals.pays(offer):
+                found = [PLAIN.layout] * len(limits)
+        elif self._proposals.asks:
+            self._proposals.would_pay(self._offer(limits, [one.offered for one in limits], load), len(limits))
+        if self._best is not None and self._is_to_compare():
+            self._proposals.beside(*self._beside_best(limits, kinds, load))
         return found
+
+    def _is_to_compare(self) -> bool:
+        """Whether to estimate in this step what drafts from no mask add to the model's own."""
+        self._num_uncompared = (self._num_uncompared + 1) % ESTIMATE_EVERY
+        return not self._num_uncompared
 
     def _class_of(self, limits: DraftLimits) -> SequenceClass:
         masks = _drafting(limits.acceptance, limits.max_masks)
@@ -647,23 +721,59 @@ class SpeculationController:
         may_take_turns = masks is not _NONE and _may_take_turns(limits.acceptance)
         return _sequence_class(masks, head, may_take_turns, self._has_few_layouts)
 
-    def _offer(self, limits: Sequence[DraftLimits], layouts: Sequence[DraftLayout], load: StepLoad) -> Offer | None:
-        """Return the gain and cost of these layouts' drafts over a plain step; None without drafts."""
-        fitting = (min(layout.num_drafts, one.num_drafts) for one, layout in zip(limits, layouts, strict=True))
-        drafting = [(one, count) for one, count in zip(limits, fitting, strict=True) if count]
+    def _offer(self, limits: Sequence[DraftLimits], chances: Sequence[Sequence[float]], load: StepLoad) -> Offer | None:
+        """Return the gain and cost of drafts with these chances over a plain step; None without drafts."""
+        chains = [self._worth(known) if known else () for known in chances]
+        drafting = [(one, chain) for one, chain in zip(limits, chains, strict=True) if chain]
         if not drafting:
             return None
-        size, tokens = len(limits), 0.0
+        size = len(limits)
         num_noisy = sum(one.is_noisy for one in limits)
-        num_drafts = num_noisy_drafts = 0
-        for one, count in drafting:
-            tokens += sum(accumulate(one.chances[:count], mul))
-            num_drafts += count
-            num_noisy_drafts += count * one.is_noisy
+        num_drafts = sum(len(chain) for _, chain in drafting)
+        num_noisy_drafts = sum(len(chain) for one, chain in drafting if one.is_noisy)
+        tokens = sum(sum(accumulate(chain, mul)) for _, chain in drafting)
         alone = self.cost.seconds(StepShape.plain(size, load.num_context, num_noisy))
         before = self.cost.seconds(StepShape(size, size, 0, 0, *load, num_noisy)) if load.num_other_rows else alone
         after = self.cost.seconds(StepShape(size, size + num_drafts, 0, 0, *load, num_noisy + num_noisy_drafts))
-        return Offer(tokens, after - before, size, alone + self._realized.pause)
+        return Offer(tokens, after - before, size, alone + self._realized.pause, len(drafting))
+
+    def _worth(self, chances: Sequence[float]) -> Sequence[float]:
+        """Return the chances of the leading drafts, each of which is expected to bring more than its row costs."""
+        reached = 1.0
+        for number, chance in enumerate(chances):
+            reached *= chance
+            if reached <= self.row_price:
+                return chances[:number]
+        return chances
+
+    def _beside_best(
+        self, limits: Sequence[DraftLimits], kinds: Sequence[SequenceClass], load: StepLoad
+    ) -> tuple[float, int, float, float]:
+        """Return what `LookupPolicy.beside` takes, if the model drafted by the best rule in this step: a chain from no
+        mask is used where more of it is expected to be accepted."""
+        assert self._best is not None
+        other_tokens, num_chains, accepted = 0.0, 0, 0.0
+        usual = joined = (0.0, 0.0, 0)  # chain rows, mask rows, sequences with masks
+        for one, kind in zip(limits, kinds, strict=True):
+            own = chosen(kind, self._best)
+            parts = own.chain_rows, own.mask_rows, int(own.mask_rows > 0)
+            usual = usual[0] + parts[0], usual[1] + parts[1], usual[2] + parts[2]
+            chain = self._worth(one.live_chances) if one.chances else ()
+            expected = sum(accumulate(chain, mul))
+            if 1.0 + expected > own.tokens:
+                layout = self._layout(one, kind, self._best)
+                num_chains, accepted = num_chains + 1, accepted + expected
+                parts = 1 + layout.num_drafts, layout.num_masks, int(layout.num_masks > 0)
+            else:
+                other_tokens += own.tokens
+            joined = joined[0] + parts[0], joined[1] + parts[1], joined[2] + parts[2]
+        if not num_chains:
+            return other_tokens, 0, 0.0, 0.0
+        before, after = (
+            self.cost.seconds(StepShape(len(limits), round(rows), round(masks), drafting, num_context=load.num_context))
+            for rows, masks, drafting in (usual, joined)
+        )
+        return other_tokens, num_chains, accepted, after - before
 
     def stepped(self, num_tokens: int, seconds: float, pause: float | None = None) -> None:
         """Record the tokens and seconds of the last step, which began `pause` seconds after the one before."""
@@ -680,11 +790,13 @@ class SpeculationController:
         is_known = self._realized.look_back(self._num_since * self._num_sequences)
         load = StepLoad(num_context=load.num_context)
         self._price(mix.size, load, anew=True)
-        plain = (1.0 + self._proposals.gain) * self._expected(None, mix, load).rate
+        plain = self._proposals.rate(mix.size, self._expected(None, mix, load).seconds)
         rates = self._rates(mix, load, FIRST_RULES) if self._rule is None else {}
         if not rates or max(rates.values()) > HOPELESS * plain:
             rates = self._rates(mix, load, RULES)
         best = max(rates, key=rates.__getitem__, default=None)
+        self._best = best
+        self._tokens_by_best = 1.0 if best is None else self._expected(best, mix, load).tokens / mix.size
         most = 0.0 if best is None else rates[best]
         if best is None:  # no sequence may draft: nothing is learnt, and trials come no nearer
             self._num_plain = min(self._num_plain, PATIENCE)
@@ -727,7 +839,8 @@ class SpeculationController:
             if not any(layout_yield.layout.makes_drafts for layout_yield in yields):
                 continue
             if yields not in known:
-                known[yields] = self._realized.share * self._expected(rule, mix, load).rate
+                expected = self._expected(rule, mix, load)
+                known[yields] = self._realized.share * self._proposals.rate_beside(mix.size, expected)
             rates[rule] = known[yields]
         return rates
 
@@ -803,17 +916,33 @@ class SpeculationController:
             layout = DraftLayout.of(layout.num_drafts, (0,) * (layout.num_drafts + 1))
         if not limits.chances:
             return layout
-        # Drafts from no mask are added while each brings more than its row costs.
-        num_drafts, reached = 0, 1.0
-        for chance in limits.chances:
-            reached *= chance
-            if reached <= self.row_price:
-                break
-            num_drafts += 1
-        if layout.in_turns:
-            layout = layout.with_drafts(num_drafts)
-        groups = (*layout.masks[: num_drafts + 1], *(0,) * (num_drafts - layout.num_drafts))
-        return DraftLayout.of(num_drafts, groups, head_drafts=layout.head_drafts)
+        chances = self._worth(limits.chances)
+        if layout.in_turns or not chances:
+            layout = layout.with_drafts(len(chances))
+        elif layout.num_masks and self._places_masks:
+            return DraftLayout.of(len(chances), _masks_behind(chances, kind, layout))
+        groups = (*layout.masks[: len(chances) + 1], *(0,) * (len(chances) - layout.num_drafts))
+        return DraftLayout.of(len(chances), groups, head_drafts=layout.head_drafts)
+
+
+def _masks_behind(chances: Sequence[float], kind: SequenceClass, layout: DraftLayout) -> tuple[int, ...]:
+    """Return the masks of each group behind a chain with these chances: those worth as much as the least valuable mask
+    that `layout` has behind the masks' own drafts. Where the whole chain is accepted, its source goes on with the
+    chance of its last draft, and masks are of no use."""
+    reach = [*accumulate(kind.chances[: kind.max_masks], mul)]
+    own = _stops(kind.chances[: layout.num_drafts])
+    least = min(own[group] * reach[count - 1] for group, count in enumerate(layout.masks) if count)
+    *stops, whole = _stops(chances)
+    return tuple(
+        sum(chance * reached >= (1.0 - 1e-9) * least for reached in reach)
+        for chance in (*stops, whole * (1.0 - chances[-1]))
+    )
+
+
+def _stops(chances: Sequence[float]) -> list[float]:
+    """Return the probabilities that exactly 0, 1, … of a chain's drafts are accepted."""
+    reach = [1.0, *accumulate(chances, mul)]
+    return [one - after for one, after in zip(reach, (*reach[1:], 0.0), strict=True)]
 
 
 def _has_place(layout: DraftLayout, num_left: int) -> bool:

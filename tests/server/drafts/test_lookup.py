@@ -61,6 +61,30 @@ def test_a_match_is_followed_and_grows_until_the_text_strays() -> None:
     assert lookup.propose(2) == []
 
 
+def behind(ids: list[int], drafts: list[int], max_drafts: int) -> tuple[list[int], int]:
+    lookup = Lookup(ids)
+    lookup.propose(max_drafts)
+    return lookup.propose_behind(drafts, max_drafts)
+
+
+def test_what_followed_the_text_with_drafts_behind_it_is_proposed() -> None:
+    assert behind([1, 2, 3, 4, 5, 6, 90], [2, 3], 2) == ([4, 5], 2)
+    assert behind([1, 2, 3, 4, 5, 6, 90], [2, 3, 4], 2) == ([5, 6], 3)
+    assert behind([1, 2, 3, 4, 5, 6, 90], [91, 2], 2) == ([], 0)
+
+
+def test_drafts_that_agree_with_the_match_make_it_longer() -> None:
+    assert behind([1, 2, 3, 4, 5, 6, 90, 1, 2], [3, 4], 2) == ([5, 6], 4)
+
+
+def test_drafts_that_disagree_with_the_match_start_another() -> None:
+    assert behind([1, 2, 3, 7, 8, 9, 90, 1, 2], [7, 8], 1) == ([9], 2)
+
+
+def test_behind_drafts_a_periodic_text_goes_on_repeating() -> None:
+    assert behind([6, 7, 8, 6, 7], [8, 6, 7, 8], 4)[0] == [6, 7, 8, 6]
+
+
 @pytest.mark.parametrize("num_ids", [0, 1, 2, 3, 7, 8, 9, 40])
 def test_an_index_built_at_once_is_one_that_grew(num_ids: int) -> None:
     rng = random.Random(num_ids)

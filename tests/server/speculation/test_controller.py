@@ -32,6 +32,7 @@ from space_server.speculation.controller import (
     READING_WINDOW,
     TRIAL_STEPS,
     BatchMix,
+    ChainTally,
     DraftLimits,
     FixedLayout,
     LayoutYield,
@@ -485,12 +486,12 @@ def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
     assert not known.is_due(0.5, 10**9)
 
 
-BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3)
+BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3, num_chains=8)
 
 
 def good(seconds: float) -> Offer:
     """It saves so many."""
-    return Offer(tokens=1000.0 * seconds, seconds=0.0, plain_tokens=8, plain_seconds=8e-3)
+    return Offer(tokens=1000.0 * seconds, seconds=0.0, plain_tokens=8, plain_seconds=8e-3, num_chains=8)
 
 
 def stepped(
@@ -610,16 +611,68 @@ def test_the_gain_follows_what_drafts_save_or_would(by_masks: bool) -> None:
     for _ in range(round(5 / GAIN_RATE)):
         stepped(worth, by_masks=by_masks)
         if by_masks and worth.asks:
-            worth.would_pay(good(2e-3))
+            worth.would_pay(good(2e-3), 8)
         elif not by_masks:
             assert worth.pays(good(2e-3))
-    assert worth.gain == pytest.approx(0.25, rel=0.02)
-    assert napping().gain == 0.0
+    assert worth.rate(8, 8e-3) == pytest.approx(1.25 * 1000.0, rel=0.02)
+    assert napping().rate(8, 8e-3) == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(("others", "seconds"), [(1, 1.0), (2, 1.3), (4, 1.5)])
+def test_chains_from_no_mask_come_as_often_per_token_however_the_others_are_drafted(
+    others: int, seconds: float
+) -> None:
+    """One in five steps accepts three drafts and takes 0.2 s longer; the other four emit one token each."""
+    tally = ChainTally()
+    for number in range(100 * round(1 / GAIN_RATE)):
+        tally.count(*((0.0, 1, 3.0, 0.2) if number % 5 == 4 else (1.0, 0, 0.0, 0.0)))
+    num_others = 4 / others  # steps for those four tokens
+    taken = num_others * seconds + seconds + 0.2
+    assert tally.rate(1, float(others), seconds) == pytest.approx(8.0 / taken, rel=0.02)
+
+
+def test_masks_draft_beside_a_text_that_offers_drafts_now_and_then() -> None:
+    """Plain decoding with the text's drafts is faster than masks alone, and slower than both."""
+    controller, plain = SpeculationController(Machine(1.0, 0.02)), SpeculationController(Machine(1.0, 0.02))
+    chances = (0.95,) * 8
+    repeats = dataclasses.replace(measured_room(num_drafts=8), chances=chances, offered=chances, is_read=True)
+    novel = dataclasses.replace(measured_room(num_drafts=0), is_read=True)
+    by_masks, rng = [], random.Random(3)
+    for _ in range(PATIENCE + 12 * LOOK_SELDOM):
+        one = repeats if rng.random() < 0.25 else novel
+        controller.layouts([one], StepLoad())
+        plain.layouts([dataclasses.replace(one, max_masks=0)], StepLoad())
+        by_masks.append(controller.rule is not None)
+    assert all(by_masks[-4 * LOOK_SELDOM :])
+    assert plain.rule is None
+    masks = settled(SpeculationController(Machine(1.0, 0.02)), [measured_room()])[0]
+    chosen_yield = LayoutYield.of(masks, CHANCES)
+    alone = chosen_yield.tokens / (1.0 + 0.02 * (chosen_yield.chain_rows + chosen_yield.mask_rows))
+    beside_plain = (3 + 1 + sum(0.95**j for j in range(1, 9))) / (4 * 1.02 + 8 * 0.02)
+    assert beside_plain > alone
+
+
+def layout_behind(chances: tuple[float, ...]) -> DraftLayout:
+    """Of a chain with these chances that no mask made, while masks draft."""
+    controller = SpeculationController(Machine(1.0, 0.01))
+    settled(controller, [measured_room()])
+    assert controller.rule is not None
+    return next_layout(controller, [dataclasses.replace(measured_room(num_drafts=len(chances)), chances=chances)])
+
+
+def test_masks_stand_where_a_chain_from_elsewhere_is_expected_to_end() -> None:
+    masks = layout_behind((0.98, 0.98, 0.3, 0.9)).masks
+    assert masks[2] == max(masks) > 0
+    assert masks[0] == masks[1] == 0
+
+
+def test_behind_a_chain_that_is_nearly_certain_masks_are_not_worth_their_rows() -> None:
+    assert layout_behind((0.98,) * 8) == DraftLayout.of(8, (0,) * 9)
 
 
 def test_masks_must_beat_plain_decoding_with_its_proposals() -> None:
     """Ten rows of masks bring each sequence 1.5 tokens more; where texts repeat themselves proposals bring as much."""
-    rate = {}
+    has_masks = {}
     for proposing in (0, 2):
         controller = SpeculationController(Ridge())
         drawn = [
@@ -630,9 +683,8 @@ def test_masks_must_beat_plain_decoding_with_its_proposals() -> None:
         ]
         for _ in range(PATIENCE + 8 * LOOK_SELDOM):
             layouts = controller.layouts(drawn, StepLoad())
-        rate[proposing] = controller.rule is not None
-        assert (layouts[0].num_masks > 0) is rate[proposing]
-    assert rate == {0: True, 2: False}
+        has_masks[proposing] = [layout.num_masks > 0 for layout in layouts]
+    assert has_masks == {0: [True, True], 2: [False, False]}
 
 
 class Ridge(StepCost):
