@@ -48,7 +48,7 @@ real: install  ## real models (SmolLM2 with its drafts, Gemma 3; 350 MB once): e
 
 dashboard: install  ## a real Prometheus scrapes a real server, every panel is asked and drawn (Debian: apt-get install prometheus)
 	@echo "pytest tests/dashboard" && SPACESERVE_TEST_SPECULATION=auto SPACESERVE_TEST_SECONDS=90 SPACESERVE_TEST_PICTURE=docker/grafana/dashboard.png \
-		$(PYTEST) -m slow tests/dashboard tests/house/deploy/test_chart.py
+		$(PYTEST) tests/dashboard tests/house/deploy/test_chart.py
 
 # An input that crashes or hangs a process stays in a file input.txt under runs/fuzz.
 fuzz: install  ## about 100,000 hostile inputs: requests, messages, checkpoints, templates, grammars (FLAGS="--hypothesis-seed 7 --times 2 -k template")
