@@ -90,8 +90,8 @@ class ServeConfig:
     """linears in fewer bits, made while loading: less to hold and to read at every step, and a slightly different
     model. auto: a quantised GGUF stays as it is (gguf) where compiled operations of one CPU process can multiply it,
     all else is plain; int8, on a CPU: whole numbers and a scale for each output, half the bytes of bfloat16; int4, on a
-    CPU: four bits with a scale and a minimum for each 32 inputs, a third of the bytes, and inputs in eight bits; gguf,
-    of a quantised GGUF on a CPU: the file's own blocks, and inputs in eight bits; fp8, on a GPU: eight bits with a
+    CPU: four bits with a scale and a minimum for each 32 inputs, a third of the bytes; gguf, of a quantised GGUF on a
+    CPU: the file's own blocks; all three multiply inputs in eight bits; fp8, on a GPU: eight bits with a
     floating point (e4m3); plain: as --dtype has them"""
     kv_dtype: str = _own_model("auto", one_of("auto", "fp8"))
     """of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that twice

@@ -45,11 +45,15 @@ COLUMNS: tuple[Column, ...] = (
     ("in float32 / ours", "over_float32", ".2f"),  # F.linear's on the same numbers, held in float32
     ("prepacked / ours", "over_packed", ".2f"),  # the library's; nan: this torch has none
     ("error", "error", ".0e"),  # greatest, against float64 of the same numbers, over the greatest result
+    ("G integer products/s there are", "integer_products", ".0f"),  # of nothing but them, in billions
     ("int8 µs", "int8_microseconds", ".0f"),  # the same weights in eight bits
     ("of bandwidth", "int8_share_of_bandwidth", ".0%"),  # of half the bytes
-    ("of ceiling", "int8_share_of_ceiling", ".0%"),
+    ("of ceiling", "int8_share_of_ceiling", ".0%"),  # of reading half the bytes, or of integer products
     ("bfloat16 / int8", "int8_over_bfloat16", ".2f"),
-    ("error", "int8_error", ".0e"),  # against the same: that of the weights is in it
+    ("error", "int8_error", ".0e"),  # against the same: that of the weights and of rounding inputs is in it
+    ("int4 µs", "int4_microseconds", ".0f"),  # in four bits
+    ("of ceiling", "int4_share_of_ceiling", ".0%"),
+    ("bfloat16 / int4", "int4_over_bfloat16", ".2f"),
 )
 
 
@@ -61,6 +65,7 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     weight = torch.randn(outputs, inputs, generator=generator).mul_(inputs**-0.5).bfloat16()
     ours = [CompiledLinear(library, weight, None) for _ in range(copies)]
     eight = [CompiledLinear(library, weight, None, weights="int8") for _ in range(2 * copies)]
+    four = [CompiledLinear(library, weight, None, weights="int4") for _ in range(3 * copies)]
     packed = [PackedLinear(weight, None) for _ in range(copies)] if can_pack(torch.bfloat16) else []
     plain = [weight.clone() for _ in range(copies)]
     wide = [weight.float() for _ in range(copies)]
@@ -68,10 +73,12 @@ def measure(library: CpuLibrary, outputs: int, inputs: int, rows: Sequence[int],
     arms: dict[str, Arm] = {
         "ours": lambda x, n: ours[n](x),
         "int8": lambda x, n: [linear(x) for linear in eight[2 * n : 2 * n + 2]],
+        "int4": lambda x, n: [linear(x) for linear in four[3 * n : 3 * n + 3]],
         "plain": lambda x, n: F.linear(x, plain[n]),
         "float32": lambda x, n: F.linear(x.float(), wide[n]),
         "read": lambda x, n: library.read(plain[n].data_ptr(), size // 4, threads),
         "dots": lambda x, n: library.dots(len(x) * outputs * inputs // (2 * PAIRS * threads), threads),
+        "integers": lambda x, n: library.integer_dots(len(x) * outputs * inputs // (4 * PAIRS * threads), threads),
     }
     if packed:
         arms["packed"] = lambda x, n: packed[n](pad_rows(x))
@@ -91,6 +98,8 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
     take_turns(list(arms), rounds, turn)
     times["int8"] = [seconds / 2 for seconds in times["int8"]]  # two matmuls: as many bytes as one of the others
     times["half"] = [seconds / 2 for seconds in times["read"]]
+    times["int4"] = [seconds / 3 for seconds in times["int4"]]
+    times["five bits"] = [seconds * 5 / 16 for seconds in times["read"]]
     wanted = x.double() @ weight.double().T
 
     def error(*, int8: bool) -> float:
@@ -113,8 +122,10 @@ def _row(library: CpuLibrary, weight: Tensor, arms: dict[str, Arm], x: Tensor, c
         "over_plain": over("ours", "plain"), "over_float32": over("ours", "float32"),
         "over_packed": over("ours", "packed") if "packed" in arms else float("nan"), "error": error(int8=False),
         "int8_microseconds": 1e6 * seconds["int8"], "int8_share_of_bandwidth": over("int8", "half"),
-        "int8_share_of_ceiling": over("int8", "half", "dots"), "int8_over_bfloat16": over("int8", "ours"),
-        "int8_error": error(int8=True),
+        "int8_share_of_ceiling": over("int8", "half", "integers"), "int8_over_bfloat16": over("int8", "ours"),
+        "int8_error": error(int8=True), "integer_products": len(x) * outputs * inputs / seconds["integers"] / 1e9,
+        "int4_microseconds": 1e6 * seconds["int4"], "int4_over_bfloat16": over("int4", "ours"),
+        "int4_share_of_ceiling": over("int4", "five bits", "integers"),
     }  # fmt: skip
 
 
@@ -131,8 +142,9 @@ def run(options: argparse.Namespace) -> Report:
         log(f"{outputs} x {inputs}")
         found += measure(library, outputs, inputs, options.rows, options.rounds)
     notes = (
-        f"Medians of {options.rounds} rounds, arms in turn; in brackets where 80 % of the rounds are. int8: the same "
-        "weights in eight bits, beside reading half the bytes; errors are against float64 of the bfloat16 weights."
+        f"Medians of {options.rounds} rounds, arms in turn; in brackets where 80 % of the rounds are. int8 and int4: "
+        "the same weights in fewer bits, beside reading so many bytes and as many integer products; errors are against "
+        "float64 of the bfloat16 weights."
     )
     facts = {"kind": library.kind, "threads": options.num_threads, "torch": torch.__version__}
     return Report("Matmul of few rows", notes, [columns_table(COLUMNS, found)], {"rows": found}, facts)

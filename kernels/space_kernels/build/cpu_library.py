@@ -299,7 +299,7 @@ _AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
 
 KINDS = {
     "x86_64": {
-        "amx_bf16": f"-mamx-tile -mamx-bf16 -mavx512vnni {_AVX512}",
+        "amx_bf16": f"-mamx-tile -mamx-bf16 -mamx-int8 -mavx512vnni {_AVX512}",
         "avx512_bf16": f"-mavx512bf16 -mavx512vbmi -mavx512vnni {_AVX512}",
         "avx512_vnni": f"-mavx512vnni {_AVX512}",
         "avx512": _AVX512,
@@ -318,7 +318,7 @@ and not a benchmark, whose outcome could vary from start to start.
 _NEEDS_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"}
 
 _NEEDS = {
-    "amx_bf16": {"amx_tile", "amx_bf16", "avx512_vnni", *_NEEDS_AVX512},
+    "amx_bf16": {"amx_tile", "amx_bf16", "amx_int8", "avx512_vnni", *_NEEDS_AVX512},
     "avx512_bf16": {"avx512_bf16", "avx512vbmi", "avx512_vnni", *_NEEDS_AVX512},
     "avx512_vnni": {"avx512_vnni", *_NEEDS_AVX512},
     "avx512": _NEEDS_AVX512,
@@ -362,11 +362,10 @@ class CpuLibrary:
 
         rows, heads, attention = POINTER(RowsStruct), POINTER(HeadsStruct), POINTER(AttentionStruct)
         self.pack = function("pack", c_void_p, c_int64, c_int64, c_void_p)
-        self.pack8 = function("pack8", c_void_p, c_int64, c_int64, c_void_p)
         self.quantize = function("quantize", c_void_p, c_int64, c_int64, c_int, POINTER(GroupWeightsStruct), c_int)
         self.pack_groups = function("pack_groups", POINTER(GroupWeightsStruct), c_int64, c_int64, c_int, c_void_p)
         self.panel_bytes = function("panel_bytes", c_int64, c_int, result=c_int64)
-        self.padded = function("padded", c_int64, c_bool, result=c_int64)
+        self.padded = function("padded", c_int64, result=c_int64)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(MatmulStruct), c_int)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
@@ -377,6 +376,7 @@ class CpuLibrary:
         self.best_of = function("best_of", POINTER(LogitsStruct), c_int64, c_void_p, c_void_p, c_int)
         self.read = function("read", c_void_p, c_int64, c_int, result=c_float)
         self.dots = function("dots", c_int64, c_int, result=c_float)
+        self.integer_dots = function("integer_dots", c_int64, c_int, result=c_float)
         self.mark = function("mark", c_void_p, c_int64, c_int)
         number, place = c_int64, c_void_p
         self.distill = function("distill", POINTER(DistillationStruct), c_int)

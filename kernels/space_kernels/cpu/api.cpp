@@ -14,10 +14,6 @@ void EXPORT(pack)(const bf16* weight, int64_t outputs, int64_t inputs, bf16* pan
     pack(weight, outputs, inputs, panels);
 }
 
-void EXPORT(pack8)(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels) {
-    pack(weight, outputs, inputs, panels);
-}
-
 void EXPORT(quantize)(const bf16* weight, int64_t outputs, int64_t inputs, int groups, const Quantized* to,
                       int num_threads) {
     share_out(num_threads, outputs, [&](int64_t first, int64_t last, bool) {
@@ -31,7 +27,7 @@ void EXPORT(pack_groups)(const GroupWeights* weight, int64_t outputs, int64_t in
 
 int64_t EXPORT(panel_bytes)(int64_t inputs, int groups) { return panel_bytes(inputs, Groups(groups)); }
 
-int64_t EXPORT(padded)(int64_t inputs, bool codes) { return padded(inputs, codes); }
+int64_t EXPORT(padded)(int64_t inputs) { return padded(inputs); }
 
 void EXPORT(linear)(const Linear* weight, const Matmul* matmul, int num_threads) {
     multiply(*weight, *matmul, num_threads);

@@ -50,10 +50,12 @@ struct Ints {  // sixteen int32
 };
 
 static inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v); }
 static inline Bytes low_halves(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline Bytes high_halves(Bytes a) {
     return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
 }
+static inline Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Ints same_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline Lanes to_lanes(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline Lanes load_halves(const uint16_t* p) {  // float16

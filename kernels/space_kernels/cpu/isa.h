@@ -38,7 +38,6 @@
 namespace KIND {
 
 using bf16 = uint16_t;
-using Code = uint8_t;  // an int8 weight, -127 .. 127, as packed
 
 constexpr int LANES = 16;
 
@@ -65,9 +64,6 @@ struct Lanes {
 };
 struct Pairs {  // 16 pairs of bfloat16
     __m512i v;
-};
-struct Two {
-    Pairs first, second;
 };
 
 static inline Lanes zeros() { return {_mm512_setzero_ps()}; }
@@ -117,32 +113,6 @@ static inline Pairs beside(const bf16* first, const bf16* second) {
 
 #if defined(__AVX512BF16__)
 
-// The two bytes of the bfloat16 of 0 .. 127.
-struct alignas(64) Sizes {
-    Code low[128], high[128];
-    constexpr Sizes() : low(), high() {
-        for (int size = 1; size < 128; ++size) {
-            int exponent = 0;
-            while (size >> (exponent + 1)) ++exponent;
-            const int bits = ((126 + exponent) << 7) + (size << (7 - exponent));
-            low[size] = Code(bits), high[size] = Code(bits >> 8);
-        }
-    }
-};
-static constexpr Sizes SIZES;
-
-// Converts the codes of two steps to pairs: each is sign and size, whose bfloat16 is looked up byte by byte.
-static inline Two two_steps(const Code* p) {
-    const __m512i codes = _mm512_loadu_si512(p);
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(SIZES.low), codes, _mm512_load_si512(SIZES.low + 64));
-    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(SIZES.high), codes, _mm512_load_si512(SIZES.high + 64));
-    high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), 0xf8);  // high | (codes & sign)
-    return {{_mm512_unpacklo_epi8(low, high)}, {_mm512_unpackhi_epi8(low, high)}};
-}
-static inline Code code_of(int8_t number) { return Code(number < 0 ? 0x80 - number : number); }
-static inline int place_of(int step, int output, int which) {
-    return output / 4 * 16 + step * 8 + output % 4 * 2 + which;
-}
 // sum[i] + a[2i]·b[2i] + a[2i+1]·b[2i+1], in one fixed order
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
@@ -153,12 +123,6 @@ static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
 static inline Lanes firsts(Pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 static inline Lanes seconds(Pairs a) {
     return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000))))};
-}
-static inline Lanes whole_numbers(const Code* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
-}
-static inline Pairs paired(Lanes first, Lanes second) {  // whose last sixteen bits are 0
-    return {_mm512_or_si512(_mm512_castps_si512(second.v), _mm512_srli_epi32(_mm512_castps_si512(first.v), 16))};
 }
 
 #endif
@@ -172,9 +136,6 @@ struct Lanes {
 };
 struct Pairs {
     __m256i low, high;
-};
-struct Two {
-    Pairs first, second;
 };
 
 #define BOTH(f) {f(a.low, b.low), f(a.high, b.high)}
@@ -236,16 +197,6 @@ static inline Pairs same_pair(const bf16* p) {
     __m256i all = _mm256_set1_epi32(bits);
     return {all, all};
 }
-static inline __m256 whole_numbers8(const Code* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-static inline Lanes whole_numbers(const Code* p) { return {whole_numbers8(p), whole_numbers8(p + 8)}; }
-static inline __m256i paired8(__m256 first, __m256 second) {
-    return _mm256_or_si256(_mm256_castps_si256(second), _mm256_srli_epi32(_mm256_castps_si256(first), 16));
-}
-static inline Pairs paired(Lanes first, Lanes second) {  // whose last sixteen bits are 0
-    return {paired8(first.low, second.low), paired8(first.high, second.high)};
-}
 static inline void store_pairs(bf16* p, Pairs a) {
     _mm256_storeu_si256((__m256i*)p, a.low);
     _mm256_storeu_si256((__m256i*)(p + 16), a.high);
@@ -274,9 +225,6 @@ struct Lanes {
 };
 struct Pairs {
     bfloat16x8_t v[4];
-};
-struct Two {
-    Pairs first, second;
 };
 
 #define EACH(expression)                                  \
@@ -320,18 +268,6 @@ static inline Pairs pairs(const bf16* p) {
     for (int i = 0; i < 4; ++i) r.v[i] = vreinterpretq_bf16_u16(vld1q_u16(p + 8 * i));
     return r;
 }
-static inline uint32x4_t whole_numbers4(const Code* p) {
-    int32_t bits;
-    std::memcpy(&bits, p, 4);
-    int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bits))));
-    return vreinterpretq_u32_f32(vcvtq_f32_s32(vmovl_s16(wide)));
-}
-static inline Pairs one_step(const Code* p) {
-    Pairs r;
-    for (int i = 0; i < 4; ++i)
-        r.v[i] = vreinterpretq_bf16_u32(vsriq_n_u32(whole_numbers4(p + 16 + 4 * i), whole_numbers4(p + 4 * i), 16));
-    return r;
-}
 static inline Pairs same_pair(const bf16* p) {
     uint32_t bits;
     std::memcpy(&bits, p, 4);
@@ -361,7 +297,6 @@ static inline Lanes dot(Lanes sum, Pairs a, Pairs b) { EACH(vbfdotq_f32(sum.v[i]
 static inline Lanes dot(Lanes sum, Pairs a, Pairs b) {
     return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), sum));
 }
-static inline Pairs one_step(const Code* p) { return paired(whole_numbers(p), whole_numbers(p + LANES)); }
 #endif
 
 // Multiplies a column of sixteen pairs by one pair: in one part, or in two if no instruction multiplies pairs (the
@@ -381,10 +316,6 @@ static inline Lanes column(const float* p) {
 template <int PART>
 static inline Lanes column(const bf16* p) {
     return PART == 0 ? seconds(pairs(p)) : firsts(pairs(p));
-}
-template <int PART>
-static inline Lanes column(const Code* p) {
-    return whole_numbers(PART == 0 ? p + LANES : p);
 }
 static inline Lanes multiplied(Lanes sum, Lanes column, Lanes number) { return fma(column, number, sum); }
 static inline void lay_pair(const bf16* from, float* to) { to[0] = widen(from[0]), to[1] = widen(from[1]); }
@@ -430,13 +361,6 @@ static inline void lay_column(Pairs a, bf16* to) { store_pairs(to, a); }
 static inline void lay_column(const bf16* first, const bf16* second, bf16* to) {
     store_pairs(to, beside(first, second));
 }
-
-#if !defined(__AVX512BF16__)
-// Converts the codes of two steps to pairs. Each step has sixteen first numbers, then sixteen second ones.
-static inline Two two_steps(const Code* p) { return {one_step(p), one_step(p + 2 * LANES)}; }
-static inline Code code_of(int8_t number) { return Code(number); }
-static inline int place_of(int step, int output, int which) { return (step * 2 + which) * LANES + output; }
-#endif
 
 // Adds the lanes in a fixed order: i and i + 8, then i and i + 4, ….
 #if defined(__x86_64__)

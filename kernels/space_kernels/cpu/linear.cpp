@@ -2,8 +2,8 @@
 
 namespace KIND {
 
-// Whether a matmul is by AMX in bfloat16. Not for int8: converting its codes to tiles is slower for one row.
-static bool by_tiles(const Linear& w) { return TILES && !w.scale && w.groups == Groups::NONE; }
+// Whether a matmul is by AMX in bfloat16.
+static bool by_tiles(const Linear& w) { return TILES && w.groups == Groups::NONE; }
 
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     if (by_tiles(w))
@@ -59,21 +59,11 @@ void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t r
 }
 
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels) {
-    const int64_t steps = padded(inputs, false) / 2;
+    const int64_t steps = padded(inputs) / 2;
     for (int64_t n = 0; n < (outputs + LANES - 1) / LANES * LANES; ++n)
         for (int64_t k = 0; k < 2 * steps; ++k) {
             const bool real = n < outputs && k < inputs;
             panels[((n / LANES * steps + k / 2) * LANES + n % LANES) * 2 + k % 2] = real ? weight[n * inputs + k] : 0;
-        }
-}
-
-void pack(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels) {
-    const int64_t steps = padded(inputs, true) / 2;
-    for (int64_t n = 0; n < (outputs + LANES - 1) / LANES * LANES; ++n)
-        for (int64_t k = 0; k < 2 * steps; ++k) {
-            const bool real = n < outputs && k < inputs;
-            Code* two = panels + (n / LANES * steps + k / 4 * 2) * STEP;
-            two[place_of(k / 2 % 2, n % LANES, k % 2)] = code_of(real ? weight[n * inputs + k] : 0);
         }
 }
 

@@ -4,9 +4,7 @@
 //
 //     panel 0: k0k1 of outputs 0..15 | k2k3 of outputs 0..15 | …     panel 1: …
 //
-// Weights are bfloat16, or int8 with a scale for each output. int8 numbers (codes) are converted to bfloat16, exactly,
-// and the sum is multiplied by the scale. Their panels hold two pairs of k together, in the order that suits this kind
-// of processor. Inputs are padded with 0. Weights with a scale for each group of 32 inputs: see linear_groups.cpp.
+// Weights are bfloat16, padded with 0; for those in fewer bits see linear_groups.cpp.
 //
 // Each output of each row is one sum over ascending pairs of k (AMX: over groups of sixteen pairs). So a row's bits do
 // not depend on the other rows, their number, or the thread.
@@ -24,9 +22,9 @@ namespace KIND {
 
 constexpr int64_t STEP = 2 * LANES;  // weights of a panel per step, which is a pair of inputs
 
-// Inputs of a panel: bfloat16 weights are padded to a whole tile (AMX), and codes to two steps, which they come in.
-constexpr int64_t padded(int64_t inputs, bool codes) {
-    const int64_t multiple = codes ? 4 : TILES ? 32 : 2;
+// Inputs of a panel: padded to a whole tile with AMX.
+constexpr int64_t padded(int64_t inputs) {
+    const int64_t multiple = TILES ? 32 : 2;
     return (inputs + multiple - 1) / multiple * multiple;
 }
 
@@ -34,13 +32,14 @@ enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 
 // Weights in groups of 32 inputs, named as in a GGUF: four or eight bits with a scale; Q4_1 with a minimum, too. The
 // K forms have such a scale (and minimum) for eight groups, and a whole number by which each group multiplies it. MIXED:
-// ranges of panels in several forms; the weight is their LinearPart[].
-enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7 };
+// ranges of panels in several forms; the weight is their LinearPart[]. INT8: eight bits with a scale for each output,
+// the linear's, which the sum of all groups is multiplied by.
+enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7, INT8 = 8 };
 
 // The operands of a matmul and its destination.
 struct Linear {
-    const void* weight;  // panels: bf16, or codes where there is a scale, or groups
-    const float* scale;  // [panels·16], or null
+    const void* weight;  // panels: bf16, or groups
+    const float* scale;  // of INT8 [panels·16], else null
     const float* bias;   // [panels·16], or null
     int64_t panels;
     int64_t inputs;  // even
@@ -58,7 +57,7 @@ struct LinearPart {
 // Unpacked weights in groups: float16 bits, and a byte a number. Inputs are padded to whole groups.
 struct GroupWeights {
     const uint8_t* numbers;      // [outputs, groups·32]
-    const uint16_t *scale, *min;  // [outputs, groups], of K forms [outputs, groups/8]; min: of Q4_1, Q4_K and Q5_K
+    const uint16_t *scale, *min;  // [outputs, groups], of K forms [outputs, groups/8]; min: of Q4_1, Q4_K and Q5_K; INT8: null
     const uint8_t* scale_steps;  // of K forms [outputs, groups]; Q6_K: [outputs, groups·2] int8
     const uint8_t* min_steps;    // of Q4_K and Q5_K [outputs, groups]
 };
@@ -127,9 +126,6 @@ void finish(const Linear& w, const Matmul& p, Lanes* sum, int64_t row, int64_t r
 
 // Convert W [out, in] bfloat16 to panels, padded with 0.
 void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* panels);
-
-// Convert int8 numbers [out, in] to panels of codes.
-void pack(const int8_t* weight, int64_t outputs, int64_t inputs, Code* panels);
 
 // Quantise outputs [first, last) of W [out, in] bfloat16 to the nearest weights in groups.
 struct Quantized {  // as GroupWeights

@@ -1,6 +1,7 @@
 // The matmul by weights in groups: 32 inputs of an output share a scale, as in a GGUF's Q4_0, Q4_1 and Q8_0.
 //
 //     W[n, k] = scale[n, g]·(number[n, k] - offset) + min[n, g]        g = k / 32, number 0 .. 15 or 0 .. 255
+//     W[n, k] = scale[n]·(number[n, k] - offset)                       INT8
 //     x[r, k] ≈ scale[r, g]·code[r, k]                                 code -127 .. 127, the nearest
 //
 // A panel has one block after the other:
@@ -25,6 +26,7 @@
 
 #include "bytes.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace KIND {
 
@@ -45,13 +47,14 @@ struct Form {
     static constexpr Groups GROUPS_OF = GROUPS;
     static constexpr int BITS = GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K ? 4 : 8;
     static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K;
-    static constexpr int OFFSET = GROUPS == Groups::Q8_0   ? 128
+    static constexpr bool HAS_SCALE = GROUPS != Groups::INT8;
+    static constexpr int OFFSET = GROUPS == Groups::Q8_0 || !HAS_SCALE ? 128
                                   : GROUPS == Groups::Q4_0 ? 8
                                   : GROUPS == Groups::Q6_K ? 32
                                                            : 0;
     static constexpr bool IS_K = GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K || GROUPS == Groups::Q6_K;
     static constexpr int STEPS = IS_K ? GROUPS == Groups::Q6_K ? 2 : 1 : 0;  // of a group's scale
-    static constexpr int64_t HALVES = (HAS_MIN ? 2 : 1) * LANES * 2;         // bytes of scales and mins
+    static constexpr int64_t HALVES = (HAS_SCALE + HAS_MIN) * LANES * 2;     // bytes of scales and mins
     static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : HALVES;
     static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
     static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
@@ -72,7 +75,7 @@ struct Rounded {
 
 // All rows of a matmul, rounded once for every thread: tile after tile, evenly, so that no tile has a single row.
 struct RoundedRows {
-    std::vector<int8_t> codes;
+    std::vector<int8_t> codes;  // and behind them as many as a tile register may hold of rows that nothing reads
     std::vector<float> scale, total;
     std::vector<int32_t> sum;
     std::vector<int64_t> bounds;
@@ -81,7 +84,7 @@ struct RoundedRows {
     void resize(int64_t rows, int64_t inputs) {
         groups = (inputs + SIZE - 1) / SIZE;
         if (const size_t count = rows * groups; scale.size() < count)
-            codes.resize(count * SIZE), scale.resize(count), total.resize(count), sum.resize(2 * count);
+            codes.resize((count + LANES) * SIZE), scale.resize(count), total.resize(count), sum.resize(2 * count);
         const int64_t num_tiles = (rows + SUMS - 1) / SUMS;
         bounds.assign(num_tiles + 1, 0);
         for (int64_t n = 0; n < num_tiles; ++n)
@@ -124,7 +127,8 @@ void round_row(const Matmul& p, int64_t row, int64_t inputs, RoundedRows& rows) 
 // Adds a group's product to the sum.
 template <Groups GROUPS>
 inline Lanes joined(Lanes sum, Ints product, Lanes scale, Lanes min, const Rounded& x, int64_t at) {
-    sum = fma(to_lanes(product), mul(scale, same(x.scale[at])), sum);
+    const Lanes of_row = same(x.scale[at]);
+    sum = fma(to_lanes(product), Form<GROUPS>::HAS_SCALE ? mul(scale, of_row) : of_row, sum);
     return Form<GROUPS>::HAS_MIN ? fma(min, same(x.total[at]), sum) : sum;
 }
 
@@ -193,7 +197,7 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
         for (int j = 0; j < PANELS; ++j) {
             const uint8_t* steps = block + j * size;
             const uint16_t* halves = (const uint16_t*)((F::IS_K ? shared : block) + j * size);
-            Lanes scale = load_halves(halves), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+            Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
             if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(steps)));
             if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(steps + LANES)));
             if constexpr (F::STEPS == 2) {
@@ -230,11 +234,109 @@ void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounde
     }
 }
 
+#if TILES
+
+constexpr int64_t LEAST_ROWS = 5;  // fewer are multiplied faster by vectors
+
+// Writes a panel's four-bit numbers in bytes: [groups, 32/4, 16 outputs, 4].
+template <Groups GROUPS>
+void unpack(const uint8_t* panel, int64_t groups, uint8_t* to) {
+    using F = Form<GROUPS>;
+    for (int64_t g = 0; g < groups; ++g, to += SIZE * LANES) {
+        const uint8_t* block = panel + F::place(g + 1) - F::BLOCK + F::HEAD;
+        for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
+            __builtin_prefetch(block + AHEAD + v * VECTOR);
+            const Bytes numbers = load_bytes(block + v * VECTOR);
+            store_bytes(to + v * VECTOR, low_halves(numbers));
+            store_bytes(to + (F::VECTORS_OF_BLOCK + v) * VECTOR, high_halves(numbers));
+        }
+    }
+}
+
+// As `sum_up` for one panel: the products of a group are those of a tile of rows and one of numbers.
+template <Groups GROUPS, int ROWS>
+void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, Rounded x, Lanes* to,
+                 int count) {
+    using F = Form<GROUPS>;
+    alignas(64) int32_t products[2][LANES][LANES];
+    Lanes sum[ROWS];
+    for (int i = 0; i < ROWS; ++i) sum[i] = zeros();
+    const uint8_t *block = panel, *shared = panel;
+    for (int64_t g = 0; g < groups; ++g, block += F::BLOCK) {
+        if (F::IS_K && g % SHARED == 0) shared = block, block += F::HALVES;
+        _tile_loadd(4, x.codes + g * ROWS * SIZE, SIZE);
+        _tile_loadd(6, numbers + (F::BITS == 4 ? g * SIZE * LANES : block - panel + F::HEAD), VECTOR);
+        if (F::BITS == 8)
+            for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(block + AHEAD + i);
+        _tile_zero(0);
+        _tile_dpbsud(0, 4, 6);
+        auto& product = products[g % 2];
+        _tile_stored(0, product, VECTOR);
+        TileConfig::written();
+        const uint16_t* halves = (const uint16_t*)(F::IS_K ? shared : block);
+        Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+        if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(block)));
+        if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(block + LANES)));
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; ++i) {
+            const int64_t at = g * ROWS + i;
+            Ints one = load_ints(product[i]);
+            if (F::OFFSET) one = add(one, same_int(-F::OFFSET * x.sum[2 * at + 1]));
+            sum[i] = joined<GROUPS>(sum[i], one, scale, min, x, at);
+        }
+    }
+    for (int i = 0; i < ROWS; ++i) to[i * count] = sum[i];
+}
+
+template <Groups GROUPS, int ROWS = SUMS>
+void sum_up_tile_of(int64_t rows, const uint8_t* panel, const uint8_t* numbers, int64_t groups,
+                    const Rounded& x, Lanes* to, int count) {
+    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS>(panel, numbers, groups, x, to, count);
+    if constexpr (ROWS > 1) sum_up_tile_of<GROUPS, ROWS - 1>(rows, panel, numbers, groups, x, to, count);
+}
+
+// As `multiply_by`: one or two panels at a time, whose numbers are unpacked once for all rows.
+template <Groups GROUPS>
+void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind,
+                           int64_t first, int64_t last) {
+    static thread_local std::vector<uint8_t> unpacked;
+    const int64_t size = Form<GROUPS>::place(rows.groups), room = rows.groups * SIZE * LANES;
+    if (int64_t(unpacked.size()) < 2 * room + VECTOR) unpacked.resize(2 * room + VECTOR);
+    uint8_t* aligned = (uint8_t*)((uintptr_t(unpacked.data()) + VECTOR - 1) / VECTOR * VECTOR);
+    Lanes sums[2 * SUMS];
+    const TileConfig tiles(rows.bounds[1], SIZE);
+    for (int64_t panel = first; panel < last;) {
+        const int count = last - panel >= 2 ? 2 : 1;
+        const uint8_t* here = (const uint8_t*)w.weight + panel * size;
+        for (int j = 0; Form<GROUPS>::BITS == 4 && j < count; ++j)
+            unpack<GROUPS>(here + j * size, rows.groups, aligned + j * room);
+        TileConfig::written();
+        for (int64_t n = 0; n < rows.num_tiles(); ++n) {
+            const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
+            const int64_t from = std::max(row, top), to = std::min(behind, top + height);
+            if (from >= to) continue;
+            for (int j = 0; j < count; ++j) {
+                const uint8_t* numbers = Form<GROUPS>::BITS == 4 ? aligned + j * room : here + j * size;
+                sum_up_tile_of<GROUPS>(height, here + j * size, numbers, rows.groups, rows.from(top),
+                                       sums + j, count);
+            }
+            finish(w, p, sums + (from - top) * count, from, to - from, panel, count);
+        }
+        panel += count;
+    }
+}
+
+#endif
+
 // Panels [first, last) by rows [row, behind). As `multiply_by` of the lanes: few rows form one tile; with several, four
 // panels stay in the cache while all tiles use them.
 template <Groups GROUPS>
 void multiply_by(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind, int64_t first,
                  int64_t last) {
+#if TILES
+    if constexpr (Form<GROUPS>::STEPS != 2)
+        if (rows.bounds[1] >= LEAST_ROWS) return multiply_by_int_tiles<GROUPS>(w, p, rows, row, behind, first, last);
+#endif
     const int64_t size = Form<GROUPS>::place(rows.groups), num_tiles = rows.num_tiles();
     const int most = num_tiles > 1 ? TOGETHER : std::max(2, panels_of(rows.bounds[1]));
     Lanes sums[SUMS * TOGETHER];
@@ -300,7 +402,7 @@ void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, uint8_t*
             uint8_t* panel = panels + n / LANES * F::place(groups);
             uint8_t* block = panel + F::place(g) + (F::IS_K && g % SHARED == 0 ? F::HALVES : 0);
             uint16_t* halves = (uint16_t*)(F::IS_K ? panel + F::place(g / SHARED * SHARED) : block);
-            halves[lane] = from.scale[scale];
+            if (F::HAS_SCALE) halves[lane] = from.scale[scale];
             if (F::HAS_MIN) halves[LANES + lane] = from.min[scale];
             for (int i = 0; i < F::STEPS; ++i)
                 block[i * LANES + lane] = from.scale_steps[(n * groups + g) * F::STEPS + i];
@@ -322,6 +424,7 @@ auto with_form(Groups groups, const Work& work) {
         case Groups::Q4_K: return work(Form<Groups::Q4_K>());
         case Groups::Q5_K: return work(Form<Groups::Q5_K>());
         case Groups::Q6_K: return work(Form<Groups::Q6_K>());
+        case Groups::INT8: return work(Form<Groups::INT8>());
         default: return work(Form<Groups::Q8_0>());
     }
 }

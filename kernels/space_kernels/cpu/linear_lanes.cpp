@@ -30,11 +30,11 @@ struct Next {
 //
 // The rows of a tile are interleaved by pairs: pair 0 of each row, pair 1 of each row, … So they form one stream, and
 // rows with a power-of-two stride do not evict each other from the cache.
-template <typename Weight, int ROWS, int PANELS>
-inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+template <int ROWS, int PANELS>
+inline void sum_up(const bf16* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
     constexpr int64_t AHEAD = VECTORS == 1 ? 2048 : 8192 / PANELS;  // prefetch distance in bytes
-    constexpr int64_t EARLY = AHEAD / int64_t(STEP * sizeof(Weight));
-    const Weight* weight[PANELS];
+    constexpr int64_t EARLY = AHEAD / int64_t(STEP * sizeof(bf16));
+    const bf16* weight[PANELS];
     for (int j = 0; j < PANELS; ++j) weight[j] = panels + j * steps * STEP;
     Lanes sum[ROWS][PANELS];
     for (int i = 0; i < ROWS; ++i)
@@ -52,29 +52,15 @@ inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next
         }
     };
     auto go = [&](int64_t from, int64_t behind, int64_t ahead) __attribute__((always_inline)) {
-        if constexpr (sizeof(Weight) == 1 && PARTS == 1) {
-            for (int64_t k = from; k < behind; k += 2)
+        for (int64_t k = from; k < behind; ++k) {
+            if (!next.from) {
 #pragma GCC unroll 4
-                for (int j = 0; j < PANELS; ++j) {
-                    const Two columns = two_steps(weight[j] + k * STEP);
-                    __builtin_prefetch(weight[j] + (k + ahead) * STEP);
-#pragma GCC unroll 24
-                    for (int i = 0; i < ROWS; ++i) {
-                        sum[i][j] = multiplied(sum[i][j], columns.first, number<0>(x + (k * ROWS + i) * 2));
-                        sum[i][j] = multiplied(sum[i][j], columns.second, number<0>(x + ((k + 1) * ROWS + i) * 2));
-                    }
-                }
-        } else {
-            for (int64_t k = from; k < behind; ++k) {
-                if (!next.from) {
-#pragma GCC unroll 4
-                    for (int j = 0; j < PANELS; ++j) __builtin_prefetch(weight[j] + (k + ahead) * STEP);
-                } else if (k < PANELS * next.lines) {
-                    __builtin_prefetch(next.from + k % PANELS * next.apart + k / PANELS * 64, 0, 2);
-                }
-                multiply(std::integral_constant<int, 0>(), k);
-                if constexpr (PARTS == 2) multiply(std::integral_constant<int, 1>(), k);
+                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(weight[j] + (k + ahead) * STEP);
+            } else if (k < PANELS * next.lines) {
+                __builtin_prefetch(next.from + k % PANELS * next.apart + k / PANELS * 64, 0, 2);
             }
+            multiply(std::integral_constant<int, 0>(), k);
+            if constexpr (PARTS == 2) multiply(std::integral_constant<int, 1>(), k);
         }
     };
     const int64_t turn = std::max<int64_t>(0, steps - EARLY);
@@ -84,23 +70,22 @@ inline void sum_up(const Weight* panels, int64_t steps, const Laid* x, Next next
         for (int j = 0; j < PANELS; ++j) to[i * count + j] = sum[i][j];
 }
 
-template <typename Weight, int PANELS, int ROWS = std::min(MOST, SUMS / PANELS)>
-void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
-    if (rows == ROWS) return sum_up<Weight, ROWS, PANELS>(panels, steps, x, next, to, count);
-    if constexpr (ROWS > 1) sum_up_of<Weight, PANELS, ROWS - 1>(rows, panels, steps, x, next, to, count);
+template <int PANELS, int ROWS = std::min(MOST, SUMS / PANELS)>
+void sum_up_of(int64_t rows, const bf16* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+    if (rows == ROWS) return sum_up<ROWS, PANELS>(panels, steps, x, next, to, count);
+    if constexpr (ROWS > 1) sum_up_of<PANELS, ROWS - 1>(rows, panels, steps, x, next, to, count);
 }
 
-template <typename Weight>
-void sum_up_of(int64_t rows, const Weight* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
+void sum_up_of(int64_t rows, const bf16* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
     const int width = std::min(count, panels_of(rows));
     for (int j = 0; j < count; j += width) {
-        const Weight* here = panels + j * steps * STEP;
+        const bf16* here = panels + j * steps * STEP;
         if (width == 4)
-            sum_up_of<Weight, 4>(rows, here, steps, x, next, to + j, count);
+            sum_up_of<4>(rows, here, steps, x, next, to + j, count);
         else if (width == 2)
-            sum_up_of<Weight, 2>(rows, here, steps, x, next, to + j, count);
+            sum_up_of<2>(rows, here, steps, x, next, to + j, count);
         else
-            sum_up_of<Weight, 1>(rows, here, steps, x, next, to + j, count);
+            sum_up_of<1>(rows, here, steps, x, next, to + j, count);
         if (next.from) next.from += width * next.apart;
     }
 }
@@ -117,14 +102,6 @@ void lay_out(const bf16* x, int64_t stride, int64_t rows, int64_t inputs, int64_
     }
 }
 
-// Converts codes to bfloat16.
-void widen(const Code* panels, int64_t steps, bf16* to) {
-    for (int64_t k = 0; k < steps; k += 2) {
-        const Two columns = two_steps(panels + k * STEP);
-        store_pairs(to + k * STEP, columns.first), store_pairs(to + (k + 1) * STEP, columns.second);
-    }
-}
-
 }  // namespace
 
 void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
@@ -134,7 +111,7 @@ void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows,
             const DeltaPanel& b = d.b[panel + j];
             if (!b.inputs) continue;
             const Laid* low = laid_low.data() + first * p.low_stride + b.from * num_gated;
-            sum_up_of<bf16, 1>(num_gated, b.weight, b.inputs / 2, low, {nullptr, 0, 0}, delta, 1);
+            sum_up_of<1>(num_gated, b.weight, b.inputs / 2, low, {nullptr, 0, 0}, delta, 1);
             for (int64_t i = 0; i < num_gated; ++i) {
                 Lanes& one = sum[(first - row + i) * count + j];
                 one = add(one, delta[i]);
@@ -159,18 +136,16 @@ void lay_out_low(const Matmul& p, const int64_t* bounds, int64_t num_tiles) {
 //  rows 0..5 | tile | fetch 4      | tile | fetch 8
 //  rows 6..9 | tile | to 7         | tile | to 11
 //
-// Few rows form one tile, and nothing is read twice. With several tiles, codes are converted to bfloat16 only once.
-template <typename Weight>
-void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
+// Few rows form one tile, and nothing is read twice.
+void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
     static thread_local std::vector<Laid> laid_out;
-    static thread_local std::vector<bf16> widened;
     static thread_local std::vector<int64_t> bounds;
     Lanes sums[MOST * GROUP];
     if (!p.rows || first == last) return;
     const bool one_tile = p.rows <= MOST;
     const int64_t num_tiles = one_tile ? 1 : (p.rows + USUAL - 1) / USUAL;
     const int together = one_tile ? std::max(2, panels_of(p.rows)) : GROUP;
-    const int64_t steps = padded(w.inputs, sizeof(Weight) == 1) / 2, width = 2 * steps;
+    const int64_t steps = padded(w.inputs) / 2, width = 2 * steps;
     if (fresh) {
         if (int64_t(laid_out.size()) < p.rows * width) laid_out.resize(p.rows * width);
         bounds.assign(num_tiles + 1, 0);
@@ -182,41 +157,28 @@ void multiply_by(const Linear& w, const Matmul& p, int64_t first, int64_t last, 
     }
     if (fresh) lay_out_low(p, bounds.data(), num_tiles);
     const int64_t size = steps * STEP;  // of a panel
-    if (sizeof(Weight) == 1 && !one_tile && int64_t(widened.size()) < GROUP * size) widened.resize(GROUP * size);
     for (int64_t panel = first; panel < last;) {
         const int64_t left = last - panel;
         const int count = left >= together ? together : left >= 2 ? 2 : 1;
-        const Weight* here = (const Weight*)w.weight + panel * size;
+        const bf16* here = (const bf16*)w.weight + panel * size;
         if (one_tile) {
-            sum_up_of<Weight>(p.rows, here, steps, laid_out.data(), {nullptr, 0, 0}, sums, count);
+            sum_up_of(p.rows, here, steps, laid_out.data(), {nullptr, 0, 0}, sums, count);
             finish(w, p, sums, 0, p.rows, panel, count);
             panel += count;
             continue;
         }
-        const bf16* wide = (const bf16*)here;
-        if constexpr (sizeof(Weight) == 1) {
-            widen(here, count * steps, widened.data());
-            wide = widened.data();
-        }
         const bool is_last = panel + count >= w.panels;  // of all panels; otherwise the next piece usually follows
-        const int64_t apart = size * int64_t(sizeof(Weight)), lines = is_last ? 0 : apart / 64;
+        const int64_t apart = size * int64_t(sizeof(bf16)), lines = is_last ? 0 : apart / 64;
         const char* next = (const char*)(here + count * size);
         for (int64_t n = 0; n < num_tiles; ++n) {
             const int64_t row = bounds[n], rows = bounds[n + 1] - row;
             const int64_t from = lines * n / num_tiles, to = lines * (n + 1) / num_tiles;
             const Laid* x = laid_out.data() + row * width;
-            sum_up_of<bf16>(rows, wide, steps, x, {next + 64 * from, to - from, apart}, sums, count);
+            sum_up_of(rows, here, steps, x, {next + 64 * from, to - from, apart}, sums, count);
             finish(w, p, sums, row, rows, panel, count);
         }
         panel += count;
     }
-}
-
-void multiply_by_lanes(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh) {
-    if (w.scale)
-        multiply_by<Code>(w, p, first, last, fresh);
-    else
-        multiply_by<bf16>(w, p, first, last, fresh);
 }
 
 }  // namespace KIND

@@ -49,7 +49,7 @@ void lay_out(const Matmul& p, int64_t inputs, RowTiles& rows) {
     rows.num_tiles = (p.rows + LANES - 1) / LANES;
     if (rows.num_tiles > SUM_TILES) rows.num_tiles += rows.num_tiles % 2;
     rows.height = (p.rows + rows.num_tiles - 1) / rows.num_tiles;
-    rows.steps = padded(inputs, false) / DEPTH;
+    rows.steps = padded(inputs) / DEPTH;
     const int64_t size = rows.height * DEPTH;
     bf16* to = rows.all.of(rows.num_tiles * rows.steps * size);
     for (int64_t row = 0; row < p.rows; ++row) {

@@ -18,6 +18,7 @@ from space_kernels.build.cpu_library import (
     CpuLibrary,
     DeltaStruct,
     GatedRowsStruct,
+    GroupWeightsStruct,
     LinearPartStruct,
     LinearStruct,
     MatmulStruct,
@@ -26,6 +27,7 @@ from space_kernels.build.cpu_library import (
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, Parts, group_form
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
+from space_kernels.linear.rounded_inputs import GROUP
 
 LANES = 16
 """Outputs per panel."""
@@ -33,7 +35,7 @@ LANES = 16
 _TOGETHER = 4096
 """Outputs of stored weights that are unpacked at a time."""
 
-_MIXED = 7  # of `Groups` of cpu/linear.h: parts in several forms
+_MIXED, _INT8 = 7, 8  # of `Groups` of cpu/linear.h: parts in several forms; whole numbers with a scale for each output
 
 LOW_PADDING = 32
 """Columns behind the ranks of A·x that the compiled matmul may read, and multiplies by 0."""
@@ -90,12 +92,14 @@ class CompiledLinear(nn.Module):
         elif form is not None:
             self.weight, groups = self._packed([GroupWeights.of(weight, form)]), form
         elif weights == "int8":
-            kept = Int8Weights.of(weight)
-            self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, True), dtype=torch.uint8)
-            library.pack8(kept.numbers.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
+            kept, groups = Int8Weights.of(weight), _INT8
             self.scale = _per_output(kept.scale, num_panels)
+            self.weight = torch.empty(num_panels, library.panel_bytes(self.in_features, _INT8), dtype=torch.uint8)
+            raised = F.pad(kept.numbers.view(torch.uint8) ^ 128, (0, -self.in_features % GROUP))  # number + 128
+            numbers = GroupWeightsStruct(raised.data_ptr())
+            library.pack_groups(byref(numbers), self.out_features, self.in_features, _INT8, self.weight.data_ptr())
         else:
-            self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features, False), dtype=torch.bfloat16)
+            self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features), dtype=torch.bfloat16)
             source = weight.detach().contiguous()
             library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
         self.bias = None if bias is None else _per_output(bias.detach(), num_panels)
@@ -208,7 +212,7 @@ class CompiledDelta:
         weights: str = "plain",
     ) -> None:
         """As GatedDelta, in bfloat16; every size but the last a multiple of 16. `weights`: of the linears; unless they
-        are plain, A is in groups as well, which multiply the inputs that the linears have rounded."""
+        are plain, A is in int8, which multiplies the inputs that the linears have rounded."""
         if any(size % LANES for size in sizes[:-1]):
             raise ValueError(f"Linears beside each other have multiples of {LANES} outputs; got {list(sizes)}.")
         down: list[Tensor] = []
@@ -227,9 +231,7 @@ class CompiledDelta:
             panels_of.append([_Panel(panel, self.ranks, b.shape[1]) for panel in panels])
             self.ranks += b.shape[1]
         ordered = [*chain.from_iterable(zip(*panels_of, strict=True) if turns else panels_of)]
-        self._a = CompiledLinear(
-            library, torch.cat(down), None, weights="plain" if weights == "plain" else GroupForm.Q8_0
-        )
+        self._a = CompiledLinear(library, torch.cat(down), None, weights="plain" if weights == "plain" else "int8")
         self._b = torch.cat([panel.weight for panel in ordered if panel.weight is not None])
         table, place = np.zeros((len(ordered), 3), dtype=np.int64), self._b.data_ptr()
         for row, panel in zip(table, ordered, strict=True):

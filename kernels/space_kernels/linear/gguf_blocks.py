@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_kernels.linear.group_weights import GROUP, SHARED, GroupForm, GroupWeights, Parts
+from space_kernels.linear.group_weights import SHARED, GroupForm, GroupWeights, Parts
+from space_kernels.linear.rounded_inputs import GROUP
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:

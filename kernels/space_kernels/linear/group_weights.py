@@ -28,15 +28,7 @@ from torch.nn import functional as F
 from space_kernels.build.cpu_library import GroupWeightsStruct, cpu_library
 from space_kernels.linear.int8_linear import Int8Linear
 from space_kernels.linear.packed_linear import TILE, pad_rows
-
-GROUP = 32
-"""Inputs of a group."""
-
-GREATEST = 127
-"""Codes of inputs are in the symmetric range -127 .. 127."""
-
-FLOOR = 2.0**-100
-"""Groups of inputs that are smaller are taken for 0."""
+from space_kernels.linear.rounded_inputs import GROUP, rounded
 
 SHARED = 8
 """Groups with one scale, of the K forms."""
@@ -193,24 +185,6 @@ def _quantize(weight: Tensor, form: GroupForm, numbers: Tensor, scale: Tensor, m
         wide = scale[rows].float()
         part = part / torch.where(wide == 0, 1.0, wide)[:, :, None]
         numbers[rows] = part.round_().add_(form.offset).clamp_(0, 255 if form is GroupForm.Q8_0 else 15)
-
-
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, in] -> whole numbers [R, groups, 32] float32 and scale [R, groups] float32, NaN where x is not finite."""
-    wide = F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
-    finite = torch.where(wide.isfinite(), wide, 0.0)
-    most = finite.abs().amax(dim=2)
-    is_some = most > FLOOR
-    inverse = torch.where(is_some, torch.full_like(most, GREATEST) / most, 0.0)  # number / tensor rounds twice
-    scale = torch.where(is_some, most * float(torch.tensor(1.0) / GREATEST), 0.0) + (wide - wide).sum(dim=2)
-    return (finite * inverse[:, :, None]).round_(), scale
-
-
-def rounded(x: Tensor) -> Tensor:
-    """[..., in] -> the same as rounded by `round_rows`, in the dtype of x or float32."""
-    flat = x.reshape(-1, x.shape[-1])
-    codes, scale = round_rows(flat)
-    return (codes * scale[:, :, None]).flatten(1)[:, : x.shape[-1]].reshape(x.shape)
 
 
 class GroupLinear(Int8Linear):

@@ -1,8 +1,8 @@
 """int8 weights: half the bytes of bfloat16 to read and to hold.
 
 Each output has its own scale, the greatest absolute weight over 127, so a weight's error is at most half the scale.
-bfloat16 represents every integer up to 256 exactly, so the numbers are multiplied and summed as bfloat16 weights, and
-each sum is multiplied by its scale once.
+Inputs are rounded to whole numbers, too, 32 at a time (see rounded_inputs.py); sums over 32 are exact, those of a row
+are added in float32 in ascending order, and the sum is multiplied by the scale once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from space_kernels.layers.layers import silu
 from space_kernels.linear.packed_linear import TILE, pad_rows
+from space_kernels.linear.rounded_inputs import rounded
 
 GREATEST = 127
 """Numbers are in the symmetric range -127 .. 127."""
@@ -84,7 +85,8 @@ class Int8Linear(nn.Module):
     def _matmul(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out] float32, in row tiles of a fixed size, which fixes the order of summation."""
         num_rows = x.numel() // self.in_features
-        tiles = torch.split(pad_rows(x.reshape(num_rows, self.in_features).float(), TILE), TILE)
+        near = rounded(x.reshape(num_rows, self.in_features).float())
+        tiles = torch.split(pad_rows(near, TILE), TILE)
         whole = torch.empty(len(tiles) * TILE, self.out_features)
         for begin in range(0, self.out_features, _OUTPUTS):
             outputs = slice(begin, begin + _OUTPUTS)

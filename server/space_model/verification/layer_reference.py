@@ -21,8 +21,9 @@ from space_kernels.fp8 import FORMAT, nearest
 from space_kernels.linear import gguf_blocks as blocks
 from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.gguf_blocks import chosen
-from space_kernels.linear.group_weights import GroupWeights, group_form, rounded
+from space_kernels.linear.group_weights import GroupWeights, group_form
 from space_kernels.linear.int8_linear import Int8Weights
+from space_kernels.linear.rounded_inputs import rounded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -269,7 +270,7 @@ class _Walk:
             elif self._facts.quantizes_head:
                 weight = _dequantized(weight, self._facts.weights, head=True)
             swaps.put(head._parameters, "weight", weight.to(dtype))
-            if dtype is self._dtype and (stored is not None or group_form(self._facts.weights) is not None):
+            if dtype is self._dtype and (stored is not None or self._facts.weights in ("int8", "int4")):
                 self._rounded.take(head.weight)
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
@@ -396,8 +397,8 @@ class _Dense(nn.Module):
 
 
 class _RoundedInputs(TorchFunctionMode):
-    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int4 and stored linears
-    do."""
+    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int8, int4 and
+    stored linears do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,8 +431,8 @@ def _dequantized(weight: Tensor, weights: str, *, head: bool = False) -> Tensor:
 def _held(
     layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, weights: str, inputs: _RoundedInputs
 ) -> Iterator[None]:
-    """Hold the layer's weights in `dtype`; quantised weights are dequantised. In the serving dtype the inputs of int4
-    and stored linears are rounded: that is part of the deviation that is usual."""
+    """Hold the layer's weights in `dtype`; quantised weights are dequantised. In the serving dtype the inputs of int8,
+    int4 and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
     try:
@@ -450,7 +451,7 @@ def _held(
                     weight = module.get_parameter(name)
                     whole = [_dequantized(part, weights).to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
                     swaps.put(module._parameters, name, torch.stack(whole).view(weight.shape))
-                    if dtype is narrow and group_form(weights) is not None:
+                    if dtype is narrow:
                         taken.append(module.get_parameter(name))
                         inputs.take(taken[-1])
             swaps.widen(module, narrow, dtype)

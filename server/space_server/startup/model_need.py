@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from space_common.worker_client import WorkerClient
 from space_common.worker_settings import WorkerSettings
-from space_kernels.linear.group_weights import GROUP, INT4, INT4_HEAD, SHARED
+from space_kernels.linear.group_weights import INT4, INT4_HEAD, SHARED
+from space_kernels.linear.rounded_inputs import GROUP
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format

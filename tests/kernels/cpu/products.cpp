@@ -14,10 +14,9 @@ using namespace KIND;
 
 extern "C" {
 void EXPORTED(pack)(const bf16*, int64_t, int64_t, bf16*);
-void EXPORTED(pack8)(const int8_t*, int64_t, int64_t, Code*);
 void EXPORTED(pack_groups)(const GroupWeights*, int64_t, int64_t, int, uint8_t*);
 int64_t EXPORTED(panel_bytes)(int64_t, int);
-int64_t EXPORTED(padded)(int64_t, bool);
+int64_t EXPORTED(padded)(int64_t);
 void EXPORTED(linear)(const Linear*, const Matmul*, int);
 void EXPORTED(norm)(const bf16*, const bf16*, int64_t, int64_t, float, bf16*, int);
 }
@@ -72,29 +71,24 @@ int main() {
     for (auto& value : x) value = round(uniform() * 2);
     for (auto& value : bias) value = uniform();
 
-    std::vector<bf16> weight(OUTPUTS * INPUTS), packed(OUTPUTS * EXPORTED(padded)(INPUTS, false));
+    std::vector<bf16> weight(OUTPUTS * INPUTS), packed(OUTPUTS * EXPORTED(padded)(INPUTS));
     for (auto& value : weight) value = round(uniform() * 0.05f);
     EXPORTED(pack)(weight.data(), OUTPUTS, INPUTS, packed.data());
     show("bfloat16", packed.data(), nullptr, Groups::NONE);
 
-    std::vector<int8_t> numbers(OUTPUTS * INPUTS);
     std::vector<float> scale(OUTPUTS);
-    std::vector<Code> codes(OUTPUTS * EXPORTED(padded)(INPUTS, true));
-    for (auto& value : numbers) value = int8_t(int(next() % 255) - 127);
     for (auto& value : scale) value = std::fabs(uniform()) * 0.01f;
-    EXPORTED(pack8)(numbers.data(), OUTPUTS, INPUTS, codes.data());
-    show("int8", codes.data(), scale.data(), Groups::NONE);
-
     const struct {
         const char* name;
         Groups groups;
         uint32_t numbers;
     } forms[] = {{"Q4_0", Groups::Q4_0, 16}, {"Q4_1", Groups::Q4_1, 16}, {"Q8_0", Groups::Q8_0, 255},
-                 {"Q4_K", Groups::Q4_K, 16}, {"Q5_K", Groups::Q5_K, 32}, {"Q6_K", Groups::Q6_K, 64}};
+                 {"Q4_K", Groups::Q4_K, 16}, {"Q5_K", Groups::Q5_K, 32}, {"Q6_K", Groups::Q6_K, 64},
+                 {"int8", Groups::INT8, 255}};
     for (const auto& form : forms) {
         std::vector<uint8_t> kept(OUTPUTS * GROUPS * 32), steps(OUTPUTS * GROUPS * 2), min_steps(OUTPUTS * GROUPS);
         std::vector<uint16_t> scales(OUTPUTS * GROUPS), mins(OUTPUTS * GROUPS);
-        for (auto& value : kept) value = uint8_t(next() % form.numbers - (form.groups == Groups::Q8_0 ? 127 : 0));
+        for (auto& value : kept) value = uint8_t(next() % form.numbers - (form.numbers == 255 ? 127 : 0));
         for (auto* values : {&scales, &mins})
             for (auto& value : *values) value = uint16_t(0x1c00 + next() % 0x400);  // 0.0039 to 0.0078
         for (auto* values : {&steps, &min_steps})
@@ -102,7 +96,7 @@ int main() {
         const GroupWeights groups{kept.data(), scales.data(), mins.data(), steps.data(), min_steps.data()};
         std::vector<uint8_t> panels(PANELS * EXPORTED(panel_bytes)(INPUTS, int(form.groups)));
         EXPORTED(pack_groups)(&groups, OUTPUTS, INPUTS, int(form.groups), panels.data());
-        show(form.name, panels.data(), nullptr, form.groups);
+        show(form.name, panels.data(), form.groups == Groups::INT8 ? scale.data() : nullptr, form.groups);
     }
 
     std::vector<bf16> norms(INPUTS), normed(ROWS * INPUTS);

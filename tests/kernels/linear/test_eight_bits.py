@@ -13,6 +13,7 @@ from space_kernels.build.cpu_library import CpuLibrary
 from space_kernels.linear.cpu_linear import CompiledLinear, cpu_linear, in_turn
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
+from space_kernels.linear.rounded_inputs import rounded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,7 +58,8 @@ def test_it_is_the_product_with_the_whole_numbers_scaled_and_rounded_once(
     linear_of: Linear, out: int, width: int
 ) -> None:
     weight, bias, x, other = draw(out, width)
-    wanted = F.linear(x.double(), Int8Weights.of(weight).dense().double(), bias.double())
+    near = rounded(x.float()).double()
+    wanted = F.linear(near, Int8Weights.of(weight).dense().double(), bias.double())
     wide = linear_of(weight, bias, wide=True)(x)
     assert wide.dtype is torch.float32
     torch.testing.assert_close(wide.double(), wanted, atol=2e-5, rtol=0)

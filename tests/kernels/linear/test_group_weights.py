@@ -14,7 +14,9 @@ from gguf.constants import GGMLQuantizationType
 from space_kernels.build import cpu_library
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear, in_turn
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, round_rows
+from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
+from space_kernels.linear.int8_linear import Int8Weights
+from space_kernels.linear.rounded_inputs import round_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -101,6 +103,20 @@ def test_it_is_the_reference_bit_by_bit_on_every_processor(
     assert torch.equal(linear(x), wide.bfloat16())
     assert torch.equal(linear.plus(x, other), (wide + other).bfloat16())
     assert torch.equal(linear(x.view(4, 25, width)), wide.bfloat16().view(4, 25, out))
+
+
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_int8_is_the_definition_bit_by_bit_on_every_processor(library: CpuLibrary, out: int, width: int) -> None:
+    weight, bias, x, _ = draw(out, width)
+    kept = Int8Weights.of(weight)
+    codes, scale = (one.numpy() for one in round_rows(x))
+    numbers = F.pad(kept.numbers.long(), (0, -width % 32)).view(out, -1, 32).numpy()
+    products = np.einsum("rgk,ngk->rng", codes.astype(np.int64), numbers).astype(np.float32)
+    sums = np.zeros(products.shape[:2], dtype=np.float32)
+    for g in range(products.shape[2]):
+        sums = fused(products[:, :, g], scale[:, g, None], sums)
+    wanted = torch.from_numpy(sums) * kept.scale + bias.float()
+    assert torch.equal(CompiledLinear(library, weight, bias, wide=True, weights="int8")(x), wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
