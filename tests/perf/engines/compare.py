@@ -14,6 +14,7 @@ OpenVINO and ONNX Runtime from CONVERTED as well, where a format of their own ma
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,9 +50,9 @@ TIE = 0.15  # differences below this share are called level: machines with neigh
 NOTES = """\
 Tokens per second, medians over the rounds. In a round every arm of every engine had its turn on the same prompts, each
 other round in reverse order. A batch is timed from the moment at which all of its sequences have their first token to
-the one at which the first has all of them; a prefill until its only new token. Greedy; ends of text are ignored, and
-every answer had the asked length. Engines take and give ids in their own process, without HTTP or text, except servers.
-Between turns they are idle.
+the one at which the first has all of them; a prefill until its only new token, of a prompt of its own in each turn.
+Greedy; ends of text are ignored, and every answer had the asked length. Engines take and give ids in their own process,
+without HTTP or text, except servers. Between turns they are idle.
 
 Ratios are to the best of the other engines at that point, each of one round: median, 95 % bootstrap bounds. Below 15 %
 a difference is called level. Bound: plain decoding's rate times E / cost of the layout whose expected tokens per
@@ -143,13 +144,15 @@ def measure(
             engine.prepare(cell.arm, prompts, point)
         except EngineFailed as error:
             cell.failure = f"{cell.engine}: {error}"
+    num_turns = itertools.count(1)
 
     def turn(lane: tuple[Engine, Cell], number: int) -> None:
         engine, cell = lane
         if cell.failure is not None:
             return
+        asked = turned(prompts, next(num_turns)) if point.is_prefill else prompts
         try:
-            answer = engine.run(cell.arm, prompts, point)
+            answer = engine.run(cell.arm, asked, point)
             cell.rates.append(answer.tokens_per_second(point))
             answers.setdefault(cell.name, answer)
         except EngineFailed as error:
@@ -159,9 +162,14 @@ def measure(
     cells = [cell for _, cell in lanes]
     first = next((answers[cell.name] for cell in cells if cell.name in answers), None)
     for cell in cells:
-        if first is not None and cell.name in answers:
+        if first is not None and cell.name in answers and not point.is_prefill:
             cell.same_ids = answers[cell.name].same_ids(first)
     return cells
+
+
+def turned(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Return the prompts with their first `count` ids at the end, so that no turn meets another's in a prefix cache."""
+    return [[*ids[count % len(ids) :], *ids[: count % len(ids)]] for ids in prompts]
 
 
 def prompts_of(checkpoint: Checkpoint, point: Point) -> list[list[int]]:

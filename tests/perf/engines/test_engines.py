@@ -122,6 +122,19 @@ def test_every_other_round_is_in_reverse_and_an_arm_that_fails_is_left_out() -> 
     assert [cell.same_ids for cell in cells][:3] == [1.0] * 3
 
 
+def test_every_prefill_has_a_prompt_of_its_own() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Asked(Scripted):
+        def run(self, arm: str, prompts: Sequence[Sequence[int]], point: Point) -> Answer:
+            seen.extend(tuple(ids) for ids in prompts)
+            return Answer([[5]], [[1.0]])
+
+    measure([Asked("a", []), Asked("b", [])], Point(1, 20, 1), [list(range(20))], num_rounds=3, seconds=60.0)
+    assert len({ids[0] for ids in seen}) == len(seen) == 12
+    assert {tuple(sorted(ids)) for ids in seen} == {tuple(range(20))}
+
+
 def test_without_time_there_is_one_round() -> None:
     turns: list[str] = []
     measure([Scripted("a", turns)], Point(1, 8, 2), [[1]], num_rounds=5, seconds=0)
