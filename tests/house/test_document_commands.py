@@ -81,6 +81,7 @@ ADDED = {
     "train": "--steps 2 --length 64 --rows-per-step 2 --self-generate-tokens 8",
     "bench": "--rounds 1 --requests 2 --output-tokens 8 --warm-up 1",
     "eval acceptance": FEW,
+    "eval drafts": "--rows 2 --length 64",
     "eval equivalence": "--k 3",
     "eval paper": f"{FEW} --rounds 1",
     "eval quality": f"{FEW} --seconds 5",
