@@ -325,19 +325,8 @@ class HostRunner(ModelRunner):
             if self._synthetic is not None:
                 synthetically_accepted = self._synthetic.drafts(sequence, tokens, output.draft_depth, output.drafts)
                 output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
-            elif proposal is not None and proposal.goes_on_behind(output.drafts):
-                masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
-                output.take_proposal(proposal, behind=masks)
             elif output.origin is BY_MASKS:
-                self._go_on_behind_masks(output)
-
-    def _go_on_behind_masks(self, output: SequenceOutput) -> None:
-        """Let the drafts of masks be continued by what followed the same ids before."""
-        sequence = output.plan.sequence
-        behind = self._proposing.behind(sequence, output.tokens, output.drafts, output.max_drafts)
-        if behind is not None:
-            masks = chances_of(sequence.acceptance, output.draft_depth, len(output.drafts))
-            output.go_on(behind, masks)
+                self._proposing.join(output, proposal)
 
 
 def no_choice(sequence: RunningSequence) -> str:

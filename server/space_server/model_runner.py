@@ -16,7 +16,7 @@ from space_model.recurrent_head import RecurrentHead
 from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
-from space_server.drafts import BY_MASKS, NOT_FORCED, Origin, Proposal
+from space_server.drafts import BY_MASKS, NOT_FORCED, Origin, Proposal, chances_of
 from space_server.scheduled_batch import PrefillBudget, ScheduledSequence
 from space_server.speculation.controller import Controller
 from space_server.step_cost import StepShape
@@ -52,8 +52,14 @@ class SequenceOutput:
         if not behind:
             self.draft_depth = 0
 
-    def go_on(self, proposal: Proposal, masks: tuple[float, ...]) -> None:
-        """Draft the proposal behind the drafts of masks, which are accepted with the chances `masks`."""
+    @property
+    def mask_chances(self) -> tuple[float, ...]:
+        """Acceptance of each of its drafts, which masks made, given those before."""
+        return chances_of(self.plan.sequence.acceptance, self.draft_depth, len(self.drafts))
+
+    def go_on(self, proposal: Proposal) -> None:
+        """Draft the proposal behind the drafts of masks."""
+        masks = self.mask_chances
         self.drafts = [*self.drafts, *proposal.ids]
         chances = (*masks, *proposal.known_chances)
         self.origin = Origin(proposal.acceptance.source, len(masks), proposal.match_length, chances)
@@ -221,7 +227,7 @@ class Proposing:
             return None
         return proposal if len(ids) == len(proposal.ids) else replace(proposal, ids=ids)
 
-    def behind(
+    def _behind(
         self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int], wanted: int
     ) -> Proposal | None:
         """Return what the sequence's past proposes behind these drafts of its masks, with which at most `wanted` ids
@@ -234,6 +240,17 @@ class Proposing:
             return None
         ids = self.valid(sequence, tokens, [*drafts, *proposal.ids])[len(drafts) :]
         return replace(proposal, ids=ids) if ids else None
+
+    def join(self, output: SequenceOutput, proposal: Proposal | None) -> bool:
+        """Continue the drafts of masks in `output` by `proposal`, the text's own for this place, where it begins with
+        them all, else by what followed them in the text before. Return whether they were."""
+        if proposal is not None and proposal.goes_on_behind(output.drafts):
+            output.take_proposal(proposal, behind=output.mask_chances)
+            return True
+        behind = self._behind(output.plan.sequence, output.tokens, output.drafts, output.max_drafts)
+        if behind is not None:
+            output.go_on(behind)
+        return behind is not None
 
     def valid(self, sequence: RunningSequence, tokens: Sequence[int], drafts: list[int]) -> list[int]:
         """Return the drafts after `tokens` up to the first that could never be sampled."""

@@ -314,9 +314,8 @@ JOINED = DraftLayout.of(6, (2,) * 7)
 
 
 def check_joined_sources(subject: Subject, temperature: float, *, device_steps: bool) -> None:
-    """A batch whose chains are joined from two sources, against plain decoding. Raises Mismatch at the first
-    difference, or unless in one text drafts of the masks were accepted and rejected, and those behind them were, too.
-    """
+    """Compare decoding by chains of mask drafts and lookup behind them with plain decoding. Raises Mismatch at the
+    first difference, or unless in one text mask drafts and lookup drafts were both accepted and rejected."""
     requests = []
     for connection in range(len(PROMPT_LENGTHS)):
         # A penalty keeps the text from looping; few ids let it repeat itself, exactly and nearly.
@@ -327,7 +326,7 @@ def check_joined_sources(subject: Subject, temperature: float, *, device_steps: 
         prompt = subject.prompt(connection, long=False)
         requests.append(SequenceRequest(prompt, sampling, limits, want_logprobs=True, num_logprobs=2))
     texts = []
-    model = copy.copy(subject.model)  # whose masks are believed, so that lookup rather goes on behind their drafts
+    model = copy.copy(subject.model)  # its facts say that masks are mostly accepted, so lookup does not replace them
     model.facts = replace(model.facts, acceptance=(0.98, 0.98))
     for layout, lookup in ((DraftLayout.plain(), False), (JOINED, True)):
         worker = Worker(

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from space_eval.acceptance.generation import torch_facts
 from space_eval.flags import FlagError, number_in, whole, whole_from
-from space_eval.report import columns_table, figure, markdown_facts, percentile, write_report
+from space_eval.report import columns_table, figure, markdown_facts, ratio_bounds, write_report
 
 DESCRIPTION = """\
 Computes the drafts of a step at every eighth token of the texts and counts those that the model itself chooses there
@@ -38,8 +38,6 @@ checkpoints on the same base each further one is compared with the first step by
 Texts that the drafts were trained on flatter them. The texts of a model's own greedy answers say most about how it
 decodes; spaceserve eval acceptance decodes.
 """
-
-NUM_RESAMPLES = 2000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,11 +83,9 @@ class DraftsRow:
 
 
 def _bounds(values: np.ndarray, rows: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap's bounds of the mean over `values`; rows of text are drawn as wholes."""
+    """Return the 95 % bootstrap's bounds of the mean over `values`; rows of text are drawn as wholes."""
     sums, counts = np.bincount(rows, values), np.bincount(rows)
-    drawn = np.random.default_rng(0).integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
-    means = (sums[drawn].sum(1) / np.maximum(counts[drawn].sum(1), 1)).tolist()
-    return percentile(means, 0.025), percentile(means, 0.975)
+    return ratio_bounds([(float(total), float(count)) for total, count in zip(sums, counts, strict=True) if count])
 
 
 COLUMNS: Sequence[tuple[str, Callable[[DraftsRow], str]]] = (

@@ -376,13 +376,7 @@ class DeviceRunner(ModelRunner):
             output.offered_chances = proposal.known_chances
         if proposal is not None and proposal.beats(masks):
             output.take_proposal(proposal)
-        elif is_by_head:
-            return
-        elif proposal is not None and proposal.goes_on_behind(output.drafts):
-            output.take_proposal(proposal, behind=masks)
-        elif (behind := self._proposing.behind(sequence, tokens, output.drafts, wanted)) is not None:
-            output.go_on(behind, masks)
-        else:
+        elif is_by_head or not self._proposing.join(output, proposal):
             return
         self._drafted_for.add(sequence.seq_id)
 

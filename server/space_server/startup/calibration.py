@@ -35,7 +35,7 @@ import torch
 from space_common.version import version
 from space_common.worker_settings import StepsHere
 from space_kernels.attention_backends import installed_version
-from space_kernels.build.cpu_library import cpu_fact
+from space_kernels.build.cpu_library import cpu_fact, cpu_library
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV
@@ -528,6 +528,8 @@ class CostFile:
         }
         if on_gpu:
             versions["triton"] = installed_version("triton") or "none"
+        elif (library := cpu_library()) is not None:
+            versions["kernels"] = library.path.stem  # has a digest of their source
         digest = hashlib.blake2b(json.dumps(setup, sort_keys=True).encode(), digest_size=8).hexdigest()
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(facts.name).name)[-48:].strip("-.") or "model"
         return cls(folder / f"step-cost-{name}-{digest}.json", setup, versions)

@@ -54,9 +54,8 @@ from space_train.self_generation.loops import LoopsToUnlearn
 from space_train.train_plan import InvalidPlan, LearningRate, Method, TrainPlan
 from space_train.training import sharding
 from space_train.training.checkpoint import starting_point, write_checkpoint
+from space_train.training.expected_accepted import EVERY
 from space_train.training.optimiser import Optimiser
-
-EVERY = 8  # tokens from one anchor to the next
 
 ROWS_AT_ONCE = 8
 

@@ -339,7 +339,7 @@ def test_a_running_server_is_an_engine() -> None:
 
 
 class OwnCompletions(Completions):
-    """A server whose requests may choose their drafts; `asked` are the choices."""
+    """Answers as spaceserve does; `asked` collects the requests' `speculation`."""
 
     asked: ClassVar[list[str]] = []
 

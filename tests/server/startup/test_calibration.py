@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -479,7 +480,7 @@ def test_a_file_says_what_a_person_wants_to_know(machine: FakeMachine, file: Cos
 
 def test_a_real_file_names_versions_threads_instructions_and_processor(model: SpaceModel, tmp_path: Path) -> None:
     made = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
-    assert made.versions.keys() >= {"format", "spaceserve", "torch", "cases"}
+    assert made.versions.keys() >= {"format", "spaceserve", "torch", "cases", "kernels"}
     assert made.setup.keys() >= {"model", "model_hash", "threads", "instruction_set", "cpu", "gpu", "processors"}
     assert made.path.name.startswith("step-cost-tiny")
 
@@ -604,6 +605,16 @@ def test_other_cases_replace_the_file(model: SpaceModel, tmp_path: Path, monkeyp
     after = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
     assert before.path == after.path
     assert before.versions != after.versions
+
+
+def test_other_compiled_operations_replace_the_file(
+    model: SpaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
+    monkeypatch.setattr(calibration, "cpu_library", lambda: SimpleNamespace(path=Path("cpu-kernels-later.so")))
+    after = CostFile.of(tmp_path, model.facts, block_size=16, max_sequences=8)
+    assert before.path == after.path
+    assert after.versions == {**before.versions, "kernels": "cpu-kernels-later"}
 
 
 def test_every_kind_of_compiled_operations_is_measured_for_itself(

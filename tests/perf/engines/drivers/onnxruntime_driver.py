@@ -1,4 +1,4 @@
-"""onnxruntime-genai's generator: a static batch, whose sequences step together."""
+"""Drives onnxruntime-genai's generator, which steps a static batch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class OpenAIServer:
             self._arms = {PLAIN: {"speculation": "off"}, DRAFTS: {"speculation": "auto"}}
 
     def _can_choose_drafts(self) -> bool:
-        """Whether it is a server of ours, whose requests may choose their drafts."""
+        """Whether the server is spaceserve, which takes `speculation` in a request."""
         try:
             with self._open(f"{self._url.removesuffix('/v1')}/info", timeout=60) as response:
                 return "speculation" in json.load(response)
