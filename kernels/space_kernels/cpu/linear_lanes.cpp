@@ -32,7 +32,7 @@ struct Next {
 // rows with a power-of-two stride do not evict each other from the cache.
 template <int ROWS, int PANELS>
 inline void sum_up(const bf16* panels, int64_t steps, const Laid* x, Next next, Lanes* to, int count) {
-    constexpr int64_t AHEAD = VECTORS == 1 ? 2048 : 8192 / PANELS;  // prefetch distance in bytes
+    constexpr int64_t AHEAD = VECTORS == 1 ? 4096 : 8192 / PANELS;  // prefetch distance in bytes, to the second cache
     constexpr int64_t EARLY = AHEAD / int64_t(STEP * sizeof(bf16));
     const bf16* weight[PANELS];
     for (int j = 0; j < PANELS; ++j) weight[j] = panels + j * steps * STEP;
@@ -55,7 +55,7 @@ inline void sum_up(const bf16* panels, int64_t steps, const Laid* x, Next next, 
         for (int64_t k = from; k < behind; ++k) {
             if (!next.from) {
 #pragma GCC unroll 4
-                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(weight[j] + (k + ahead) * STEP);
+                for (int j = 0; j < PANELS; ++j) __builtin_prefetch(weight[j] + (k + ahead) * STEP, 0, 1);
             } else if (k < PANELS * next.lines) {
                 __builtin_prefetch(next.from + k % PANELS * next.apart + k / PANELS * 64, 0, 2);
             }
