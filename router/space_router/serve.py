@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from space_common.certificate import CertificateFiles
 from space_common.default_model import FALLBACK
+from space_common.event_loop import loop_factory
 from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr, say
 from space_common.tracing import exporting
 
@@ -57,7 +58,7 @@ def run(config: ServeConfig) -> int:
         with listening(config.host, config.grpc_port, flag="--grpc-port"):  # gRPC itself does not report the cause
             pass
     here = listening(config.host, config.port, buffer=config.client_buffer)
-    with here as bound, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with here as bound, asyncio.Runner(loop_factory=loop_factory()) as runner:
         if is_open_to_others(bound) and not config.api_keys:
             log.warning("any client that reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
         code = runner.run(serve(config, text, bound, _say))
@@ -197,14 +198,6 @@ def _https(files: CertificateFiles) -> ssl.SSLContext:
     listening = files.last.context
     listening.sni_callback = choose  # also called for clients that send no server name
     return listening
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 def _say(line: str) -> None:

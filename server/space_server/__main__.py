@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from space_common import default_model
+from space_common.event_loop import loop_factory
 from space_common.grpc_calls import stop_server
 from space_common.hub import Hub
 from space_common.nvml import Nvml
@@ -135,7 +136,8 @@ def main(arguments: Sequence[str]) -> int:
                 lead = stack.enter_context(leading(config, arguments, place, load))
             worker = run_in_thread(lambda: build_worker(config, lead, source, watch))
             tracer = stack.enter_context(exporting("spaceserve-worker", os.environ)) if config.tracing else None
-            has_device = asyncio.run(_serve(worker, config, _meter(config, worker), tracer))
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                has_device = runner.run(_serve(worker, config, _meter(config, worker), tracer))
     except ModelError as error:
         return _fail(BAD_CHECKPOINT, error)
     except (NotEnoughMemory, MemoryError) as error:

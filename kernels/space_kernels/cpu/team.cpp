@@ -3,7 +3,6 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -21,15 +20,23 @@ namespace KIND {
 namespace {
 
 // A waiting thread spins for a while, because waking it takes as long as many of the jobs. If other programs need the
-// CPU, spinning wastes this process's share, so a thread that was preempted recently sleeps soon.
-constexpr int64_t AWAKE = 2'000'000;         // ns; longer than the gap between steps
-constexpr int64_t AWAKE_IF_BUSY = 5'000;     // ns; about as long as the pieces' ends are apart if all threads run
-constexpr int64_t BUSY_FOR = 1'000'000'000;  // ns after a preemption: a thread that often sleeps is seldom preempted
-constexpr int64_t BETWEEN_LOOKS = 20'000;    // ns
+// CPU, spinning takes their time and wastes this process's share. How long a thread spins depends on the share of its
+// time in which it did not get a CPU.
+//
+//     lost share    spins up to
+//     up to 1/50    AWAKE             longer than the gap between steps
+//     up to 1/3     AWAKE_IF_SHARED   longer than a job; the server's other threads run in the gap between steps
+//     above         AWAKE_IF_BUSY     about as long as the pieces' ends are apart if all threads run
+constexpr int64_t AWAKE = 2'000'000;          // ns, as all of these
+constexpr int64_t AWAKE_IF_SHARED = 200'000;
+constexpr int64_t AWAKE_IF_BUSY = 5'000;
+constexpr int64_t BUSY_FOR = 1'000'000'000;   // a thread that often sleeps loses little time, however busy the CPUs
+constexpr int64_t WINDOW = 30'000'000;        // time awake of one measurement: several time slices
+constexpr int64_t BETWEEN_LOOKS = 20'000;
 
-int64_t now() {
+int64_t now(clockid_t clock = CLOCK_MONOTONIC) {
     timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
@@ -49,13 +56,14 @@ void wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
-// Decides between spinning and sleeping, by how often this thread was preempted.
+// Decides between spinning and sleeping, by the share of its time that this thread lost to other programs.
 class Waiter {
    public:
-    // Spins until `is_over`, or until sleeping is better.
+    // Spins until `is_over`, or until sleeping is better; the caller then sleeps.
     template <typename Over>
     bool wait(const Over& is_over) {
         const int64_t begun = now();
+        if (!counted_to) count_from(begun);
         for (int64_t time = begun, look = begun + AWAKE_IF_BUSY; time - begun < AWAKE; time = now()) {
             for (int n = 0; n < 8; ++n) {
                 if (is_over()) return true;
@@ -63,20 +71,29 @@ class Waiter {
             }
             if (time < look) continue;
             look = time + BETWEEN_LOOKS;
-            if (was_displaced()) busy_until = time + BUSY_FOR;
-            if (time < busy_until) return false;
+            count(time);
+            if (time < busy_until || (time < shared_until && time - begun > AWAKE_IF_SHARED)) break;
         }
+        counted_to = 0;  // time asleep is not lost
         return false;
     }
 
    private:
-    int64_t busy_until = 0;
-    long num_displaced = 0;
+    int64_t busy_until = 0, shared_until = 0;
+    int64_t counted_to = 0, used_then = 0;  // when time was last counted, and the CPU time used until then; 0: asleep
+    int64_t passed = 0, used = 0;           // in this window
 
-    bool was_displaced() {
-        rusage usage;
-        if (getrusage(RUSAGE_THREAD, &usage)) return false;
-        return usage.ru_nivcsw != std::exchange(num_displaced, usage.ru_nivcsw);
+    void count_from(int64_t time) { counted_to = time, used_then = now(CLOCK_THREAD_CPUTIME_ID); }
+
+    void count(int64_t time) {
+        const int64_t since = counted_to, used_before = used_then;
+        count_from(time);
+        passed += counted_to - since, used += used_then - used_before;
+        if (passed < WINDOW) return;
+        const int64_t lost = passed - used;
+        if (lost > passed / 3) busy_until = time + BUSY_FOR;
+        if (lost > passed / 50) shared_until = time + BUSY_FOR;
+        passed = used = 0;
     }
 };
 

@@ -97,6 +97,7 @@ class Engine:
             sources = worker_sources(config, worker_argv)
         self.worker_pool = WorkerPool(sources, self, config=config, tokenizer_hash=tokenizer_hash)
         self.connections = self.worker_pool.connections
+        self._engine_metrics.read_state_from(self.load)
 
     async def __aenter__(self) -> Engine:
         await self.worker_pool.__aenter__()
@@ -303,13 +304,11 @@ class Engine:
                 self._engine_metrics.admitted(live)
 
     def _flush(self) -> None:
-        """Grant pages, send the collected commands and set the gauges. Ends every change of state."""
+        """Grant pages and send the collected commands. Ends every change of state."""
         for connection in self.connections:
             if connection.scheduler is not None:
                 connection.scheduler.grant_pages()
                 connection.flush()
-        pools = (scheduler.pool for scheduler in self._schedulers())
-        self._engine_metrics.state(pools, len(self._queue), len(self._open) - len(self._queue))
 
     def _deliver(self, update: SequenceUpdate, now: float) -> None:
         """Push a report's tokens to the request's stream, unless the request has ended."""

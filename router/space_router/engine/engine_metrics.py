@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from space_proto import worker_pb2
 
-from space_router.engine.pages import PagePool
-from space_router.engine.queueing.admission import step_seconds
+from space_router.engine.queueing.admission import LoadFigures, step_seconds
 from space_router.engine.request.request_state import ReportResult, RequestState, SequenceUpdate
-from space_router.metrics import BLOCK_STATES, PHASES, POSITIONS, ROW_KINDS, SOURCES, Metrics
+from space_router.metrics import POSITIONS, ROW_KINDS, SOURCES, Metrics
 
 SPEEDUP_MEMORY = 0.98  # decay per step: the gauge averages about the last 50 steps
 
@@ -23,10 +22,7 @@ class EngineMetrics:
         self._rows = {kind: metrics.rows_total.labels(kind=kind) for kind in ROW_KINDS}
         self._drafted = [metrics.drafted_tokens_by_source_total.labels(source=source) for source in SOURCES]
         self._accepted = [metrics.accepted_tokens_by_source_total.labels(source=source) for source in SOURCES]
-        self._phases = {phase: metrics.step_seconds.labels(phase=phase) for phase in PHASES}
-        self._blocks = {state: metrics.kv_blocks.labels(state=state) for state in BLOCK_STATES}
-        self._queued = metrics.requests.labels(state="queued")
-        self._running = metrics.requests.labels(state="running")
+        self._phases = metrics.step_seconds.series
         # Each sensor, a machine's device, belongs to the first worker that reports it, until that worker is lost.
         self._sensors: dict[tuple[str, str], object] = {}
         self._plain_seconds = 0.0  # decayed sum: cost of the recent tokens with plain decoding
@@ -121,12 +117,11 @@ class EngineMetrics:
         self._sensors = {sensor: reporter for sensor, reporter in self._sensors.items() if reporter is not worker}
         self._metrics.worker_up.set(num_up)
 
-    def state(self, pools: Iterable[PagePool], num_queued: int, num_running: int) -> None:
-        free = held = cached = 0
-        for pool in pools:
-            free, held, cached = free + pool.num_free, held + pool.num_held, cached + pool.num_cached
-        self._blocks["free"].set(free)
-        self._blocks["held"].set(held)
-        self._blocks["cached"].set(cached)
-        self._queued.set(num_queued)
-        self._running.set(num_running)
+    def read_state_from(self, load: Callable[[], LoadFigures]) -> None:
+        """Read blocks and requests from `load` at each scrape."""
+        blocks, requests = self._metrics.kv_blocks, self._metrics.requests
+        blocks.labels(state="free").set_function(lambda: load().blocks_free)
+        blocks.labels(state="held").set_function(lambda: load().blocks_held)
+        blocks.labels(state="cached").set_function(lambda: load().blocks_cached)
+        requests.labels(state="queued").set_function(lambda: load().num_queued)
+        requests.labels(state="running").set_function(lambda: load().num_running)
