@@ -181,8 +181,8 @@ class WorkerSettings:
     dtype: str = flag("auto", "auto, float32, bfloat16 or float16: of weights, keys and values (default: %(default)s)")
     weights: str = flag(
         "auto",
-        "linears in fewer bits: int8, int4 or, of a GGUF, gguf on a CPU, fp8 on a GPU; plain: none; auto: gguf where a "
-        "GGUF is quantised, else plain (default: %(default)s)",
+        "linears in fewer bits: int8, int4 or, of a quantised checkpoint, packed on a CPU (gguf: of a GGUF alone), "
+        "fp8 on a GPU; plain: none; auto: packed where it is quantised so, else plain (default: %(default)s)",
     )
     kv_dtype: str = flag(
         "auto", "of keys and values; fp8, on a GPU: twice as many fit as in bfloat16 (default: %(default)s, as --dtype)"

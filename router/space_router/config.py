@@ -86,13 +86,14 @@ class ServeConfig:
     """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
     where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's
     own on a GPU. float16 is for GPUs: a CPU computes it as exactly, but slower than float32"""
-    weights: str = _own_model("auto", one_of("auto", "plain", "int8", "fp8", "int4", "gguf"))
+    weights: str = _own_model("auto", one_of("auto", "plain", "int8", "fp8", "int4", "gguf", "packed"))
     """linears in fewer bits, made while loading: less to hold and to read at every step, and a slightly different
-    model. auto: a quantised GGUF stays as it is (gguf) where compiled operations of one CPU process can multiply it,
-    all else is plain; int8, on a CPU: whole numbers and a scale for each output, half the bytes of bfloat16; int4, on a
-    CPU: four bits with a scale and a minimum for each 32 inputs, a third of the bytes; gguf, of a quantised GGUF on a
-    CPU: the file's own blocks; all three multiply inputs in eight bits; fp8, on a GPU: eight bits with a
-    floating point (e4m3); plain: as --dtype has them"""
+    model. auto: a quantised checkpoint stays as it is (packed) where compiled operations of one CPU process can
+    multiply it, all else is plain; int8, on a CPU: whole numbers and a scale for each output, half the bytes of
+    bfloat16; int4, on a CPU: four bits with a scale and a minimum for each 32 inputs, a third of the bytes; packed, on
+    a CPU: the blocks of a quantised GGUF (which gguf names, too), or the four bits of AWQ, GPTQ and compressed-tensors
+    in groups of 32, 64 or 128; all three multiply inputs in eight bits; fp8, on a GPU: eight bits with a floating point
+    (e4m3); plain: as --dtype has them"""
     kv_dtype: str = _own_model("auto", one_of("auto", "fp8"))
     """of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that twice
     as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own attention takes

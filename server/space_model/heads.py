@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear, torch_linear
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.linear.gguf_blocks import dense
 from space_kernels.linear.group_weights import GroupLinear, group_form
 from space_kernels.linear.packed_linear import PackedLinear, pad_rows
+from space_kernels.linear.stored_parts import dense
 from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +50,7 @@ class OutputHead:
     ) -> None:
         """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy. `packed` False: no
         copy, for a head with gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False:
-        no gathered rows are needed; `stored`: the same weight in the blocks of its file, which the copy keeps; on a
+        no gathered rows are needed; `stored`: the same weight as its file has it, which the copy keeps; on a
         CPU. `linear` replaces the full matmul."""
         if stored is not None and keeps_rows and not all(weight.stride()):  # a placeholder
             weight = dense(stored).to(weight.dtype)
@@ -63,7 +63,7 @@ class OutputHead:
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
             if stored is not None:
-                self._linear = _from_blocks([*stored[:-1], stored[-1].padded(missing)], padded_bias)
+                self._linear = _from_stored([*stored[:-1], stored[-1].padded(missing)], padded_bias)
                 release(stored)
                 return
             padded = F.pad(weight.detach(), (0, 0, 0, missing))
@@ -117,7 +117,7 @@ class OutputHead:
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _from_blocks(weight: StoredWeight, bias: Tensor | None) -> nn.Module:
+def _from_stored(weight: StoredWeight, bias: Tensor | None) -> nn.Module:
     library = cpu_library()
     if library is None:
         return GroupLinear(weight, bias, wide=True)

@@ -111,7 +111,7 @@ class ModelFacts:
 
     @property
     def quantizes_head(self) -> bool:
-        """Return whether the output head is held in fewer bits, too, as linears are."""
+        """Return whether the output head is held in fewer bits, too. Of `packed` weights it is as the file has it."""
         return self.weights in ("int8", "int4", "gguf")
 
     @property

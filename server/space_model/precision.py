@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from space_kernels.build.cpu_library import CpuLibrary, cpu_library
+from space_kernels.linear.cpu_linear import STORED
 from space_kernels.linear.gguf_blocks import KINDS
 
+from space_model.checkpoint.quantized_formats import INT4_FORMATS
 from space_model.model_error import InvalidSetting
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,9 +32,9 @@ def refuse_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-WEIGHTS = ("plain", "int8", "fp8", "int4", "gguf")
-"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, or
-the blocks of a GGUF."""
+WEIGHTS = ("plain", "int8", "fp8", "int4", *STORED)
+"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, the
+blocks of a GGUF, or the packed four bits of AWQ, GPTQ and compressed-tensors."""
 
 ASKED_WEIGHTS = ("auto", *WEIGHTS)
 """Values of `--weights`."""
@@ -49,13 +51,16 @@ def choose_weights(
     num_ranks: int = 1,
     cpu_kernels: str | None = None,
 ) -> str:
-    """Return the storage that one of ASKED_WEIGHTS stands for. `auto`: a quantised GGUF stays in its own blocks where
-    compiled operations of one CPU process multiply them and `dtype` allows bfloat16; all else is plain. `kept`,
-    `cpu_kernels`: as for `choose_dtype`."""
+    """Return the storage that one of ASKED_WEIGHTS stands for. `packed`: a quantised checkpoint as it is, of a GGUF its
+    blocks (`gguf`). `auto`: the same where compiled operations of one CPU process multiply it and `dtype` allows
+    bfloat16; all else is plain. `kept`, `cpu_kernels`: as for `choose_dtype`."""
+    own = "packed" if kept is None or kept in INT4_FORMATS else "gguf"
     if weights != "auto":
-        return weights
-    fits = kept in KINDS and device.type == "cpu" and dtype in ("auto", "bfloat16") and num_ranks == 1
-    return "gguf" if fits and _compiled(cpu_kernels) is not None else "plain"
+        return own if weights == "packed" else weights
+    fits = device.type == "cpu" and dtype in ("auto", "bfloat16") and num_ranks == 1
+    if not fits or not (kept in KINDS or kept in INT4_FORMATS) or _compiled(cpu_kernels) is None:
+        return "plain"
+    return own
 
 
 def choose_dtype(
@@ -68,17 +73,23 @@ def choose_dtype(
 ) -> tuple[torch.dtype, str]:
     """Return the dtype and the reason for it. `stored`: the checkpoint's own dtype; `weights`: one of WEIGHTS;
     `cpu_kernels`: one of CHOICES in cpu_library.py, None: from the environment; `kept`: the format of quantised
-    weights, such as Q4_K, in which case `stored` is a dtype that is finer."""
+    weights, such as Q4_K or AWQ (see Checkpoint.kept_as), in which case `stored` is a dtype that is finer."""
     own = "the checkpoint's own" if kept is None else f"finer than the steps of {kept}"
     if weights not in WEIGHTS:
-        raise InvalidSetting(f"weights must be auto, plain, int8, int4, gguf or fp8; got {weights!r}.")
+        raise InvalidSetting(f"weights must be auto, plain, int8, int4, packed, gguf or fp8; got {weights!r}.")
     if weights != "plain":
-        if weights == "gguf" and kept is None:
+        if weights == "packed" and kept is None:
+            raise InvalidSetting(
+                "--weights packed keeps what is quantised already: a GGUF, or AWQ, GPTQ or compressed-tensors of four "
+                "bits in groups of 32, 64 or 128, without experts. The checkpoint is none; take --weights int4."
+            )
+        if weights == "gguf" and (kept is None or kept in INT4_FORMATS):
+            cure = "int4" if kept is None else "packed"
             raise InvalidSetting(
                 "--weights gguf keeps the blocks of a quantised GGUF file, and the checkpoint is none; "
-                "take --weights int4."
+                f"take --weights {cure}."
             )
-        if weights in ("int8", "int4", "gguf") and device.type != "cpu":
+        if weights in ("int8", "int4", *STORED) and device.type != "cpu":
             cure = "take --weights fp8" if device.type == "cuda" else f"leave out --weights {weights}"
             raise InvalidSetting(f"{weights} weights are for CPUs, and the device is {device}; {cure}.")
         if dtype not in ("auto", "bfloat16"):

@@ -1,19 +1,27 @@
-"""Weights that stay in the blocks of their file: which linear has them, and how several are joined."""
+"""Weights that stay as their file has them: which linear has them, and how several are joined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from space_kernels.linear.gguf_blocks import Blocks, InTurn
+from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.group_weights import Parts
+from space_kernels.linear.packed_int4 import PackedInt4
+from space_kernels.linear.stored_parts import InTurn
 from torch import Tensor, nn
 
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
 
-StoredWeight = Sequence[Blocks]
-"""A weight [out, in]: blocks of tensors of the file, below each other."""
+StoredWeight = Sequence[Blocks | PackedInt4]
+"""A weight [out, in]: tensors of the file, below each other."""
+
+PANEL = 16
+"""Outputs of a weight that others are joined to come in multiples of this (LANES of cpu_linear.py)."""
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linears that compact networks fuse."""
 
 
 def stored_of(module: nn.Module) -> StoredWeight | None:
@@ -41,7 +49,8 @@ def alternate(weights: Sequence[StoredWeight]) -> Parts:
 def release(weight: StoredWeight) -> None:
     """Release the pages of the file under a weight that was packed."""
     for part in weight:
-        let_go(part.data)
+        for tensor in part.tensors:
+            let_go(tensor)
 
 
 def attach(model: nn.Module, stored: Mapping[int, StoredWeight]) -> None:
@@ -55,6 +64,6 @@ def attach(model: nn.Module, stored: Mapping[int, StoredWeight]) -> None:
             found += 1
     if found != len(stored):
         raise UnsupportedModel(
-            f"{len(stored) - found} of {len(stored)} weights that stay in the blocks of their file are of no linear of "
+            f"{len(stored) - found} of {len(stored)} weights that stay as their file has them are of no linear of "
             f"{type(model).__name__}."
         )

@@ -11,6 +11,7 @@ import torch
 from doubles.gguf_files import write_gguf
 from exactness_matrix import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell, Subject, check_cell
 from pairwise import covering_cases
+from quantized_testing import write_quantized
 from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint
 
@@ -121,6 +122,36 @@ def test_it_is_so_with_the_blocks_of_a_gguf(
     model: str, cell: Cell, kind: str, in_blocks: Callable[[str], Subject]
 ) -> None:
     check_cell(in_blocks(kind), cell)
+
+
+@pytest.fixture(scope="module")
+def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """A kind of quantised checkpoint -> a model that keeps its four bits, with a gated adapter and its draft head."""
+    subjects: dict[str, Subject] = {}
+
+    def find(kind: str) -> Subject:
+        if kind not in subjects:
+            folder = tmp_path_factory.mktemp("packed")
+            sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 0}
+            source = tiny_checkpoint(folder / "source", seed=1, tie_word_embeddings=False, **sizes)
+            write_quantized(source, folder / "bare", folder / "plain", kind)
+            own = tiny_adapter(folder / "own", folder / "bare")
+            model, base = (load_model(path, weights="auto") for path in (own, folder / "bare"))
+            assert model.facts.number_format == base.facts.number_format == "bfloat16 with packed weights"
+            subjects[kind] = Subject("own-llama", model, adapters=("",) * 4, base=base)
+        return subjects[kind]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+)
+@pytest.mark.parametrize("kind", ["awq", "gptq 4 bits, one order for all linears", "int4 in groups"])
+def test_it_is_so_with_the_four_bits_of_a_quantised_checkpoint(
+    model: str, cell: Cell, kind: str, as_packed: Callable[[str], Subject]
+) -> None:
+    check_cell(as_packed(kind), cell)
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=name_of)

@@ -26,7 +26,7 @@ from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
-from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -306,7 +306,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
     ]
     for name, (library, kinds) in _formats().items():
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
-        lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers | {packed} |")
+        in_four_bits = "; linears of four bits as they are with `--weights packed`" * (name in INT4_FORMATS)
+        lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{in_four_bits} | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",
         "| an adapter as `peft` writes it | refused, with how to merge it; gated ones draft (`--adapter`), and those "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,23 @@ GROUP = 32  # inputs that share a scale in formats with groups
 Packed = tuple[dict[str, Tensor], Tensor]
 """Tensors by suffix of the linear's path, and the weight that they encode, [out, in] float32."""
 
+Pack = Callable[[Tensor, torch.Generator | None], Packed]
+"""Quantises a weight; with a generator zero points are off by one at random, so that they show."""
 
-def write_quantized(source: Path, target: Path, plain: Path, kind: str) -> None:
+
+def write_quantized(
+    source: Path, target: Path, plain: Path, kind: str, *, head: bool = False, nearest: bool = False
+) -> None:
     """Write `source` (a dense checkpoint) with its layers' linears quantised to `target`, and dequantised to `plain`.
 
-    `kind`: one of KINDS.
+    `kind`: one of KINDS; `head`: the output head is quantised, too; `nearest`: zero points are the best.
     """
     pack, section = KINDS[kind]
-    generator = torch.Generator().manual_seed(0)
+    generator = None if nearest else torch.Generator().manual_seed(0)
     tensors = load_file(source / "model.safetensors")
     packed, dense = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "lm_head.weight") if head else "_proj.weight"):
             packed[name] = dense[name] = tensor
             continue
         parts, dense[name] = pack(tensor.float(), generator)
@@ -52,7 +58,9 @@ def _words(values: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
-def _grid(weight: Tensor, bits: int, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _grid(
+    weight: Tensor, bits: int, generator: torch.Generator | None, *, signed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise the weight by row and group: q [out, in], scales and zeros [out, groups]."""
     out, columns = weight.shape
     parts = weight.view(out, columns // GROUP, GROUP)
@@ -60,7 +68,9 @@ def _grid(weight: Tensor, bits: int, generator: torch.Generator, *, signed: bool
     span = 2 * parts.abs().amax(2) if signed else parts.amax(2) - parts.amin(2)
     scale = (span / levels).to(torch.float16)
     zero = torch.full_like(scale, 1 << (bits - 1)) if signed else (-parts.amin(2) / scale.float()).round()
-    zero = (zero + torch.randint(-1, 2, zero.shape, generator=generator)).clamp(0, levels) if not signed else zero
+    if not signed:
+        off = 0 if generator is None else torch.randint(-1, 2, zero.shape, generator=generator)
+        zero = (zero + off).clamp(0, levels)
     q = ((parts / scale.float()[:, :, None]).round() + zero.float()[:, :, None]).clamp(0, levels)
     return q.view(out, columns).to(torch.int64), scale, zero.to(torch.int64)
 
@@ -70,17 +80,22 @@ def _meant(q: Tensor, scale: Tensor, zero: Tensor, group: Tensor) -> Tensor:
     return (q - zero[:, group]).float() * scale.float()[:, group]
 
 
-def _awq(weight: Tensor, generator: torch.Generator) -> Packed:
+def _awq(weight: Tensor, generator: torch.Generator | None) -> Packed:
     q, scale, zero = _grid(weight, 4, generator, signed=False)
     order = [8 * word + n for word in range(weight.shape[0] // 8) for n in (0, 2, 4, 6, 1, 3, 5, 7)]
     parts = {"qweight": _words(q.T[:, order], 4), "qzeros": _words(zero.T[:, order], 4), "scales": scale.T}
     return parts, _meant(q, scale, zero, torch.arange(weight.shape[1]) // GROUP)
 
 
-def _gptq(bits: int, shift: int) -> Callable[[Tensor, torch.Generator], Packed]:
-    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+def _gptq(bits: int, shift: int, inputs: str = "of the linear") -> Pack:
+    """`inputs`: the order of their groups: as they come, of all linears with as many, or of the linear."""
+
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
         q, scale, zero = _grid(weight, bits, generator, signed=False)
-        group = (torch.arange(weight.shape[1]) // GROUP)[torch.randperm(weight.shape[1], generator=generator)]
+        group, columns = torch.arange(weight.shape[1]) // GROUP, weight.shape[1]
+        if inputs != "as they come":
+            of_all = torch.Generator().manual_seed(columns)
+            group = group[torch.randperm(columns, generator=generator if inputs == "of the linear" else of_all)]
         parts = {
             "qweight": _words(q, bits).T,
             "qzeros": _words((zero.T - shift) % (1 << bits), bits),
@@ -92,8 +107,8 @@ def _gptq(bits: int, shift: int) -> Callable[[Tensor, torch.Generator], Packed]:
     return pack
 
 
-def _packed_integers(bits: int, *, signed: bool) -> Callable[[Tensor, torch.Generator], Packed]:
-    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+def _packed_integers(bits: int, *, signed: bool) -> Pack:
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
         q, scale, zero = _grid(weight, bits, generator, signed=signed)
         parts = {"weight_packed": _words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
         if not signed:
@@ -103,20 +118,20 @@ def _packed_integers(bits: int, *, signed: bool) -> Callable[[Tensor, torch.Gene
     return pack
 
 
-def _integers(weight: Tensor, generator: torch.Generator) -> Packed:
+def _integers(weight: Tensor, generator: torch.Generator | None) -> Packed:
     scale = weight.abs().amax(1, keepdim=True) / 127
     q = (weight / scale).round().to(torch.int8)
     return {"weight": q, "weight_scale": scale}, q.float() * scale
 
 
-def _floats(weight: Tensor, generator: torch.Generator) -> Packed:
+def _floats(weight: Tensor, generator: torch.Generator | None) -> Packed:
     scale = weight.abs().amax() / 448
     q = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": q, "weight_scale": scale.view(1), "input_scale": torch.ones(1)}, q.float() * scale
 
 
-def _float_blocks(scale_name: str) -> Callable[[Tensor, torch.Generator], Packed]:
-    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+def _float_blocks(scale_name: str) -> Pack:
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
         scale = torch.rand(-(-weight.shape[0] // GROUP), -(-weight.shape[1] // GROUP), generator=generator) / 100 + 0.01
         whole = scale.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
         q = (weight / whole).to(torch.float8_e4m3fn)
@@ -125,8 +140,8 @@ def _float_blocks(scale_name: str) -> Callable[[Tensor, torch.Generator], Packed
     return pack
 
 
-def _half_bytes(*, nested: bool) -> Callable[[Tensor, torch.Generator], Packed]:
-    def pack(weight: Tensor, generator: torch.Generator) -> Packed:
+def _half_bytes(*, nested: bool) -> Pack:
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
         code = torch.linspace(-1, 1, 16) ** 3
         blocks = weight.reshape(-1, 64)
         absmax, more = blocks.abs().amax(1), {}
@@ -151,7 +166,7 @@ def _half_bytes(*, nested: bool) -> Callable[[Tensor, torch.Generator], Packed]:
     return pack
 
 
-def _rows(weight: Tensor, generator: torch.Generator) -> Packed:
+def _rows(weight: Tensor, generator: torch.Generator | None) -> Packed:
     largest = weight.abs().amax(1)
     q = (weight * 127 / largest[:, None]).round().to(torch.int8)
     parts = {"weight": q, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
@@ -163,7 +178,7 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-KINDS: Mapping[str, tuple[Callable[[Tensor, torch.Generator], Packed], Mapping[str, Any]]] = {
+KINDS: Mapping[str, tuple[Pack, Mapping[str, Any]]] = {
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "gptq 4 bits": (
         _gptq(4, 1),
@@ -206,5 +221,18 @@ KINDS: Mapping[str, tuple[Callable[[Tensor, torch.Generator], Packed], Mapping[s
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
     ),
     "bitsandbytes int8": (_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "gptq 4 bits, inputs as they come": (
+        _gptq(4, 1, "as they come"),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+    ),
+    "gptq 4 bits, one order for all linears": (
+        _gptq(4, 0, "of all"),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
 }
 """The packing function of each kind, and its quantization_config."""
+
+
+if __name__ == "__main__":  # SOURCE TARGET PLAIN KIND: folders, and one of KINDS; rounded to the nearest
+    source, target, plain = map(Path, sys.argv[1:4])
+    write_quantized(source, target, plain, sys.argv[4], nearest=True)

@@ -40,6 +40,7 @@ class LinearStruct(Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("groups", c_int),
+        ("order", c_void_p),
     )
 
 
@@ -52,6 +53,7 @@ class GroupWeightsStruct(Structure):
         ("min", c_void_p),
         ("scale_steps", c_void_p),
         ("min_steps", c_void_p),
+        ("zero", c_void_p),
     )
 
 

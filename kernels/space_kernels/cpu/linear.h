@@ -33,8 +33,11 @@ enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 // Weights in groups of 32 inputs, named as in a GGUF: four or eight bits with a scale; Q4_1 with a minimum, too. The
 // K forms have such a scale (and minimum) for eight groups, and a whole number by which each group multiplies it. MIXED:
 // ranges of panels in several forms; the weight is their LinearPart[]. INT8: eight bits with a scale for each output,
-// the linear's, which the sum of all groups is multiplied by.
-enum class Groups : int { NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7, INT8 = 8 };
+// the linear's, which the sum of all groups is multiplied by. U4_n: four bits, with a scale and a zero point for n inputs.
+enum class Groups : int {
+    NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7, INT8 = 8, U4_32 = 9, U4_64 = 10,
+    U4_128 = 11
+};
 
 // The operands of a matmul and its destination.
 struct Linear {
@@ -45,6 +48,7 @@ struct Linear {
     int64_t inputs;  // even
     int64_t outputs;  // of W, without padding
     Groups groups;
+    const int32_t* order;  // of weights in groups: the input at each place; null: as they come
 };
 
 // The panels up to the next part's first one; the last part ends with `first` = panels of the linear, and no weight.
@@ -57,9 +61,10 @@ struct LinearPart {
 // Unpacked weights in groups: float16 bits, and a byte a number. Inputs are padded to whole groups.
 struct GroupWeights {
     const uint8_t* numbers;      // [outputs, groups·32]
-    const uint16_t *scale, *min;  // [outputs, groups], of K forms [outputs, groups/8]; min: of Q4_1, Q4_K and Q5_K; INT8: null
+    const uint16_t *scale, *min;  // [outputs, scales of an output]; min: of Q4_1, Q4_K and Q5_K; INT8: null
     const uint8_t* scale_steps;  // of K forms [outputs, groups]; Q6_K: [outputs, groups·2] int8
     const uint8_t* min_steps;    // of Q4_K and Q5_K [outputs, groups]
+    const uint8_t* zero;         // of U4 forms, as scale
 };
 
 // The columns of B that a panel of outputs has.

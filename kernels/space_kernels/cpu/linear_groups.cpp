@@ -2,6 +2,7 @@
 //
 //     W[n, k] = scale[n, g]·(number[n, k] - offset) + min[n, g]        g = k / 32, number 0 .. 15 or 0 .. 255
 //     W[n, k] = scale[n]·(number[n, k] - offset)                       INT8
+//     W[n, k] = scale[n, h]·(number[n, k] - zero[n, h])                U4, as in AWQ and GPTQ
 //     x[r, k] ≈ scale[r, g]·code[r, k]                                 code -127 .. 127, the nearest
 //
 // A panel has one block after the other:
@@ -12,6 +13,9 @@
 // (Q6_K: by two, one for 16 inputs each). Eight blocks follow their scales and mins:
 //
 //     scale, min | steps of scale and min, numbers of 32 inputs | … of the next 32 inputs | …     (float16 | bytes)
+//
+// In the U4 forms one, two or four blocks follow the scales and zero points (bytes) that they share. A linear may have
+// its inputs in the order of their groups (GPTQ's act-order): each row is put in it as it is rounded.
 //
 // Products of numbers and codes are summed exactly in integers, and groups in ascending order in float32. So a row's
 // bits depend neither on the other rows, their number, or the thread, nor on the kind of processor.
@@ -33,7 +37,6 @@ namespace KIND {
 namespace {
 
 constexpr int64_t SIZE = 32;        // inputs of a group
-constexpr int64_t SHARED = 8;       // groups with one scale, of the K forms
 constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
 constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
 constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones, and that a thread takes at least
@@ -48,7 +51,9 @@ constexpr int panels_of(int64_t rows) { return 4 * rows <= SUMS ? 4 : 2 * rows <
 template <Groups GROUPS>
 struct Form {
     static constexpr Groups GROUPS_OF = GROUPS;
-    static constexpr int BITS = GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K ? 4 : 8;
+    static constexpr bool HAS_ZERO = GROUPS == Groups::U4_32;  // and of U4_64, U4_128
+    static constexpr int BITS =
+        GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || HAS_ZERO ? 4 : 8;
     static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K;
     static constexpr bool HAS_SCALE = GROUPS != Groups::INT8;
     static constexpr int OFFSET = GROUPS == Groups::Q8_0 || !HAS_SCALE ? 128
@@ -57,16 +62,28 @@ struct Form {
                                                            : 0;
     static constexpr bool IS_K = GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K || GROUPS == Groups::Q6_K;
     static constexpr int STEPS = IS_K ? GROUPS == Groups::Q6_K ? 2 : 1 : 0;  // of a group's scale
-    static constexpr int64_t HALVES = (HAS_SCALE + HAS_MIN) * LANES * 2;     // bytes of scales and mins
-    static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : HALVES;
+    static constexpr bool IS_SHARED = IS_K || HAS_ZERO;  // scales precede the blocks that share them
+    static constexpr int64_t ZEROS = (HAS_SCALE + HAS_MIN) * LANES * 2;   // bytes of scales and mins
+    static constexpr int64_t HALVES = ZEROS + HAS_ZERO * LANES;           // and of zero points
+    static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : IS_SHARED ? 0 : HALVES;
     static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
     static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
 
-    // Bytes before the block of a group, or of a panel.
-    static constexpr int64_t place(int64_t group) {
-        return group * BLOCK + (IS_K ? (group + SHARED - 1) / SHARED * HALVES : 0);
+    // Bytes before the block of a group, or of a panel. sharing: groups with one scale.
+    static constexpr int64_t place(int64_t group, int64_t sharing) {
+        return group * BLOCK + (IS_SHARED ? (group + sharing - 1) / sharing * HALVES : 0);
     }
 };
+
+// Groups with one scale.
+constexpr int64_t sharing_of(Groups groups) {
+    switch (groups) {
+        case Groups::Q4_K: case Groups::Q5_K: case Groups::Q6_K: return 8;
+        case Groups::U4_64: return 2;
+        case Groups::U4_128: return 4;
+        default: return 1;
+    }
+}
 
 // Some rows, rounded group by group. One group of all rows, then the next.
 struct Rounded {
@@ -113,16 +130,19 @@ void round_group(const bf16* x, int8_t* codes, float* scale, int32_t* sum) {
     round_all(x, 127.0f / most, codes, sum);
 }
 
-void round_row(const Matmul& p, int64_t row, int64_t inputs, RoundedRows& rows) {
+void round_row(const Linear& w, const Matmul& p, int64_t row, RoundedRows& rows) {
     const int64_t tile = std::upper_bound(rows.bounds.begin(), rows.bounds.end(), row) - rows.bounds.begin() - 1;
     const int64_t first = rows.bounds[tile], height = rows.bounds[tile + 1] - first;
     const Rounded to = rows.from(first);
     const bf16* x = p.x + row * p.x_stride;
-    for (int64_t g = 0, at = row - first; g < rows.groups; ++g, at += height, x += SIZE) {
-        bf16 last[SIZE] = {};
-        const int64_t left = inputs - g * SIZE;
-        if (left < SIZE) std::memcpy(last, x, left * sizeof(bf16));
-        round_group(left < SIZE ? last : x, to.codes + at * SIZE, to.scale + at, to.sum + 2 * at);
+    for (int64_t g = 0, at = row - first; g < rows.groups; ++g, at += height) {
+        bf16 own[SIZE] = {};
+        const int64_t count = std::min(SIZE, w.inputs - g * SIZE);
+        if (w.order)
+            for (int64_t k = 0; k < count; ++k) own[k] = x[w.order[g * SIZE + k]];
+        else if (count < SIZE)
+            std::memcpy(own, x + g * SIZE, count * sizeof(bf16));
+        round_group(w.order || count < SIZE ? own : x + g * SIZE, to.codes + at * SIZE, to.scale + at, to.sum + 2 * at);
         to.total[at] = to.scale[at] * float(to.sum[2 * at + 1]);
     }
 }
@@ -152,17 +172,18 @@ inline void next_half(Ints (&product)[ROWS][PANELS], Ints (&first)[ROWS][PANELS]
 
 // Writes the sums of a tile of rows to `to`, in rows of `count` panels.
 template <Groups GROUPS, int ROWS, int PANELS>
-void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int count) {
+void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, Lanes* to, int count) {
     using F = Form<GROUPS>;
-    const int64_t size = F::place(groups);
+    if (F::IS_K) sharing = sharing_of(GROUPS);
+    const int64_t size = F::place(groups, sharing);
     Lanes sum[ROWS][PANELS];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < PANELS; ++j) sum[i][j] = zeros();
     const uint8_t *block = panels, *shared = panels;
     const int8_t* codes = x.codes;
     for (int64_t g = 0; g < groups; ++g, block += F::BLOCK, codes += ROWS * SIZE) {
-        if (F::IS_K && g % SHARED == 0) shared = block, block += F::HALVES;
-        const uint8_t* next = block + AHEAD + (F::place(g + 1) + AHEAD > size ? (PANELS - 1) * size : 0);
+        if (F::IS_SHARED && (g & (sharing - 1)) == 0) shared = block, block += F::HALVES;
+        const uint8_t* next = block + AHEAD + (block + F::BLOCK + AHEAD > panels + size ? (PANELS - 1) * size : 0);
 #pragma GCC unroll 4
         for (int j = 0; j < PANELS; ++j)
 #pragma GCC unroll 9
@@ -172,7 +193,14 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
             for (int j = 0; j < PANELS; ++j)
-                product[i][j] = same_int(-F::OFFSET * x.sum[(g * ROWS + i) * 2 + (F::STEPS != 2)]);
+                product[i][j] = same_int((F::HAS_ZERO ? -1 : -F::OFFSET) * x.sum[(g * ROWS + i) * 2 + (F::STEPS != 2)]);
+        if constexpr (F::HAS_ZERO)
+#pragma GCC unroll 4
+            for (int j = 0; j < PANELS; ++j) {
+                const Ints zero = load_steps(shared + j * size + F::ZEROS);
+#pragma GCC unroll 12
+                for (int i = 0; i < ROWS; ++i) product[i][j] = mul(product[i][j], zero);
+            }
 #pragma GCC unroll 8
         for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
             if constexpr (F::STEPS == 2)
@@ -199,7 +227,7 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
 #pragma GCC unroll 4
         for (int j = 0; j < PANELS; ++j) {
             const uint8_t* steps = block + j * size;
-            const uint16_t* halves = (const uint16_t*)((F::IS_K ? shared : block) + j * size);
+            const uint16_t* halves = (const uint16_t*)((F::IS_SHARED ? shared : block) + j * size);
             Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
             if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(steps)));
             if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(steps + LANES)));
@@ -218,22 +246,24 @@ void sum_up(const uint8_t* panels, int64_t groups, Rounded x, Lanes* to, int cou
 }
 
 template <Groups GROUPS, int PANELS, int ROWS = std::max(1, SUMS / PANELS)>
-void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
-    if (rows == ROWS) return sum_up<GROUPS, ROWS, PANELS>(panels, groups, x, to, count);
-    if constexpr (ROWS > 1) sum_up_of<GROUPS, PANELS, ROWS - 1>(rows, panels, groups, x, to, count);
+void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, int64_t sharing, const Rounded& x, Lanes* to,
+               int count) {
+    if (rows == ROWS) return sum_up<GROUPS, ROWS, PANELS>(panels, groups, sharing, x, to, count);
+    if constexpr (ROWS > 1) sum_up_of<GROUPS, PANELS, ROWS - 1>(rows, panels, groups, sharing, x, to, count);
 }
 
 template <Groups GROUPS>
-void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, const Rounded& x, Lanes* to, int count) {
+void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, int64_t sharing, const Rounded& x, Lanes* to,
+               int count) {
     const int width = std::min(count, panels_of(rows));
     for (int j = 0; j < count; j += width) {
-        const uint8_t* here = panels + j * Form<GROUPS>::place(groups);
+        const uint8_t* here = panels + j * Form<GROUPS>::place(groups, sharing);
         if (width == 4)
-            sum_up_of<GROUPS, 4>(rows, here, groups, x, to + j, count);
+            sum_up_of<GROUPS, 4>(rows, here, groups, sharing, x, to + j, count);
         else if (width == 2)
-            sum_up_of<GROUPS, 2>(rows, here, groups, x, to + j, count);
+            sum_up_of<GROUPS, 2>(rows, here, groups, sharing, x, to + j, count);
         else
-            sum_up_of<GROUPS, 1>(rows, here, groups, x, to + j, count);
+            sum_up_of<GROUPS, 1>(rows, here, groups, sharing, x, to + j, count);
     }
 }
 
@@ -243,10 +273,10 @@ constexpr int64_t LEAST_ROWS = 5;  // fewer are multiplied faster by vectors
 
 // Writes a panel's four-bit numbers in bytes: [groups, 32/4, 16 outputs, 4].
 template <Groups GROUPS>
-void unpack(const uint8_t* panel, int64_t groups, uint8_t* to) {
+void unpack(const uint8_t* panel, int64_t groups, int64_t sharing, uint8_t* to) {
     using F = Form<GROUPS>;
     for (int64_t g = 0; g < groups; ++g, to += SIZE * LANES) {
-        const uint8_t* block = panel + F::place(g + 1) - F::BLOCK + F::HEAD;
+        const uint8_t* block = panel + F::place(g + 1, sharing) - F::BLOCK + F::HEAD;
         for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
             __builtin_prefetch(block + AHEAD + v * VECTOR);
             const Bytes numbers = load_bytes(block + v * VECTOR);
@@ -258,7 +288,7 @@ void unpack(const uint8_t* panel, int64_t groups, uint8_t* to) {
 
 // As `sum_up` for one panel: the products of a group are those of a tile of rows and one of numbers.
 template <Groups GROUPS, int ROWS>
-void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, Rounded x, Lanes* to,
+void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, int64_t sharing, Rounded x, Lanes* to,
                  int count) {
     using F = Form<GROUPS>;
     alignas(64) int32_t products[2][LANES][LANES];
@@ -266,7 +296,7 @@ void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, R
     for (int i = 0; i < ROWS; ++i) sum[i] = zeros();
     const uint8_t *block = panel, *shared = panel;
     for (int64_t g = 0; g < groups; ++g, block += F::BLOCK) {
-        if (F::IS_K && g % SHARED == 0) shared = block, block += F::HALVES;
+        if (F::IS_SHARED && (g & (sharing - 1)) == 0) shared = block, block += F::HALVES;
         _tile_loadd(4, x.codes + g * ROWS * SIZE, SIZE);
         _tile_loadd(6, numbers + (F::BITS == 4 ? g * SIZE * LANES : block - panel + F::HEAD), VECTOR);
         if (F::BITS == 8)
@@ -276,15 +306,17 @@ void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, R
         auto& product = products[g % 2];
         _tile_stored(0, product, VECTOR);
         TileConfig::written();
-        const uint16_t* halves = (const uint16_t*)(F::IS_K ? shared : block);
+        const uint16_t* halves = (const uint16_t*)(F::IS_SHARED ? shared : block);
         Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
         if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(block)));
         if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(block + LANES)));
+        const Ints zero = F::HAS_ZERO ? load_steps(shared + F::ZEROS) : same_int(0);
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i) {
             const int64_t at = g * ROWS + i;
             Ints one = load_ints(product[i]);
             if (F::OFFSET) one = add(one, same_int(-F::OFFSET * x.sum[2 * at + 1]));
+            if (F::HAS_ZERO) one = add(one, mul(zero, same_int(-x.sum[2 * at + 1])));
             sum[i] = joined<GROUPS>(sum[i], one, scale, min, x, at);
         }
     }
@@ -292,10 +324,10 @@ void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, R
 }
 
 template <Groups GROUPS, int ROWS = SUMS>
-void sum_up_tile_of(int64_t rows, const uint8_t* panel, const uint8_t* numbers, int64_t groups,
+void sum_up_tile_of(int64_t rows, const uint8_t* panel, const uint8_t* numbers, int64_t groups, int64_t sharing,
                     const Rounded& x, Lanes* to, int count) {
-    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS>(panel, numbers, groups, x, to, count);
-    if constexpr (ROWS > 1) sum_up_tile_of<GROUPS, ROWS - 1>(rows, panel, numbers, groups, x, to, count);
+    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS>(panel, numbers, groups, sharing, x, to, count);
+    if constexpr (ROWS > 1) sum_up_tile_of<GROUPS, ROWS - 1>(rows, panel, numbers, groups, sharing, x, to, count);
 }
 
 // As `multiply_by`: one or two panels at a time, whose numbers are unpacked once for all rows.
@@ -303,7 +335,8 @@ template <Groups GROUPS>
 void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind,
                            int64_t first, int64_t last) {
     static thread_local std::vector<uint8_t> unpacked;
-    const int64_t size = Form<GROUPS>::place(rows.groups), room = rows.groups * SIZE * LANES;
+    const int64_t sharing = sharing_of(w.groups), size = Form<GROUPS>::place(rows.groups, sharing);
+    const int64_t room = rows.groups * SIZE * LANES;
     if (int64_t(unpacked.size()) < 2 * room + VECTOR) unpacked.resize(2 * room + VECTOR);
     uint8_t* aligned = (uint8_t*)((uintptr_t(unpacked.data()) + VECTOR - 1) / VECTOR * VECTOR);
     Lanes sums[2 * SUMS];
@@ -312,7 +345,7 @@ void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, 
         const int count = last - panel >= 2 ? 2 : 1;
         const uint8_t* here = (const uint8_t*)w.weight + panel * size;
         for (int j = 0; Form<GROUPS>::BITS == 4 && j < count; ++j)
-            unpack<GROUPS>(here + j * size, rows.groups, aligned + j * room);
+            unpack<GROUPS>(here + j * size, rows.groups, sharing, aligned + j * room);
         TileConfig::written();
         for (int64_t n = 0; n < rows.num_tiles(); ++n) {
             const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
@@ -320,7 +353,7 @@ void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, 
             if (from >= to) continue;
             for (int j = 0; j < count; ++j) {
                 const uint8_t* numbers = Form<GROUPS>::BITS == 4 ? aligned + j * room : here + j * size;
-                sum_up_tile_of<GROUPS>(height, here + j * size, numbers, rows.groups, rows.from(top),
+                sum_up_tile_of<GROUPS>(height, here + j * size, numbers, rows.groups, sharing, rows.from(top),
                                        sums + j, count);
             }
             finish(w, p, sums + (from - top) * count, from, to - from, panel, count);
@@ -340,7 +373,8 @@ void multiply_by(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t ro
     if constexpr (Form<GROUPS>::STEPS != 2)
         if (rows.bounds[1] >= LEAST_ROWS) return multiply_by_int_tiles<GROUPS>(w, p, rows, row, behind, first, last);
 #endif
-    const int64_t size = Form<GROUPS>::place(rows.groups), num_tiles = rows.num_tiles();
+    const int64_t sharing = sharing_of(w.groups), size = Form<GROUPS>::place(rows.groups, sharing);
+    const int64_t num_tiles = rows.num_tiles();
     const int most = num_tiles > 1 ? TOGETHER : std::max(2, panels_of(rows.bounds[1]));
     Lanes sums[SUMS * TOGETHER];
     for (int64_t panel = first; panel < last;) {
@@ -350,7 +384,8 @@ void multiply_by(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t ro
             const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
             const int64_t from = std::max(row, top), to = std::min(behind, top + height);
             if (from >= to) continue;
-            sum_up_of<GROUPS>(height, (const uint8_t*)w.weight + panel * size, rows.groups, rows.from(top), sums, count);
+            sum_up_of<GROUPS>(height, (const uint8_t*)w.weight + panel * size, rows.groups, sharing, rows.from(top), sums,
+                              count);
             finish(w, p, sums + (from - top) * count, from, to - from, panel, count);
         }
         panel += count;
@@ -395,18 +430,21 @@ void quantize_by(const bf16* weight, int64_t inputs, const Quantized& to, int64_
 }
 
 template <Groups GROUPS>
-void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, uint8_t* panels) {
+void pack_by(const GroupWeights& from, int64_t outputs, int64_t inputs, int64_t sharing, uint8_t* panels) {
     using F = Form<GROUPS>;
-    const int64_t groups = (inputs + SIZE - 1) / SIZE, num_scales = F::IS_K ? groups / SHARED : groups;
-    std::memset(panels, 0, (outputs + LANES - 1) / LANES * F::place(groups));
+    const int64_t groups = (inputs + SIZE - 1) / SIZE, num_scales = (groups + sharing - 1) / sharing;
+    const int64_t size = F::place(groups, sharing);
+    std::memset(panels, 0, (outputs + LANES - 1) / LANES * size);
     for (int64_t n = 0; n < outputs; ++n)
         for (int64_t g = 0; g < groups; ++g) {
-            const int64_t lane = n % LANES, scale = n * num_scales + (F::IS_K ? g / SHARED : g);
-            uint8_t* panel = panels + n / LANES * F::place(groups);
-            uint8_t* block = panel + F::place(g) + (F::IS_K && g % SHARED == 0 ? F::HALVES : 0);
-            uint16_t* halves = (uint16_t*)(F::IS_K ? panel + F::place(g / SHARED * SHARED) : block);
+            const int64_t lane = n % LANES, scale = n * num_scales + g / sharing;
+            uint8_t* panel = panels + n / LANES * size;
+            uint8_t* block = panel + F::place(g, sharing) + (F::IS_SHARED && g % sharing == 0 ? F::HALVES : 0);
+            uint8_t* shared = F::IS_SHARED ? panel + F::place(g / sharing * sharing, sharing) : block;
+            uint16_t* halves = (uint16_t*)shared;
             if (F::HAS_SCALE) halves[lane] = from.scale[scale];
             if (F::HAS_MIN) halves[LANES + lane] = from.min[scale];
+            if (F::HAS_ZERO) shared[F::ZEROS + lane] = from.zero[scale];
             for (int i = 0; i < F::STEPS; ++i)
                 block[i * LANES + lane] = from.scale_steps[(n * groups + g) * F::STEPS + i];
             if (F::IS_K && F::HAS_MIN) block[LANES + lane] = from.min_steps[n * groups + g];
@@ -428,6 +466,7 @@ auto with_form(Groups groups, const Work& work) {
         case Groups::Q5_K: return work(Form<Groups::Q5_K>());
         case Groups::Q6_K: return work(Form<Groups::Q6_K>());
         case Groups::INT8: return work(Form<Groups::INT8>());
+        case Groups::U4_32: case Groups::U4_64: case Groups::U4_128: return work(Form<Groups::U4_32>());
         default: return work(Form<Groups::Q8_0>());
     }
 }
@@ -464,7 +503,7 @@ void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads) {
     rows.resize(p.rows, w.inputs);
     const int64_t unit = std::max<int64_t>(1, LEAST_NUMBERS / w.inputs);
     share_out(num_threads, (p.rows + unit - 1) / unit, [&](int64_t first, int64_t last, bool) {
-        for (int64_t row = first * unit; row < std::min(p.rows, last * unit); ++row) round_row(p, row, w.inputs, rows);
+        for (int64_t row = first * unit; row < std::min(p.rows, last * unit); ++row) round_row(w, p, row, rows);
     });
     for (int64_t n = 0; n < p.num_gated; ++n) {
         const auto& [row, behind, delta] = p.gated[n];
@@ -485,7 +524,7 @@ void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads) {
 }
 
 int64_t panel_bytes(int64_t inputs, Groups groups) {
-    return with_form(groups, [&](auto form) { return form.place((inputs + SIZE - 1) / SIZE); });
+    return with_form(groups, [&](auto form) { return form.place((inputs + SIZE - 1) / SIZE, sharing_of(groups)); });
 }
 
 void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized& to, int64_t first, int64_t last) {
@@ -498,7 +537,9 @@ void quantize(const bf16* weight, int64_t inputs, Groups groups, const Quantized
 }
 
 void pack(const GroupWeights& weight, int64_t outputs, int64_t inputs, Groups groups, uint8_t* panels) {
-    with_form(groups, [&](auto form) { pack_by<decltype(form)::GROUPS_OF>(weight, outputs, inputs, panels); });
+    with_form(groups, [&](auto form) {
+        pack_by<decltype(form)::GROUPS_OF>(weight, outputs, inputs, sharing_of(groups), panels);
+    });
 }
 
 }  // namespace KIND

@@ -24,7 +24,7 @@ from space_kernels.build.cpu_library import (
     MatmulStruct,
     cpu_library,
 )
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, Parts, group_form
+from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, Parts, group_form, input_order_of
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from space_kernels.linear.rounded_inputs import GROUP
@@ -39,6 +39,10 @@ _MIXED, _INT8 = 7, 8  # of `Groups` of cpu/linear.h: parts in several forms; who
 
 LOW_PADDING = 32
 """Columns behind the ranks of A·x that the compiled matmul may read, and multiplies by 0."""
+
+
+STORED = ("gguf", "packed")
+"""Values of `--weights` with which linears stay as their file has them, where it has them in groups."""
 
 
 class Then(IntEnum):
@@ -80,10 +84,12 @@ class CompiledLinear(nn.Module):
         self._library, self._wide = library, wide
         num_panels = -(-self.out_features // LANES)
         self.scale: Tensor | None = None
+        self.input_order: Tensor | None = None  # of weights in groups: [in] int32, the input at each place
         groups = 0
         form = weights if isinstance(weights, GroupForm) else group_form(weights)
         place = None
         if not isinstance(weight, Tensor):
+            self.input_order = input_order_of(weight)
             runs = [[*run] for _, run in groupby(weight, lambda part: part.form)]
             self._panels = [self._packed(run) for run in runs]
             self.weight, groups = self._panels[0], weight[0].form
@@ -111,6 +117,7 @@ class CompiledLinear(nn.Module):
             self.in_features,
             self.out_features,
             groups,
+            _address(self.input_order),
         )
         self._here = byref(self.struct)
 
@@ -210,9 +217,10 @@ class CompiledDelta:
         *,
         turns: bool = False,
         weights: str = "plain",
+        input_order: Tensor | None = None,
     ) -> None:
         """As GatedDelta, in bfloat16; every size but the last a multiple of 16. `weights`: of the linears; unless they
-        are plain, A is in int8, which multiplies the inputs that the linears have rounded."""
+        are plain, A is in int8, which multiplies the inputs that the linears have rounded, in their `input_order`."""
         if any(size % LANES for size in sizes[:-1]):
             raise ValueError(f"Linears beside each other have multiples of {LANES} outputs; got {list(sizes)}.")
         down: list[Tensor] = []
@@ -231,7 +239,9 @@ class CompiledDelta:
             panels_of.append([_Panel(panel, self.ranks, b.shape[1]) for panel in panels])
             self.ranks += b.shape[1]
         ordered = [*chain.from_iterable(zip(*panels_of, strict=True) if turns else panels_of)]
-        self._a = CompiledLinear(library, torch.cat(down), None, weights="plain" if weights == "plain" else "int8")
+        whole = torch.cat(down)
+        whole = whole if input_order is None else whole[:, input_order.long()]
+        self._a = CompiledLinear(library, whole, None, weights="plain" if weights == "plain" else "int8")
         self._b = torch.cat([panel.weight for panel in ordered if panel.weight is not None])
         table, place = np.zeros((len(ordered), 3), dtype=np.int64), self._b.data_ptr()
         for row, panel in zip(table, ordered, strict=True):
@@ -267,7 +277,7 @@ def cpu_linear(weight: Tensor | Parts, bias: Tensor | None, *, weights: str = "p
 
 def torch_linear(weights: str, *, head: bool = False) -> Callable[..., Int8Linear | PackedLinear]:
     """Return the class of linears, or of the output head, by torch alone."""
-    if weights == "gguf":
+    if weights in STORED:
         return _stored_or_plain
     if (form := group_form(weights, head=head)) is not None:
         return partial(GroupLinear, form=form)

@@ -11,14 +11,14 @@ Nothing is quantised anew: `GroupWeights.dense` gives what the `gguf` package de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_kernels.linear.group_weights import SHARED, GroupForm, GroupWeights, Parts
+from space_kernels.linear.group_weights import SHARED, GroupForm, GroupWeights
 from space_kernels.linear.rounded_inputs import GROUP
 
 
@@ -128,6 +128,15 @@ class Blocks:
         return form_of(self.kind)
 
     @property
+    def input_order(self) -> None:
+        """Inputs are in the model's order."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the views of the file."""
+        return (self.data,)
+
+    @property
     def in_features(self) -> int:
         _, weights, size, _ = _KINDS[self.kind]
         return self.data.shape[1] // size * weights
@@ -135,6 +144,11 @@ class Blocks:
     @property
     def out_features(self) -> int:
         return len(self.order)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the weight is held in."""
+        return self.out_features * self.in_features * self.form.bytes_of_groups // 256
 
     def padded(self, count: int) -> Blocks:
         """Return the same with so many outputs of zeros behind."""
@@ -151,62 +165,3 @@ class Blocks:
         if not (found.scale.isfinite().all() and (found.min is None or found.min.isfinite().all())):
             raise ValueError(f"a scale of {self.name} ({self.kind}) is not finite (NaN or infinite)")
         return found
-
-
-@dataclass(frozen=True)
-class InTurn:
-    """Sixteen outputs of one tensor, sixteen of the other, and so on; both in the same form."""
-
-    gate: Blocks
-    up: Blocks
-
-    @property
-    def form(self) -> GroupForm:
-        return self.gate.form
-
-    @property
-    def in_features(self) -> int:
-        return self.gate.in_features
-
-    @property
-    def out_features(self) -> int:
-        return 2 * self.gate.out_features
-
-    def rows(self, part: slice | Tensor) -> GroupWeights:
-        """Return the weights of some outputs, a range of a multiple of 32."""
-        assert isinstance(part, slice)
-        start, stop, _ = part.indices(self.out_features)
-        gate, up = (one.rows(slice(start // 2, stop // 2)) for one in (self.gate, self.up))
-
-        def joined(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-            return None if a is None or b is None else turned(a, b)
-
-        return replace(
-            gate,
-            numbers=turned(gate.numbers, up.numbers),
-            scale=turned(gate.scale, up.scale),
-            min=joined(gate.min, up.min),
-            scale_steps=joined(gate.scale_steps, up.scale_steps),
-            min_steps=joined(gate.min_steps, up.min_steps),
-        )
-
-
-def turned(a: Tensor, b: Tensor, *, size: int = 16) -> Tensor:
-    """[out, …] each -> [2·out, …]: `size` rows of a, as many of b, …"""
-    return torch.stack([one.reshape(-1, size, *one.shape[1:]) for one in (a, b)], dim=1).flatten(0, 2)
-
-
-def dense(parts: Parts) -> Tensor:
-    """Dequantise weights below each other: [out, in] float32."""
-    return torch.cat([part.rows(slice(None)).dense() for part in parts])
-
-
-def chosen(parts: Sequence[Blocks], outputs: Tensor) -> Tensor:
-    """Dequantise some outputs of weights below each other: [outputs, in] float32."""
-    found = torch.empty(len(outputs), parts[0].in_features)
-    first = 0
-    for part in parts:
-        here = (outputs >= first) & (outputs < first + part.out_features)
-        found[here] = part.rows(outputs[here] - first).dense()
-        first += part.out_features
-    return found

@@ -6,10 +6,12 @@
     Q4_K   W = scale·number + min           number 0 .. 15     4.6 bits
     Q5_K   W = scale·number + min           number 0 .. 31     8.6 bits
     Q6_K   W = scale·(number - 32)          number 0 .. 63     8.6 bits
+    U4_n   W = scale·(number - zero)        number 0 .. 15     4 + 24/n bits
 
 as in a GGUF (whose Q8_0 keeps number - 128, and the min of Q4_K and Q5_K with the other sign); scale and min are
 float16. In the K forms eight groups share them, and each group multiplies them by whole numbers of its own, its steps;
-a group of Q6_K has two, one for 16 inputs each. Inputs are rounded to whole numbers, too: those of a row and group
+a group of Q6_K has two, one for 16 inputs each. In the U4 forms n inputs (32, 64 or 128) share scale and zero point, as
+in AWQ and GPTQ. Inputs are rounded to whole numbers, too: those of a row and group
 become codes from -127 to 127 with a float32 scale.
 """
 
@@ -38,7 +40,7 @@ _OUTPUTS = 1024
 
 
 class GroupForm(IntEnum):
-    """`Groups` of cpu/linear.h."""
+    """`Groups` of cpu/linear.h; 7 and 8 are no forms."""
 
     Q4_0 = 1
     Q4_1 = 2
@@ -46,6 +48,9 @@ class GroupForm(IntEnum):
     Q4_K = 4
     Q5_K = 5
     Q6_K = 6
+    U4_32 = 9
+    U4_64 = 10
+    U4_128 = 11
 
     @property
     def offset(self) -> int:
@@ -62,6 +67,15 @@ class GroupForm(IntEnum):
         return self.name.endswith("_K")
 
     @property
+    def has_zero(self) -> bool:
+        return self.name.startswith("U4_")
+
+    @property
+    def num_sharing(self) -> int:
+        """Return the number of groups with the same scale."""
+        return SHARED if self.is_k else int(self.name[3:]) // GROUP if self.has_zero else 1
+
+    @property
     def num_steps(self) -> int:
         """Return the steps of a group's scale; 0: it has a scale of its own."""
         return (2 if self is GroupForm.Q6_K else 1) if self.is_k else 0
@@ -69,10 +83,10 @@ class GroupForm(IntEnum):
     @property
     def bytes_of_groups(self) -> int:
         """Return the bytes of eight groups, 256 weights, of an output."""
-        numbers = GROUP // 2 if self in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q4_K) else GROUP
-        halves = 2 * (1 + self.has_min)
-        own = self.num_steps + self.has_min if self.is_k else halves
-        return SHARED * (numbers + own) + (halves if self.is_k else 0)
+        has_four_bits = self in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q4_K) or self.has_zero
+        numbers = GROUP // 2 if has_four_bits else GROUP
+        steps = self.num_steps + self.has_min if self.is_k else 0
+        return SHARED * (numbers + steps) + SHARED // self.num_sharing * (2 * (1 + self.has_min) + self.has_zero)
 
 
 INT4, INT4_HEAD = GroupForm.Q4_1, GroupForm.Q8_0
@@ -85,11 +99,13 @@ class GroupWeights:
 
     form: GroupForm
     numbers: Tensor  # [out, groups·32] uint8
-    scale: Tensor  # [out, groups] float16; of the K forms [out, groups/8]
+    scale: Tensor  # [out, groups] float16; of the K forms [out, groups/8]; of a U4 form [out, ⌈groups/sharing⌉]
     min: Tensor | None  # as scale; None: 0
     in_features: int
     scale_steps: Tensor | None = None  # of the K forms [out, groups], uint8; of Q6_K [out, groups·2], int8
     min_steps: Tensor | None = None  # of Q4_K and Q5_K [out, groups], uint8
+    zero: Tensor | None = None  # of a U4 form, as scale, uint8
+    input_order: Tensor | None = None  # [in] int32: the input that each place of `numbers` is of; None: 0, 1, 2, …
 
     @property
     def out_features(self) -> int:
@@ -97,21 +113,22 @@ class GroupWeights:
 
     def rows(self, part: slice | Tensor) -> GroupWeights:
         """Return the weights of some outputs."""
-        fields = (self.min, self.scale_steps, self.min_steps)
-        least, steps, least_steps = (None if one is None else one[part] for one in fields)
+        fields = (self.min, self.scale_steps, self.min_steps, self.zero)
+        least, steps, least_steps, zero = (None if one is None else one[part] for one in fields)
+        numbers, scale = self.numbers[part], self.scale[part]
         return GroupWeights(
-            self.form, self.numbers[part], self.scale[part], least, self.in_features, steps, least_steps
+            self.form, numbers, scale, least, self.in_features, steps, least_steps, zero, self.input_order
         )
 
     def struct(self) -> GroupWeightsStruct:
         """Return the C struct; the tensors must be contiguous, and live as long."""
-        fields = (self.numbers, self.scale, self.min, self.scale_steps, self.min_steps)
+        fields = (self.numbers, self.scale, self.min, self.scale_steps, self.min_steps, self.zero)
         return GroupWeightsStruct(*(None if one is None else one.data_ptr() for one in fields))
 
     @classmethod
     def of(cls, weight: Tensor, form: GroupForm) -> GroupWeights:
-        """Quantise a weight [out, in], to no K form. Raises ValueError for weights beyond float16's range."""
-        if form.is_k:
+        """Quantise a weight [out, in], to no K or U4 form. Raises ValueError for weights beyond float16's range."""
+        if form.is_k or form.has_zero:
             raise ValueError(f"weights are not quantised to {form.name}, only taken from a file in it")
         outputs, inputs = weight.shape
         groups = -(-inputs // GROUP)
@@ -130,12 +147,24 @@ class GroupWeights:
 
     def dense(self) -> Tensor:
         """Dequantise: [out, in] float32."""
+        if self.zero is not None:
+            return self._from_zero(self.zero)
         scale = _times(self.scale, self.scale_steps)
         numbers = self.numbers.reshape(*scale.shape, -1).float().sub_(self.form.offset)
         numbers.mul_(scale[:, :, None])
         if self.min is not None:
             numbers.add_(_times(self.min, self.min_steps)[:, :, None])
         return numbers.flatten(1)[:, : self.in_features]
+
+    def _from_zero(self, zero: Tensor) -> Tensor:
+        """As `dense`, of a U4 form."""
+        size = self.form.num_sharing * GROUP
+        numbers = F.pad(self.numbers, (0, -self.numbers.shape[1] % size)).view(len(zero), -1, size).float()
+        numbers.sub_(zero[:, :, None]).mul_(self.scale.float()[:, :, None])
+        found = numbers.flatten(1)[:, : self.in_features]
+        if self.input_order is None:
+            return found
+        return torch.empty_like(found).index_copy_(1, self.input_order.long(), found)
 
 
 def _times(shared: Tensor, steps: Tensor | None) -> Tensor:
@@ -157,12 +186,26 @@ class StoredWeights(Protocol):
     @property
     def out_features(self) -> int: ...
 
+    @property
+    def input_order(self) -> Tensor | None:
+        """As of GroupWeights."""
+
     def rows(self, part: slice | Tensor) -> GroupWeights:
         """Return the weights of some outputs."""
 
 
 Parts = Sequence[StoredWeights]
-"""Weights of outputs below each other, each in a form of its own."""
+"""Weights of outputs below each other, each in a form of its own, and their inputs all in the same order."""
+
+
+def input_order_of(parts: Parts) -> Tensor | None:
+    """Return the order of the parts' inputs. Raises ValueError if it is not the same for all."""
+    first = parts[0].input_order
+    for part in parts[1:]:
+        order = part.input_order
+        if first is not order and (first is None or order is None or not torch.equal(first, order)):
+            raise ValueError("Parts below each other have their inputs in the same order.")
+    return first
 
 
 def _quantize(weight: Tensor, form: GroupForm, numbers: Tensor, scale: Tensor, mins: Tensor | None) -> None:
@@ -200,11 +243,17 @@ class GroupLinear(Int8Linear):
         self.out_features, self.in_features = sum(part.out_features for part in parts), parts[0].in_features
         self.bias = None if bias is None else bias.detach().float()
         self._wide = wide
+        order = input_order_of(parts)
+        self._order = None if order is None else order.long()
 
     def _matmul(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out] float32, in row tiles of a fixed size, which fixes the order of summation."""
         num_rows = x.numel() // self.in_features
-        near = rounded(x.reshape(num_rows, self.in_features).float())
+        x_rows = x.reshape(num_rows, self.in_features).float()
+        if self._order is None:
+            near = rounded(x_rows)
+        else:  # groups of inputs are those of the weights
+            near = torch.empty_like(x_rows).index_copy_(1, self._order, rounded(x_rows[:, self._order]))
         tiles = torch.split(pad_rows(near, TILE), TILE)
         whole = torch.empty(len(tiles) * TILE, self.out_features)
         first = 0

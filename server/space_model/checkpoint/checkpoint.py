@@ -21,6 +21,7 @@ from space_common.files import sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
 
+from space_model.checkpoint.quantized_formats import read_format
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.released_adapters import AdapterFormat, split_place
 
@@ -166,6 +167,12 @@ def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
     return next((id_ for id_, (piece, *_) in enumerate(vocabulary) if piece == text), None)  # Unigram: [piece, score]
 
 
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a config is of a mixture of experts, whose linears transformers joins."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return any(part.get(name) for part in (config, config.get("text_config") or {}) for name in names)
+
+
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 Fetch = Callable[[str], Path]
@@ -245,8 +252,12 @@ class Checkpoint:
 
     @property
     def kept_as(self) -> str | None:
-        """Return the type of most of a GGUF file's weights, such as Q4_K; None: unquantised, or in config.json."""
-        kind = None if self.gguf is None else next(iter(self.gguf.kinds), None)
+        """Return the type of most of a GGUF file's weights, such as Q4_K, or the format whose four bits may stay in
+        memory, such as AWQ; None: any other, or unquantised."""
+        if self.gguf is None:
+            form = read_format(self.config, self.name)
+            return form.name if form is not None and form.has_int4_groups and not _has_experts(self.config) else None
+        kind = next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 
     def read_json(self, name: str) -> dict[str, Any]:

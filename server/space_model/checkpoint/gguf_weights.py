@@ -26,18 +26,13 @@ from torch import Tensor
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import OpenFiles, WeightFiles
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
+from space_model.stored_weights import FUSED, PANEL, StoredWeight
 
 _log = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 
 PIECE = 1 << 17  # elements dequantised at once: in float32 they fit a core's cache
-
-_PANEL = 16
-"""Outputs of a weight that others are joined to come in multiples of this (LANES of cpu_linear.py)."""
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that compact networks fuse."""
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -112,6 +107,14 @@ class GgufWeights(WeightFiles):
         with self._lock:
             self.num_bytes += int(place.numel() * bits / 8)
 
+    def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
+        kept = kept_blocks(self.opened.handles, fuses=fuses)
+        return {name: self.blocks(name) for name in kept if name != EMBEDDING}  # its rows are looked up, too
+
+    def stored_embedding(self) -> tuple[str, StoredWeight] | None:
+        is_kept = EMBEDDING in kept_blocks(self.opened.handles, fuses=False)
+        return (EMBEDDING, self.blocks(EMBEDDING)) if is_kept else None
+
     def blocks(self, name: str) -> list[Blocks]:
         """Return the blocks of a matrix as views of the file. All of its parts must be of types in KINDS."""
         with self.opened.reading(name) as source:
@@ -168,11 +171,11 @@ def kept_blocks(sources: Mapping[str, TensorSource], *, fuses: bool) -> set[str]
     names = {name for name, source in sources.items() if _keeps(name, source)}
     for name in [*names] if fuses else []:
         module, _, linear = name.removesuffix(".weight").rpartition(".")
-        group = next((group for group in _FUSED if linear in group), ())
+        group = next((group for group in FUSED if linear in group), ())
         fused = [f"{module}.{one}.weight" for one in group]
         if not names.issuperset(fused) or any(len(sources[one].parts) > 1 for one in fused):
             names.discard(name)
-        elif any(sources[one].shape[0] % _PANEL for one in fused):
+        elif any(sources[one].shape[0] % PANEL for one in fused):
             names.difference_update(fused)
         elif "gate_proj" in group and len({form_of(sources[one].parts[0].tensor.kind_name) for one in fused}) > 1:
             names.difference_update(fused)  # their outputs alternate
@@ -185,7 +188,7 @@ def _keeps(name: str, source: TensorSource) -> bool:
     matrix = (
         len(source.shape) == 2 and not source.shift and name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING))
     )
-    even = all((rows.stop - rows.start) % _PANEL == 0 for rows in source.parts[:-1])
+    even = all((rows.stop - rows.start) % PANEL == 0 for rows in source.parts[:-1])
     return matrix and even and all(rows.tensor.kind_name in KINDS for rows in source.parts)
 
 

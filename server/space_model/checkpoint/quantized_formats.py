@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from space_kernels.linear.packed_int4 import AWQ_ORDER, PER_WORD, Layout, PackedInt4, form_for
 from torch import Tensor
 
 from space_model.model_error import UnsupportedModel
-
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The value's index, of eight, that each nibble of a word holds, lowest nibble first."""
 
 
 def unpack(words: Tensor, bits: int, dim: int, count: int | None = None) -> Tensor:
@@ -56,6 +54,10 @@ CURE = (
 )
 
 
+INT4_FORMATS = frozenset(layout.value for layout in Layout)
+"""Names of formats whose four bits may stay in memory."""
+
+
 class QuantizedFormat:
     """How a checkpoint stores quantised weights."""
 
@@ -68,6 +70,16 @@ class QuantizedFormat:
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         """Return the dequantised weight [out, in] float32 of a module with these tensors."""
         raise NotImplementedError
+
+    @property
+    def has_int4_groups(self) -> bool:
+        """Return whether linears have four bits, in groups that a CPU multiplies as they are."""
+        return False
+
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+        """Return the weight of a module with these tensors as the file has it; None: only dequantised. `name`: for
+        messages."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,22 @@ class Awq(QuantizedFormat):
         zeros = unpack_awq(read("qzeros")) if "qzeros" in parts else torch.zeros_like(scales)
         of_input = torch.arange(q.shape[0]) // group
         return ((q - zeros[of_input]) * scales[of_input]).T
+
+    @property
+    def has_int4_groups(self) -> bool:
+        return self.group_size < 0 or form_for(self.group_size) is not None
+
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+        words = read("qweight")
+        return PackedInt4.of(
+            name,
+            Layout.AWQ,
+            words,
+            read("scales").T,
+            read("qzeros") if "qzeros" in parts else None,
+            in_features=len(words),
+            group_size=None if self.group_size < 0 else self.group_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,12 +137,33 @@ class Gptq(QuantizedFormat):
         of_input = read("g_idx").long() if "g_idx" in parts else torch.arange(q.shape[0]) // group
         return ((q - zeros[of_input]) * scales[of_input]).T
 
+    @property
+    def has_int4_groups(self) -> bool:
+        return self.bits == 4 and (self.group_size < 0 or form_for(self.group_size) is not None)
+
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+        words = read("qweight")
+        if not self.has_int4_groups:
+            return None
+        return PackedInt4.of(
+            name,
+            Layout.GPTQ,
+            words,
+            read("scales").T,
+            read("qzeros"),
+            in_features=PER_WORD * len(words),
+            group_size=None if self.group_size < 0 else self.group_size,
+            least=int(self.zeros_are_shifted),
+            g_idx=read("g_idx") if "g_idx" in parts else None,
+        )
+
 
 @dataclass(frozen=True)
 class CompressedTensors(QuantizedFormat):
     """compressed-tensors: packed integers, plain int8, or float8. Activations are not quantised."""
 
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
+    has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group
     name: str = "compressed-tensors"
     library: str = "compressed_tensors"
     parts: frozenset[str] = frozenset(
@@ -148,6 +197,34 @@ class CompressedTensors(QuantizedFormat):
         scale = self._spread(scale, q.shape, group)
         dense = q.float()
         return (dense - self._spread(zero.float(), q.shape, group)) * scale if zero is not None else dense * scale
+
+    @property
+    def has_int4_groups(self) -> bool:
+        return self.has_int4
+
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+        if not self.has_int4 or not parts.issuperset({"weight_packed", "weight_shape", "weight_scale"}):
+            return None
+        rows, columns = (int(n) for n in read("weight_shape").tolist())
+        words, scale = read("weight_packed"), read("weight_scale")
+        scale = scale[:, None] if scale.dim() == 1 else scale
+        zeros = read("weight_zero_point") if "weight_zero_point" in parts else None
+        group = read("weight_g_idx") if "weight_g_idx" in parts else None
+        if words.shape[1] != -(-columns // PER_WORD) or len(scale) != rows:
+            return None  # eight bits, or one scale for all
+        if zeros is not None and zeros.dtype is not torch.int32:
+            return None
+        return PackedInt4.of(
+            name,
+            Layout.ROWS,
+            words,
+            scale,
+            None if zeros is None else zeros.T,
+            in_features=columns,
+            group_size=-(-columns // scale.shape[1]),
+            least=8 if zeros is None else 0,
+            g_idx=None if group is None or bool((group < 0).any()) else group,
+        )
 
     def _spread(self, of_part: Tensor, shape: torch.Size, group: Tensor | None) -> Tensor:
         """Broadcast scales or zeros to the weight's shape."""
@@ -299,4 +376,10 @@ def _compressed_tensors(said: Mapping[str, Any], name: str) -> CompressedTensors
     if len(blocks) > 1 or (blocks and any(spec.get("strategy") != "block" for spec in weights)):
         raise UnsupportedModel(f"{name} mixes blocks with other ways to share scales, which is not read. {CURE}")
     rows, columns = blocks.pop() if blocks else (0, 0)
-    return CompressedTensors((rows, columns) if rows else None)
+    has_int4 = any(
+        spec.get("num_bits") == 4
+        and spec.get("type", "int") == "int"
+        and (spec.get("strategy") == "channel" or form_for(int(spec.get("group_size") or 0)) is not None)
+        for spec in weights
+    )
+    return CompressedTensors((rows, columns) if rows else None, has_int4 and not rows)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,9 @@ from torch import Tensor, nn
 
 from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
+
+if TYPE_CHECKING:
+    from space_model.stored_weights import StoredWeight
 
 SMALL = 1 << 18  # tensors of fewer bytes are not worth releasing
 
@@ -225,6 +228,19 @@ class WeightFiles:
         """Return whether `read_into` must dequantise the tensor."""
         return False
 
+    def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
+        """Return the weights of linears that may stay as the files have them, by name. `fuses`: the network fuses
+        linears; they stay if all parts do."""
+        return {}
+
+    def stored_embedding(self) -> tuple[str, StoredWeight] | None:
+        """Return the embedding's name, and its weight as the files have it; None: they do not have it in groups."""
+        return None
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether the files have the tensor in fewer bits."""
+        return False
+
     def read_into(self, name: str, place: Tensor) -> None:
         """Write a quantised tensor's values into `place`, which has its shape, on any device in any dtype."""
         raise NotImplementedError
@@ -392,9 +408,10 @@ class WeightStream:
         send(found, place)
         return place
 
-    def leave(self, name: str, dtype: torch.dtype) -> None:
-        """Do not read this tensor: a placeholder stands for it."""
-        self.placeholders[name] = torch.zeros(1, dtype=dtype).expand(self.files.shape(name))
+    def leave(self, name: str, stored: StoredWeight, dtype: torch.dtype) -> None:
+        """Do not read this tensor, which stays as the files have it: a placeholder stands for it."""
+        shape = sum(part.out_features for part in stored), stored[0].in_features
+        self.placeholders[name] = torch.zeros(1, dtype=dtype).expand(shape)
 
     def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)

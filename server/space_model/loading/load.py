@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from space_kernels.dispatch import Ops, ops_for
+from space_kernels.linear.cpu_linear import STORED
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -76,15 +77,15 @@ def load_model(
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
 
-    `dtype` auto, float32, bfloat16 or float16; `weights` plain, auto (see choose_weights), int4, int8 or, of a GGUF,
-    gguf on a CPU, fp8 on a GPU (on a CPU fp8 computes the same, but saves no memory); `kv_dtype` auto, or fp8: 8-bit KV
-    cache; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per position) and `num_masks` override the
-    checkpoint's own; `max_model_len` shortens the window; `num_threads` of a CPU matmul (None: torch's setting), for
-    the whole process and fixed from then on, because activations depend on it; `adapters`: name -> folder of a gated
-    adapter for requests that name it, besides the checkpoint's own; `attention`: auto, torch or triton; `exact`:
-    results are row-invariant (bitwise) on a GPU too, for families with a compact network; `choose_ops`: selects the
-    operations instead of these two; `ranks`: the processes that share the model, of which this one loads its part;
-    None: this process loads all.
+    `dtype` auto, float32, bfloat16 or float16; `weights` plain, auto (see choose_weights), int4, int8 or, of a
+    quantised checkpoint, packed (of a GGUF also gguf) on a CPU, fp8 on a GPU (on a CPU fp8 computes the same, but saves
+    no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per
+    position) and `num_masks` override the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a CPU
+    matmul (None: torch's setting), for the whole process and fixed from then on, because activations depend on it;
+    `adapters`: name -> folder of a gated adapter for requests that name it, besides the checkpoint's own; `attention`:
+    auto, torch or triton; `exact`: results are row-invariant (bitwise) on a GPU too, for families with a compact
+    network; `choose_ops`: selects the operations instead of these two; `ranks`: the processes that share the model, of
+    which this one loads its part; None: this process loads all.
     Raises a ModelError that names the cause.
     """
     if num_threads is not None:
@@ -244,8 +245,8 @@ def _read_weights(
         if form is not None and stays_packed(form, device):
             packed = read_packed(checkpoint, config, form, dtype, device)
         in_turn = weights == "fp8" and device.type != "cpu"  # fp8 conversion then moves the weights one after another
-        kept = weights == "gguf"
-        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn, keeps_blocks=kept)
+        kept = weights in STORED
+        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn, keeps_packed=kept)
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from space_kernels.fp8 import Fp8
 from space_kernels.linear.cuda_linear import Fp8Linear
+from space_kernels.linear.group_weights import input_order_of
+from space_kernels.linear.packed_int4 import PackedInt4
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -28,10 +30,24 @@ from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
-from space_model.stored_weights import StoredWeight, attach
+from space_model.stored_weights import FUSED, PANEL, StoredWeight, attach
 
-if TYPE_CHECKING:
-    from space_model.checkpoint.gguf_weights import GgufWeights
+_LINEARS = ("_proj", "lm_head", ".fc1", ".fc2", ".dense", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
+"""Ends of the paths of linears that may stay packed on a CPU."""
+
+
+def _may_join(weights: Sequence[PackedInt4 | None]) -> bool:
+    """Return whether a compact network can fuse these."""
+    found = [weight for weight in weights if weight is not None]
+    if len(found) < len(weights) or any(weight.out_features % PANEL for weight in found):
+        return False
+    if len({weight.form for weight in found}) > 1:
+        return False
+    try:
+        input_order_of(found)
+    except ValueError:
+        return False
+    return True
 
 
 class QuantizedWeights(WeightFiles):
@@ -87,33 +103,54 @@ class QuantizedWeights(WeightFiles):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; a quantised one is dequantised for it."""
-        return tuple(self.whole(name).shape) if self._is_quantized(name) else super().shape(name)
+        return tuple(self.whole(name).shape) if self.is_quantised(name) else super().shape(name)
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor; quantised ones become float32."""
-        if not self._is_quantized(name):
+        if not self.is_quantised(name):
             return super().whole(name)
         path = name.removesuffix(".weight")
-        whole = super().whole
+        with self._weight(path):
+            return self.form.dense(lambda part: self._part(path, part), self._parts[path])
 
-        def read(part: str) -> Tensor:
-            self._read.add(f"{path}.{part}")
-            return whole(f"{path}.{part}")
+    def _part(self, path: str, part: str) -> Tensor:
+        self._read.add(f"{path}.{part}")
+        return super().whole(f"{path}.{part}")
 
+    @contextmanager
+    def _weight(self, path: str) -> Iterator[None]:
+        """Raise errors as those of the module at `path`."""
         try:
-            return self.form.dense(read, self._parts[path])
+            yield
         except (IndexError, KeyError, RuntimeError, ValueError) as error:
             raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
 
+    def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
+        kept: dict[str, PackedInt4] = {}
+        for path, parts in self._parts.items():
+            if not path.endswith(_LINEARS) or ".experts." in path:
+                continue
+            with self._weight(path):
+                weight = self.form.packed(path, lambda part, path=path: self._part(path, part), parts)  # type: ignore[misc]
+            if weight is not None:
+                kept[path] = weight
+        for path in [*kept] if fuses else []:
+            module, _, linear = path.rpartition(".")
+            group = next((group for group in FUSED if linear in group), ())
+            fused = [f"{module}.{one}" for one in group]
+            if fused and not _may_join([kept.get(one) for one in fused]):
+                kept.pop(path)
+        return {f"{path}.weight": [weight] for path, weight in kept.items()}
+
     def rows(self, name: str, part: slice) -> Tensor:
         """Return some rows of a tensor; of a quantised one, all are read."""
-        return self.whole(name)[part].clone() if self._is_quantized(name) else super().rows(name, part)
+        return self.whole(name)[part].clone() if self.is_quantised(name) else super().rows(name, part)
 
     def columns(self, name: str, part: slice) -> Tensor:
         """Return some columns of a matrix; of a quantised one, all are read."""
-        return self.whole(name)[:, part].clone() if self._is_quantized(name) else super().columns(name, part)
+        return self.whole(name)[:, part].clone() if self.is_quantised(name) else super().columns(name, part)
 
-    def _is_quantized(self, name: str) -> bool:
+    def is_quantised(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") in self._parts
 
 
@@ -187,6 +224,7 @@ def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[T
     form = str(dtype).removeprefix("torch.")
     if isinstance(files, QuantizedWeights):
         packed = f". On a GPU with {files.form.library} installed they stay packed" if files.form.library else ""
+        packed += f"{', and' if packed else '.'} on a CPU with --weights packed" if checkpoint.kept_as else ""
         _log.warning(
             "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
             "every step%s",
@@ -201,7 +239,7 @@ def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[T
     elif files.num_packed:
         _log.info(
             "%s: %d weights of %s are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read "
-            "at every step; on a CPU --weights gguf leaves them as they are",
+            "at every step; on a CPU --weights packed leaves them as they are",
             checkpoint.name,
             files.num_packed,
             checkpoint.kept_as or "few bits",
@@ -267,11 +305,11 @@ def stream_model(
     *,
     as_kept: bool = False,
     copies: bool | None = None,
-    keeps_blocks: bool = False,
+    keeps_packed: bool = False,
 ) -> Loaded:
     """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice. `as_kept`: weights
-    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream; `keeps_blocks`: linears
-    of a GGUF are not read, but refer to the blocks of the file (see stored_weights.py)."""
+    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream; `keeps_packed`: linears
+    that the files have in groups are not read, but refer to the files (see stored_weights.py)."""
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
     if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):
@@ -283,7 +321,9 @@ def stream_model(
         if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
-        kept = _leave_blocks(files, stream, config, dtype) if keeps_blocks else {}
+        kept = files.stored(fuses=config.model_type in FAMILIES) if keeps_packed else {}
+        for name, stored in kept.items():
+            stream.leave(name, stored, dtype)
         show_load_progress_on_terminals()
         with MetaModel():
             model, found = model_class.from_pretrained(
@@ -296,59 +336,35 @@ def stream_model(
                 ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
             )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
-        if keeps_blocks:
-            _attach_blocks(checkpoint, files, stream, model, kept)
+        if keeps_packed:
+            _attach_stored(checkpoint, files, stream, model, kept)
         else:
             log_dense(checkpoint, files, model.parameters(), dtype)
     return model, found
 
 
-def _leave_blocks(
-    files: WeightFiles, stream: WeightStream, config: PreTrainedConfig, dtype: torch.dtype
-) -> dict[str, StoredWeight]:
-    """Return the linears that stay in the blocks of the file, by name; they are not read."""
-    from space_model.checkpoint.gguf_weights import EMBEDDING, GgufWeights, kept_blocks  # late, as above
-
-    assert isinstance(files, GgufWeights)
-    kept: dict[str, StoredWeight] = {
-        name: files.blocks(name) for name in kept_blocks(files.opened.handles, fuses=config.model_type in FAMILIES)
-    }
-    kept.pop(EMBEDDING, None)  # its rows are looked up, too
-    for name in kept:
-        stream.leave(name, dtype)
-    return kept
-
-
-def _attach_blocks(
+def _attach_stored(
     checkpoint: Checkpoint,
     files: WeightFiles,
     stream: WeightStream,
     model: PreTrainedModel,
     kept: dict[str, StoredWeight],
 ) -> None:
-    """Give the linears their blocks, and a head that shares the embedding's weight those of the embedding."""
-    from space_model.checkpoint.gguf_weights import EMBEDDING, GgufWeights, kept_blocks  # late, as above
-
-    assert isinstance(files, GgufWeights)
-    attach(model, {stream.placeholders[name].data_ptr(): blocks for name, blocks in kept.items()})
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is embedding.weight and EMBEDDING in kept_blocks(files.opened.handles, fuses=False):
-        kept[EMBEDDING] = head.__dict__["stored"] = files.blocks(EMBEDDING)
-    _log_kept(checkpoint, files, kept)
-
-
-def _log_kept(checkpoint: Checkpoint, files: GgufWeights, kept: dict[str, StoredWeight]) -> None:
-    kinds = sorted({part.kind for weight in kept.values() for part in weight})
-    dense = sorted(name for name in files.names if files.is_quantised(name) and name not in kept)
-    _log.info(
-        "%s: %d weights stay in the blocks of the file (%s); %s",
-        checkpoint.name,
-        len(kept),
-        ", ".join(kinds) or "none",
-        f"{len(dense)} others are held as plain numbers: {', '.join(dense[:3])}{' …' if len(dense) > 3 else ''}"
-        if dense
-        else "the embedding's rows are held as plain numbers, too",
-    )
+    """Give the linears their stored weights, and a head that shares the embedding's weight that of the embedding."""
+    attach(model, {stream.placeholders[name].data_ptr(): stored for name, stored in kept.items()})
+    held, what = dict(kept), "no other is quantised"
+    embedding = files.stored_embedding()
+    head = model.get_output_embeddings()
+    if embedding is not None and head.weight is model.get_input_embeddings().weight:
+        name, stored = embedding
+        held[name] = head.__dict__["stored"] = stored
+        what = "the embedding's rows are held as plain numbers, too"
+    dense = [name for name in files.names if files.is_quantised(name) and name not in held]
+    if dense:
+        names = ", ".join(dense[:3]) + " …" * (len(dense) > 3)
+        what = f"{len(dense)} others are held as plain numbers: {names}"
+    kinds = ", ".join(sorted({part.kind for stored in held.values() for part in stored})) or "none"
+    _log.info("%s: %d weights stay as the file has them (%s); %s", checkpoint.name, len(held), kinds, what)
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:

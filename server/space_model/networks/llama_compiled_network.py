@@ -288,7 +288,7 @@ def _take_apart(
 ) -> CompiledLayer:
     pack: Pack[CompiledLinear] = partial(CompiledLinear, library, weights=source.weights)
     delta: Callable[..., CompiledDelta] = partial(CompiledDelta, library, weights=source.weights)
-    fields = layer_fields(source, layer, path, window, partial(packed, pack), delta=delta, interleaved=True)
+    fields = layer_fields(source, layer, path, window, partial(packed, pack), delta=delta, compiled=True)
     mlp = layer.get_submodule("mlp")
     gate_up = packed(pack, mlp, ["gate_proj", "up_proj"], lambda parts: in_turn(*parts), alternate)
     return CompiledLayer(**fields, gate_up=gate_up)

@@ -5,7 +5,7 @@ A compact network needs no weights of its own: each linear of the loaded model i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +43,7 @@ class LlamaSource:
     adapters: Sequence[GatedLora] = ()
     prefix: str = "model"  # path of `base` in the whole model
     ranks: Ranks | None = None  # that hold parts of the same layers (heads, inner columns); None: no tensor parallelism
-    weights: str = "plain"  # int8 or int4: linears are quantised; gguf: they may be stored
+    weights: str = "plain"  # int8 or int4: linears are quantised; gguf or packed: they may be stored
 
     def layers(self) -> list[tuple[nn.Module, str, int | None]]:
         """Return each decoder layer, its path in the whole model, and its sliding window."""
@@ -108,14 +108,15 @@ def layer_fields(
     take: Take[Linear],
     *,
     delta: Callable[..., Any] = GatedDelta,
-    interleaved: bool = False,
+    compiled: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a LlamaLayer. `delta`: the class of its deltas; `interleaved`: the outputs of gate and up
-    are.
+    """Return the fields of a LlamaLayer. `delta`: the class of its deltas; `compiled`: it is CompiledDelta, the outputs
+    of gate and up alternate, and A·x takes the inputs in the order of the linears.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
     hidden, inner = int(mlp.down_proj.out_features), int(mlp.down_proj.in_features)  # type: ignore[arg-type,union-attr]
+    orders = {name: _input_order(layer, name) if compiled else None for name in _FIRST}
     head_norms = [
         Norm.of(attention.get_submodule(name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     ]
@@ -129,7 +130,7 @@ def layer_fields(
         "mlp_norm": Norm.of(layer.get_submodule("post_attention_layernorm")),
         "down": take(mlp, ["down_proj"]),
         "deltas": tuple(
-            _layer_deltas(adapter, path, sizes, hidden, inner, delta, interleaved=interleaved)
+            _layer_deltas(adapter, path, sizes, hidden, inner, delta, orders, compiled=compiled)
             for adapter in source.adapters
         ),
     }
@@ -171,21 +172,35 @@ def _layer_deltas(
     hidden: int,
     inner: int,
     kind: Callable[..., Delta],
+    orders: Mapping[str, Tensor | None],
     *,
-    interleaved: bool,
+    compiled: bool,
 ) -> LayerDeltas[Delta]:
-    """Return one adapter's deltas in the layer at `path`. `sizes`: output sizes of query, key and value."""
+    """Return one adapter's deltas in the layer at `path`. `sizes`: output sizes of query, key and value; `orders`: of
+    the inputs, by the first of the linears that have them."""
 
     def delta(names: Sequence[str], outs: Sequence[int], *, turns: bool = False) -> Delta | None:
         pairs = [adapter.pairs.get(f"{path}.{name}_proj") for name in names]
-        return None if not any(pairs) else kind(pairs, outs, adapter.scale, turns=turns)
+        order = orders[names[0]]
+        more = {} if order is None else {"input_order": order}
+        return None if not any(pairs) else kind(pairs, outs, adapter.scale, turns=turns, **more)
 
     return LayerDeltas(
         query_key_value=delta(["self_attn.q", "self_attn.k", "self_attn.v"], sizes),
         output=delta(["self_attn.o"], [hidden]),
-        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner], turns=interleaved),
+        gate_up=delta(["mlp.gate", "mlp.up"], [inner, inner], turns=compiled),
         down=delta(["mlp.down"], [hidden]),
     )
+
+
+_FIRST = ("self_attn.q", "self_attn.o", "mlp.gate", "mlp.down")
+"""The first linear with each of a layer's inputs."""
+
+
+def _input_order(layer: nn.Module, name: str) -> Tensor | None:
+    """Return the order that a linear takes its inputs in; None: as they are."""
+    stored = stored_of(layer.get_submodule(f"{name}_proj"))
+    return None if stored is None else stored[0].input_order
 
 
 class LlamaParts:

@@ -295,7 +295,7 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
     routers.
 
-    `weights`: int8 or int4: linears and experts are quantised; gguf: linears may be stored.
+    `weights`: int8 or int4: linears and experts are quantised; gguf or packed: linears may be stored.
 
     One module at a time, so that only one weight is in memory twice.
     """

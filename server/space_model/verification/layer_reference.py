@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from space_kernels.fp8 import FORMAT, nearest
-from space_kernels.linear import gguf_blocks as blocks
+from space_kernels.linear import stored_parts
+from space_kernels.linear.cpu_linear import STORED
 from space_kernels.linear.cuda_linear import Fp8Linear
-from space_kernels.linear.gguf_blocks import chosen
 from space_kernels.linear.group_weights import GroupWeights, group_form
 from space_kernels.linear.int8_linear import Int8Weights
 from space_kernels.linear.rounded_inputs import rounded
+from space_kernels.linear.stored_parts import chosen
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -421,7 +422,7 @@ class _RoundedInputs(TorchFunctionMode):
 
 def _dequantized(weight: Tensor, weights: str, *, head: bool = False) -> Tensor:
     """Return a weight [out, in] as `--weights` would hold it, in float32."""
-    if weights == "gguf":  # what is not stored is plain
+    if weights in STORED:  # what is not stored is plain
         return weight
     form = group_form(weights, head=head)
     return Int8Weights.of(weight).dense() if form is None else GroupWeights.of(weight, form).dense()
@@ -442,7 +443,7 @@ def _held(
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
             if (stored := stored_of(module)) is not None:
-                swaps.put(module._parameters, "weight", blocks.dense(stored).to(dtype))
+                swaps.put(module._parameters, "weight", stored_parts.dense(stored).to(dtype))
                 if dtype is narrow:
                     taken.append(module.get_parameter("weight"))
                     inputs.take(taken[-1])

@@ -23,7 +23,7 @@ from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.meta_tensors import MetaModel
-from space_model.loading.whole_model import check_plain, stays_packed
+from space_model.loading.whole_model import check_plain, open_weights, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.networks.llama_parts import FAMILIES
 from space_model.precision import choose_device, choose_dtype, choose_weights
@@ -191,6 +191,8 @@ class ModelNeed:
                     small = *small, _in_blocks(checkpoint, config, packed)
             else:
                 small = (Small("fp8", halves - linears, 0),)
+        elif form is not None and on_cpu and not unread and num_ranks == 1 and checkpoint.kept_as is not None:
+            small = (_as_packed(checkpoint, config, 2 * vocab * hidden),)
         rows, logits = min(PROMPT_ROWS, window) + (num_masks + 1) ** 2, 2 * num_masks + 1
         row = 4 * hidden + (2 * num_heads + 2 * kv_heads) * head_dim + 2 * inner
         return cls(
@@ -312,6 +314,19 @@ def _in_blocks(checkpoint: Checkpoint, config: PreTrainedConfig, in_head: int) -
     head = sizes.pop("lm_head.weight", None) or sizes.pop(EMBEDDING, 2 * in_head)
     dense = sum(2 * count for name, _, count in stored(checkpoint) if name not in sizes and name != "lm_head.weight")
     return Small("gguf", dense + sum(sizes.values()), head)
+
+
+def _as_packed(checkpoint: Checkpoint, config: PreTrainedConfig, head: int) -> Small:
+    """Return the bytes of a quantised checkpoint with `--weights packed`. `head`: bytes of the output head."""
+    weights = 2 * num_weights(config)
+    with open_weights(checkpoint) as files:
+        for name, stored in files.stored(fuses=config.model_type in FAMILIES).items():
+            for part in stored:
+                if name == "lm_head.weight":  # its rows are held as numbers, too
+                    head = part.num_bytes
+                else:
+                    weights += part.num_bytes - 2 * part.out_features * part.in_features
+    return Small("packed", weights, head)
 
 
 def tensors(file: Path) -> Iterator[tuple[str, str, int]]:

@@ -12,8 +12,9 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
-from space_kernels.linear.gguf_blocks import KINDS, Blocks, InTurn, chosen, dense
+from space_kernels.linear.gguf_blocks import KINDS, Blocks
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
+from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SHAPES = [(256, 704), (172, 64), (101, 94), (48, 2)]
-FORMS = [form for form in GroupForm if not form.is_k]
+FORMS = [GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q8_0]
 EITHER = [*cpu_library.own_kinds(), "torch"]
 
 Linear = Callable[..., Any]

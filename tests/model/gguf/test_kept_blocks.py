@@ -63,7 +63,7 @@ def test_linears_and_head_are_held_in_the_bytes_of_their_blocks(
     file = write_gguf(source, tmp_path / "x.gguf", "Q4_0")
     with caplog.at_level(logging.INFO):
         model = load_model(file, weights="gguf")
-    assert "15 weights stay in the blocks of the file (Q4_0); 1 others are held as plain numbers" in caplog.text
+    assert "15 weights stay as the file has them (Q4_0); 1 others are held as plain numbers" in caplog.text
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     assert [tuple(one.shape) for one in tensors if one.dtype == torch.bfloat16 and 1360 in one.shape] == [(1360, 128)]
@@ -79,7 +79,7 @@ def test_a_type_that_is_not_kept_is_plain(llama: Path, tmp_path: Path, caplog: p
     file = write_gguf(llama, tmp_path / "x.gguf", "Q5_1")
     with caplog.at_level(logging.INFO):
         found = logits_of(load_model(file, weights="gguf"), IDS)
-    assert "0 weights stay in the blocks of the file (none); 15 others are held as plain numbers" in caplog.text
+    assert "0 weights stay as the file has them (none); 15 others are held as plain numbers" in caplog.text
     assert torch.equal(found, logits_of(load_model(file, dtype="bfloat16"), IDS))
 
 

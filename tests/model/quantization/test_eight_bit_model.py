@@ -128,7 +128,7 @@ def test_what_they_cannot_be_had_with_is_said(llama: Path) -> None:
         load_model(path, weights="int8", dtype="float32")
     with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights int8"):
         load_model(path, weights="int8", device="meta")
-    with pytest.raises(InvalidSetting, match="weights must be auto, plain, int8, int4, gguf or fp8; got 'int3'"):
+    with pytest.raises(InvalidSetting, match="auto, plain, int8, int4, packed, gguf or fp8; got 'int3'"):
         load_model(path, weights="int3")
 
 

@@ -1,0 +1,240 @@
+"""`--weights packed`: linears of AWQ, GPTQ and compressed-tensors stay at four bits, and the model computes with the
+file's own numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quantized_testing import write_quantized
+from safetensors.torch import load_file, save_file
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
+from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.precision import choose_weights
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_adapter, tiny_checkpoint
+from space_server.config import parse
+from space_server.startup.doctor import examine
+from space_server.startup.model_need import ModelNeed
+from torch import Tensor
+
+Pair = Callable[..., tuple[Path, Path]]
+
+IDS = [(7 * i + 1) % 128 for i in range(40)]
+WORDS = ["--listen", "unix:/nowhere", "--device", "cpu", "--model"]
+AS_THEY_COME, ONE_ORDER = "gptq 4 bits, inputs as they come", "gptq 4 bits, one order for all linears"
+
+
+@pytest.fixture
+def pair(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> Pair:
+    """A quantised checkpoint, and the same numbers in a dense one."""
+
+    def make(kind: str, family: str = "llama", **more: Any) -> tuple[Path, Path]:
+        packed, plain = tmp_path / "packed", tmp_path / "plain"
+        write_quantized(checkpoint_of(family), packed, plain, kind, **more)
+        return packed, plain
+
+    return make
+
+
+def logits_of(model: SpaceModel, ids: list[int], layout: DraftLayout | None = None) -> Tensor:
+    """[rows, V]"""
+    gated = 0 if model.drafting.adapters and layout is not None else None
+    segment = Segment(ids, 0, [0, 1, 2], layout or DraftLayout.plain(), adapter=gated)
+    masks = [5] * len(model.drafting.adapters)
+    batch = ForwardBatch.build([segment], block_size=16, mask_ids=(), device=model.facts.device, adapter_masks=masks)
+    return model.logits(model.forward(batch, model.allocate_kv(3, 16))[: batch.num_rows])
+
+
+def check_near(found: Tensor, rounded: Tensor, exact: Tensor) -> None:
+    """The logits are nearer to those of float32 than `rounded`, of the same numbers with `--weights int8`: it rounds
+    inputs likewise, and the weights, too."""
+    assert (found - exact).norm() < (rounded - exact).norm()
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("awq", "llama"),
+        ("awq", "gemma3"),
+        (AS_THEY_COME, "qwen2"),
+        (AS_THEY_COME, "phi3"),
+        (ONE_ORDER, "llama"),
+        (ONE_ORDER, "starcoder2"),
+        ("int4 in groups", "qwen3"),
+        ("int4 with zero points", "llama"),
+    ],
+)
+def test_it_computes_with_the_files_numbers(kind: str, family: str, attention: str, pair: Pair) -> None:
+    packed, plain = pair(kind, family)
+    wanted = logits_of(load_model(plain, dtype="float32"), IDS)
+    model = load_model(packed, weights="packed", attention=attention)
+    assert model.facts.number_format == "bfloat16 with packed weights"
+    found = logits_of(model, IDS)
+    check_near(found, logits_of(load_model(plain, weights="int8", attention=attention), IDS), wanted)
+    for length in (1, 2, 13, 39):
+        assert torch.equal(logits_of(model, IDS[:length]), found[:length])
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["awq", ONE_ORDER])
+def test_gated_adapters_take_the_inputs_in_the_order_of_the_linears(
+    kind: str, attention: str, pair: Pair, tmp_path: Path
+) -> None:
+    packed, plain = pair(kind)
+    adapters = {"code": tiny_adapter(tmp_path / "adapter", plain)}
+    layout = DraftLayout.full(2, 3)
+    rounded, wanted = (
+        logits_of(load_model(plain, attention=attention, adapters=adapters, **how), IDS[:20], layout)
+        for how in ({"weights": "int8"}, {"dtype": "float32"})
+    )
+    found = logits_of(load_model(packed, weights="packed", attention=attention, adapters=adapters), IDS[:20], layout)
+    check_near(found[20:], rounded[20:], wanted[20:])
+    bare = load_model(packed, weights="packed", attention=attention)
+    assert torch.equal(found[:20], logits_of(bare, IDS[:20]))
+
+
+def test_linears_are_held_in_four_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tiny_checkpoint(
+        tmp_path / "source", vocab_size=1360, num_masks=0, hidden_size=128, num_heads=8, tie_word_embeddings=False
+    )
+    packed = tmp_path / "packed"
+    write_quantized(source, packed, tmp_path / "plain", "awq")
+    with caplog.at_level(logging.INFO):
+        model = load_model(packed, weights="auto")
+    assert "14 weights stay as the file has them (AWQ in groups of 32); no other is quantised" in caplog.text
+    linears = 2 * (2 * 128 * 128 + 2 * 2 * 16 * 128 + 3 * 128 * 256)  # their weights
+    network: Any = model._network
+    names = ("query_key_value", "output", "gate_up", "down")
+    held = sum(getattr(layer, name).weight.nbytes for layer in network._layers for name in names)
+    assert held == linears * 4.75 / 8
+    need = ModelNeed.asked(parse([*WORDS, str(packed)]), Checkpoint.open(packed))
+    plain = ModelNeed.asked(
+        parse([*WORDS, str(packed), "--weights", "plain", "--dtype", "bfloat16"]), Checkpoint.open(packed)
+    )
+    assert need.held == "packed"
+    assert plain.weights - need.weights == linears * 2 - linears * 4.75 / 8
+    assert need.head == plain.head == 2 * 1360 * 128
+
+
+def test_linears_that_are_fused_and_have_inputs_in_several_orders_are_plain(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed, plain = pair("gptq 4 bits")
+    with caplog.at_level(logging.INFO):
+        found = logits_of(load_model(packed, weights="packed"), IDS)
+    assert "4 weights stay as the file has them (GPTQ in groups of 32); 10 others are held as plain" in caplog.text
+    rounded, wanted = (logits_of(load_model(plain, **how), IDS) for how in ({"weights": "int8"}, {"dtype": "float32"}))
+    check_near(found, rounded, wanted)
+
+
+def test_a_quantised_head_stays_so_too(pair: Pair) -> None:
+    packed, plain = pair(AS_THEY_COME, head=True)
+    rounded, wanted = (logits_of(load_model(plain, **how), IDS) for how in ({"weights": "int8"}, {"dtype": "float32"}))
+    check_near(logits_of(load_model(packed, weights="packed"), IDS), rounded, wanted)
+
+
+def test_it_is_the_default_on_a_cpu(pair: Pair, tmp_path: Path) -> None:
+    packed, _ = pair("awq")
+    for weights, held in (("auto", "bfloat16 with packed weights"), ("plain", "float32")):
+        assert load_model(packed, weights=weights).facts.number_format == held
+        (model,) = _models([str(packed), "--weights", weights])
+        assert f"held in {held} (" in model
+        assert "quantised (AWQ)" in model
+    for more, held in ((["--dtype", "float32"], "float32"), (["--tensor-parallel", "2"], "float32")):
+        (model,) = _models([str(packed), *more])
+        assert f"held in {held} (" in model
+
+
+def _models(words: list[str]) -> list[str]:
+    return [finding.fact for finding in examine(parse([*WORDS, *words])) if finding.part == "model"]
+
+
+@pytest.mark.parametrize("kind", ["gptq 8 bits, version 2", "int8 in groups", "fp8 per tensor", "bitsandbytes nf4"])
+def test_other_formats_are_plain_by_default_and_refused_else(kind: str, pair: Pair) -> None:
+    packed, _ = pair(kind)
+    assert load_model(packed, weights="auto").facts.weights == "plain"
+    with pytest.raises(InvalidSetting, match="The checkpoint is none; take --weights int4"):
+        load_model(packed, weights="packed")
+
+
+def test_a_mixture_of_experts_is_plain(pair: Pair) -> None:
+    packed, _ = pair("awq", "qwen3_moe")
+    assert load_model(packed, weights="auto").facts.weights == "plain"
+    with pytest.raises(InvalidSetting, match="without experts"):
+        load_model(packed, weights="packed")
+
+
+@pytest.mark.parametrize("size", [-1, 16])
+def test_groups_of_any_multiple_of_32_or_one_for_all_inputs_are_kept(size: int, pair: Pair) -> None:
+    packed, _ = pair(AS_THEY_COME)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["group_size"] = size
+    (packed / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(packed).kept_as == ("GPTQ" if size == -1 else None)
+
+
+def test_weights_of_eight_bits_are_made_of_the_dequantised_ones(pair: Pair) -> None:
+    packed, plain = pair("awq")
+    for weights in ("int8", "int4"):
+        found, wanted = (load_model(path, weights=weights) for path in (packed, plain))
+        assert found.facts.number_format == f"bfloat16 with {weights} weights"
+        assert torch.equal(logits_of(found, IDS), logits_of(wanted, IDS))
+
+
+def test_what_it_cannot_be_had_with_is_said(pair: Pair, llama: Path) -> None:
+    packed, _ = pair("awq")
+    with pytest.raises(InvalidSetting, match="The checkpoint is none; take --weights int4"):
+        load_model(llama, weights="packed")
+    with pytest.raises(InvalidSetting, match="GGUF file, and the checkpoint is none; take --weights packed"):
+        load_model(packed, weights="gguf")
+    with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights packed"):
+        load_model(packed, weights="packed", device="meta")
+    with pytest.raises(InvalidSetting, match="leave out --dtype float32"):
+        load_model(packed, weights="packed", dtype="float32")
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(InvalidSetting, match="leave out --weights packed, or --tensor-parallel 2"):
+        load_model(packed, weights="packed", ranks=ranks)
+
+
+@pytest.mark.parametrize("weights", ["packed", "plain"])
+def test_a_scale_that_is_not_finite_is_named(weights: str, pair: Pair) -> None:
+    packed, _ = pair("awq")
+    name = "model.layers.1.mlp.up_proj.scales"
+    tensors = load_file(packed / "model.safetensors")
+    tensors[name][0, 3] = torch.inf
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj.* not finite"):
+        load_model(packed, weights=weights)
+
+
+def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
+    packed, _ = pair("awq")
+    tensors = load_file(packed / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.scales"
+    save_file(tensors | {name: tensors[name][:, :-8].contiguous()}, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj of .* is no AWQ weight: its words"):
+        load_model(packed, weights="packed")
+
+
+@pytest.mark.parametrize("kept", ["AWQ", "GPTQ", "compressed-tensors"])
+def test_where_four_bits_cannot_be_multiplied_the_default_is_plain(kept: str) -> None:
+    cpu = torch.device("cpu")
+    assert choose_weights("auto", "auto", cpu, kept=kept) == "packed"
+    assert choose_weights("auto", "bfloat16", cpu, kept=kept) == "packed"
+    assert choose_weights("auto", "float32", cpu, kept=kept) == "plain"
+    assert choose_weights("auto", "auto", torch.device("cuda"), kept=kept) == "plain"
+    assert choose_weights("auto", "auto", cpu, kept=kept, num_ranks=2) == "plain"
+    assert choose_weights("auto", "auto", cpu, kept=kept, cpu_kernels="torch") == "plain"
+    assert choose_weights("packed", "auto", cpu, kept=kept) == "packed"
+    assert choose_weights("packed", "auto", cpu, kept="Q4_K") == "gguf"
