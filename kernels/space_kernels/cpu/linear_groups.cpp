@@ -39,7 +39,7 @@ namespace {
 constexpr int64_t SIZE = 32;        // inputs of a group
 constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
 constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
-constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones, and that a thread takes at least
+constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones
 constexpr int64_t LEAST_NUMBERS = 8192;  // inputs that a thread rounds at least
 // Prefetch distance in bytes, and into which cache. Few reads into the first one can be under way at a time: on Zen 4
 // weights then come at 14 GB/s a thread, into the second one at 25.
@@ -517,9 +517,10 @@ void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads) {
             multiply_by_forms(a, low, rows, row, behind, first, last);
         });
     }
-    share_out(num_threads, (w.panels + TOGETHER - 1) / TOGETHER, [&](int64_t first, int64_t last, bool fresh) {
+    const int64_t least = rows.num_tiles() > 1 ? TOGETHER : 2;  // of a small linear, fewer share out more evenly
+    share_out(num_threads, (w.panels + least - 1) / least, [&](int64_t first, int64_t last, bool fresh) {
         if (fresh) lay_out_low(p, rows.bounds.data(), rows.num_tiles());
-        multiply_by_forms(w, p, rows, 0, p.rows, first * TOGETHER, std::min(w.panels, last * TOGETHER));
+        multiply_by_forms(w, p, rows, 0, p.rows, first * least, std::min(w.panels, last * least));
     });
 }
 
