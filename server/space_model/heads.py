@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 from space_model.checkpoint.checkpoint import is_contained
 from space_model.checkpoint.space_section import DraftHeadSection
+from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import InvalidSpaceSection
 from space_model.model_facts import Ranks
-from space_model.stored_weights import StoredWeight, release
+from space_model.stored_weights import release
 
 _VOCABULARY_TILE = 64
 """The packed head is padded with zero rows to a multiple of this, so that element-wise work on logits has no tail."""

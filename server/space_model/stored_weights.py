@@ -1,27 +1,17 @@
-"""Weights that stay as their file has them: which linear has them, and how several are joined."""
+"""Which linears have weights that stay as their file has them, and how several are joined."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.group_weights import Parts
-from space_kernels.linear.packed_int4 import PackedInt4
 from space_kernels.linear.stored_parts import InTurn
 from torch import Tensor, nn
 
+from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
-
-StoredWeight = Sequence[Blocks | PackedInt4]
-"""A weight [out, in]: tensors of the file, below each other."""
-
-PANEL = 16
-"""Outputs of a weight that others are joined to come in multiples of this (LANES of cpu_linear.py)."""
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linears that compact networks fuse."""
 
 
 def stored_of(module: nn.Module) -> StoredWeight | None:

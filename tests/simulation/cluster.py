@@ -19,7 +19,7 @@ from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.request.request_state import RequestState
-from space_router.metrics import Metrics
+from space_router.metrics import PHASES, Metrics
 from space_server.host_runner import HostRunner
 from space_server.model_runner import SequenceOutput, StepTimes
 from space_server.scheduled_batch import ScheduledSequence, shape_of
@@ -307,6 +307,13 @@ class _Series:
 
     def set(self, value: float) -> None:
         pass
+
+    def set_function(self, read: Callable[[], float]) -> None:
+        pass
+
+    @property
+    def series(self) -> dict[str, _Series]:
+        return dict.fromkeys(PHASES, self)
 
 
 _SERIES = _Series()

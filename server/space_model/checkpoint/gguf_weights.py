@@ -24,9 +24,9 @@ from space_kernels.linear.gguf_blocks import KINDS, Blocks, form_of
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
 from space_model.checkpoint.weight_files import OpenFiles, WeightFiles
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
-from space_model.stored_weights import FUSED, PANEL, StoredWeight
 
 _log = logging.getLogger(__name__)
 

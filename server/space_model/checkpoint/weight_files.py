@@ -19,17 +19,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
+from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
-
-if TYPE_CHECKING:
-    from space_model.stored_weights import StoredWeight
 
 SMALL = 1 << 18  # tensors of fewer bytes are not worth releasing
 

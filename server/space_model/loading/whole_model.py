@@ -25,12 +25,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import key_mapping
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
-from space_model.stored_weights import FUSED, PANEL, StoredWeight, attach
+from space_model.stored_weights import attach
 
 _LINEARS = ("_proj", "lm_head", ".fc1", ".fc2", ".dense", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
 """Ends of the paths of linears that may stay packed on a CPU."""

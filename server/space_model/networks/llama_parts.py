@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from space_model.adapters import GatedLora
+from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 from space_model.model_facts import Ranks
-from space_model.stored_weights import StoredWeight, below, release, stored_of
+from space_model.stored_weights import below, release, stored_of
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 

@@ -60,17 +60,17 @@ def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
     assert 0 < figures["accepted"] < figures["drafted"]
 
 
-def test_what_the_grammar_forces_is_drafted_and_counted(live: Any) -> None:
+def test_what_the_grammar_forces_is_drafted_and_counted(drafting: Any) -> None:
     # Masks of a model of code know little of this text; the end of it, at least, is certain.
     fields = {"max_tokens": 60, "structured_outputs": {"choice": ["this and nothing else whatsoever"]}}
     name = "spaceserve_accepted_tokens_by_source_total{source=grammar}"
-    before = live.metrics()[name]
+    before = drafting.metrics()[name]
     for prompt in ("x", "def f():", "# this and nothing else whatsoever\n", "a = 5"):
-        text = live.complete(prompt, **fields)
+        text = drafting.complete(prompt, **fields)
         assert text["choices"][0]["text"] == "this and nothing else whatsoever"
         assert text["choices"][0]["finish_reason"] == "stop"
         assert text["spaceserve"]["accepted"] > 0
-    assert live.metrics()[name] > before
+    assert drafting.metrics()[name] > before
 
 
 @pytest.mark.parametrize("stream", [False, True])
