@@ -28,6 +28,7 @@ class Counters:
     losses: list[float] = field(default_factory=list)  # of each update
     update_seconds: float = 0.0  # of all updates alone
     evaluation_seconds: float = 0.0  # of the last evaluation
+    ended: dict[str, float] | None = None  # the budget, as JSON, with which the run ended; None: it has not ended
 
     @property
     def seconds_per_update(self) -> float:
@@ -68,6 +69,8 @@ class RunClock:
         """Return the share of the budget that is used, 1 when the run ends. A budget in minutes ends with the update
         that comes nearest to them, the last evaluation included. `is_evaluated`: the current weights need none."""
         counters = self.counters
+        if counters.ended == self.budget.as_json():  # by what was then foreseen: less time may have been needed
+            return 1.0
         last_evaluation = 0.0 if is_evaluated else counters.evaluation_seconds
         return self.budget.progress(
             counters.seconds + last_evaluation + self._steady_seconds / 2,

@@ -7,11 +7,15 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from space_model.loading.load import load_model
+from space_model.model_error import InvalidSetting
 from torch import Tensor
 
 GROUP = 32  # inputs that share a scale in formats with groups
@@ -91,11 +95,14 @@ def _gptq(bits: int, shift: int, inputs: str = "of the linear") -> Pack:
     """`inputs`: the order of their groups: as they come, of all linears with as many, or of the linear."""
 
     def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
-        q, scale, zero = _grid(weight, bits, generator, signed=False)
-        group, columns = torch.arange(weight.shape[1]) // GROUP, weight.shape[1]
+        columns = weight.shape[1]
+        order = torch.arange(columns)
         if inputs != "as they come":
             of_all = torch.Generator().manual_seed(columns)
-            group = group[torch.randperm(columns, generator=generator if inputs == "of the linear" else of_all)]
+            order = torch.randperm(columns, generator=generator if inputs == "of the linear" else of_all)
+        place = order.argsort()
+        q, scale, zero = _grid(weight[:, order], bits, generator, signed=False)
+        q, group = q[:, place], place // GROUP
         parts = {
             "qweight": _words(q, bits).T,
             "qzeros": _words((zero.T - shift) % (1 << bits), bits),
@@ -231,6 +238,19 @@ KINDS: Mapping[str, tuple[Pack, Mapping[str, Any]]] = {
     ),
 }
 """The packing function of each kind, and its quantization_config."""
+
+
+def check_needs_a_cpu_worker_alone(checkpoint: Path, weights: str) -> None:
+    """Raise AssertionError unless `weights` of a quantised checkpoint are refused, with the cure, on another device, in
+    float32 and shared among processes."""
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    for options, message in (
+        ({"device": "meta"}, f"for CPUs, and the device is meta; leave out --weights {weights}"),
+        ({"dtype": "float32"}, "leave out --dtype float32"),
+        ({"ranks": ranks}, f"leave out --weights {weights}, or --tensor-parallel 2"),
+    ):
+        with pytest.raises(InvalidSetting, match=message):
+            load_model(checkpoint, weights=weights, **options)
 
 
 if __name__ == "__main__":  # SOURCE TARGET PLAIN KIND: folders, and one of KINDS; rounded to the nearest

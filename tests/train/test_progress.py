@@ -116,6 +116,15 @@ def test_a_run_that_used_its_minutes_up_is_not_begun_again() -> None:
     assert again.progress(is_evaluated=True) == 1.0
 
 
+def test_a_run_that_ended_is_not_continued_because_its_end_took_less_time_than_foreseen() -> None:
+    budget = Budget(minutes=1)
+    counters = Counters(step=3, seconds=55.0, update_seconds=3.0, evaluation_seconds=1.0)
+    assert RunClock(budget, counters, EPOCH_UPDATES, {}).progress(is_evaluated=True) < 1.0
+    counters.ended = budget.as_json()
+    assert RunClock(budget, counters, EPOCH_UPDATES, {}).progress(is_evaluated=True) == 1.0
+    assert RunClock(Budget(minutes=2), counters, EPOCH_UPDATES, {}).progress(is_evaluated=True) < 1.0, "a longer run"
+
+
 def test_a_resumed_run_knows_how_many_updates_it_has() -> None:
     for budget in (Budget(steps=30), Budget(epochs=1.5), Budget(tokens=30_000), Budget(flops=3e7), Budget(minutes=6)):
         counters = Simulated(budget).go(stop=6)

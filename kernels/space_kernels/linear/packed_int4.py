@@ -49,7 +49,7 @@ class PackedInt4:
     name: str  # for messages
     layout: Layout
     words: Tensor  # int32
-    scale: Tensor  # [out, groups], of a dtype whose numbers float16 has
+    scale: Tensor  # [out, groups] float16
     zeros: Tensor | None  # [groups, out/8] int32; None: `least` is
     least: int  # added to zero points, modulo 16: 1 in GPTQ's version 1
     in_features: int

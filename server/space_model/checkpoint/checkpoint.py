@@ -167,8 +167,8 @@ def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
     return next((id_ for id_, (piece, *_) in enumerate(vocabulary) if piece == text), None)  # Unigram: [piece, score]
 
 
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is of a mixture of experts, whose linears transformers joins."""
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a mixture of experts. transformers stacks the experts' weights."""
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     return any(part.get(name) for part in (config, config.get("text_config") or {}) for name in names)
 
@@ -252,11 +252,11 @@ class Checkpoint:
 
     @property
     def kept_as(self) -> str | None:
-        """Return the type of most of a GGUF file's weights, such as Q4_K, or the format whose four bits may stay in
-        memory, such as AWQ; None: any other, or unquantised."""
+        """Return how the file's quantised weights can be held in memory: the type of most of a GGUF's, such as Q4_K, or
+        the name of a format in INT4_FORMATS, such as AWQ; None: only dequantised, or they are not quantised."""
         if self.gguf is None:
             form = read_format(self.config, self.name)
-            return form.name if form is not None and form.has_int4_groups and not _has_experts(self.config) else None
+            return form.name if form is not None and form.has_int4_groups and not has_experts(self.config) else None
         kind = next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 

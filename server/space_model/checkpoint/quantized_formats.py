@@ -55,7 +55,7 @@ CURE = (
 
 
 INT4_FORMATS = frozenset(layout.value for layout in Layout)
-"""Names of formats whose four bits may stay in memory."""
+"""Names of the formats of which `--weights packed` holds four-bit linears as they are stored."""
 
 
 class QuantizedFormat:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.family import key_mapping
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
@@ -319,7 +319,7 @@ def stream_model(
         joined = None
         if config.model_type in FAMILIES and not isinstance(files, QuantizedWeights):
             joined = JoinedRows(lambda name: files.shape(name)[0] if name in files else None)
-        if any(getattr(plain, name, None) for name in ("num_local_experts", "num_experts")):
+        if has_experts(checkpoint.config):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
         kept = files.stored(fuses=config.model_type in FAMILIES) if keeps_packed else {}

@@ -17,7 +17,7 @@ from space_common.worker_settings import WorkerSettings
 from space_kernels.linear.group_weights import INT4, INT4_HEAD, SHARED
 from space_kernels.linear.rounded_inputs import GROUP
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory, is_out_of_memory
@@ -178,8 +178,7 @@ class ModelNeed:
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
         on_cpu = device.type == "cpu"
         small: tuple[Small, ...] = ()
-        has_experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
-        if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts):
+        if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts(checkpoint.config)):
             kinds = {"BF16"} if on_cpu else _NUMBERS
             linears = _in_linears(stored(checkpoint), kinds)
             halves, packed = 2 * weights // dtype.itemsize, vocab * hidden

@@ -440,10 +440,10 @@ class TrainingRun:
                 by_steps, by_time = plan.checkpoint_steps, plan.checkpoint_seconds
                 if counters.step % by_steps == 0 if by_steps else counters.seconds - self._saved[1] >= by_time:
                     save()
-            is_due = held_out is not None and not self._is_evaluated
-            if is_due:
+            if held_out is not None and not self._is_evaluated:
                 evaluate(1.0)
-            if is_due or counters.step != self._saved[0]:
+            if counters.ended != plan.budget.as_json():
+                counters.ended = plan.budget.as_json()
                 self.save()
         return True
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from integer_products import Array, fused, rounded_groups
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
 from space_kernels.linear.gguf_blocks import KINDS, Blocks
@@ -17,8 +15,6 @@ from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeig
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
 from torch.nn import functional as F
-
-Array = np.ndarray[Any, Any]
 
 WIDTH = 512
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
@@ -53,14 +49,9 @@ def draw_rows(count: int = 70) -> Tensor:
     return x[:count].bfloat16()
 
 
-def reference(kept: GroupWeights, x: Tensor, fused: Callable[[Array, Array, Array], Array]) -> Array:
+def reference(kept: GroupWeights, x: Tensor) -> Array:
     """[R, out] float32 in numpy: integers within a group, then groups in ascending order."""
-    rows = x.float().numpy().reshape(len(x), -1, 32)
-    most = np.abs(rows).max(axis=2)
-    is_some = most > np.float32(2.0**-100)
-    inverse = np.where(is_some, np.float32(127) / np.where(is_some, most, np.float32(1)), np.float32(0))
-    scale = np.where(is_some, most * (np.float32(1) / np.float32(127)), np.float32(0)).astype(np.float32)
-    codes = np.rint(rows * inverse[:, :, None]).astype(np.int64)
+    codes, scale = rounded_groups(x.float().numpy())
     numbers = kept.numbers.numpy().astype(np.int64).reshape(len(kept.numbers), -1, 32) - kept.form.offset
     steps = None if kept.scale_steps is None else kept.scale_steps.numpy().astype(np.int64)
     num_groups = numbers.shape[1]
@@ -82,18 +73,6 @@ def reference(kept: GroupWeights, x: Tensor, fused: Callable[[Array, Array, Arra
     return sums
 
 
-def fused(a: Array, b: Array, c: Array) -> Array:
-    """a·b + c of float32 numbers, rounded once: the float64 sum is rounded to odd first."""
-    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    whole = product + addend
-    part = whole - product
-    error = (product - (whole - part)) + (addend - part)
-    is_even = whole.view(np.int64) % 2 == 0
-    whole = np.where((error != 0) & is_even, np.nextafter(whole, np.where(error > 0, np.inf, -np.inf)), whole)
-    found: Array = whole.astype(np.float32)
-    return found
-
-
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_numbers_are_the_files_own_bit_by_bit(kind: str) -> None:
     blocks = held(kind, 37)
@@ -110,7 +89,7 @@ def test_products_are_the_reference_bit_by_bit_on_every_processor(library: CpuLi
     blocks, x = held(kind, 101), draw_rows()
     linear = CompiledLinear(library, [blocks], None, wide=True)
     whole = linear(x)
-    assert torch.equal(whole, torch.from_numpy(reference(blocks.rows(slice(None)), x, fused)))
+    assert torch.equal(whole, torch.from_numpy(reference(blocks.rows(slice(None)), x)))
     for rows in (1, 2, 3, 5, 9, 12, 13, 36):
         assert torch.equal(linear(x[:rows]), whole[:rows]), rows
     form = blocks.form

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
+from integer_products import Array, fused, rounded_groups
 from space_kernels.build import cpu_library
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear, in_turn
@@ -45,35 +46,10 @@ def draw(out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight.bfloat16(), bias.bfloat16(), x.bfloat16(), other.bfloat16()
 
 
-Array = np.ndarray[Any, Any]
-
-
-def fused(a: Array, b: Array, c: Array) -> Array:
-    """a·b + c of float32 numbers, rounded once: the float64 sum is rounded to odd, so that rounding it again is
-    right."""
-    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    whole = product + addend
-    part = whole - product
-    error = (product - (whole - part)) + (addend - part)
-    is_even = whole.view(np.int64) % 2 == 0
-    towards = np.where(error > 0, np.inf, -np.inf)
-    whole = np.where((error != 0) & is_even, np.nextafter(whole, towards), whole)
-    found: Array = whole.astype(np.float32)
-    return found
-
-
 def reference(kept: GroupWeights, x: Tensor) -> Array:
     """[R, out] float32 in numpy, by the definition: integers within a group, then groups in ascending order."""
-    rows, groups = x.float().numpy(), kept.scale.shape[1]
-    padded = np.zeros((len(rows), groups * 32), dtype=np.float32)
-    padded[:, : rows.shape[1]] = rows
-    padded = padded.reshape(len(rows), groups, 32)
-    most = np.abs(padded).max(axis=2)
-    is_some = most > np.float32(2.0**-100)
-    safe = np.where(is_some, most, np.float32(1))
-    inverse = np.where(is_some, np.float32(127) / safe, np.float32(0))
-    scale = np.where(is_some, most * (np.float32(1) / np.float32(127)), np.float32(0)).astype(np.float32)
-    codes = np.rint(padded * inverse[:, :, None]).astype(np.int64)
+    groups = kept.scale.shape[1]
+    codes, scale = rounded_groups(x.float().numpy())
     numbers = kept.numbers.numpy().astype(np.int64).reshape(-1, groups, 32) - kept.form.offset
     products = np.einsum("rgk,ngk->rng", codes, numbers)
     total = scale * codes.sum(axis=2).astype(np.float32)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from integer_products import Array, fused, rounded_groups
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
@@ -16,8 +17,6 @@ from space_kernels.linear.packed_int4 import Layout, PackedInt4
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
 from torch.nn import functional as F
-
-Array = np.ndarray[Any, Any]
 
 WIDTH = 384
 
@@ -112,13 +111,7 @@ def reference(drawn: Drawn, x: Tensor) -> Array:
     """[R, out] float32 in numpy: inputs in the order of their groups, rounded 32 at a time; integers within 32, then
     sums in ascending order."""
     order = np.argsort(drawn.group, kind="stable")
-    rows = x.float().numpy()[:, order]
-    rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 32))).reshape(len(x), -1, 32)
-    most = np.abs(rows).max(axis=2)
-    is_some = most > np.float32(2.0**-100)
-    inverse = np.where(is_some, np.float32(127) / np.where(is_some, most, np.float32(1)), np.float32(0))
-    scale = np.where(is_some, most * (np.float32(1) / np.float32(127)), np.float32(0)).astype(np.float32)
-    codes = np.rint(rows * inverse[:, :, None]).astype(np.int64)
+    codes, scale = rounded_groups(x.float().numpy()[:, order])
     steps = (drawn.numbers - drawn.zero[:, drawn.group])[:, order]
     steps = np.pad(steps, ((0, 0), (0, -steps.shape[1] % 32))).reshape(len(steps), -1, 32)
     products = np.einsum("rgk,ngk->rng", codes, steps).astype(np.float32)
@@ -127,18 +120,6 @@ def reference(drawn: Drawn, x: Tensor) -> Array:
     for g in range(products.shape[2]):
         sums = fused(products[:, :, g], weight_scale[None, :, g] * scale[:, g, None], sums)
     return sums
-
-
-def fused(a: Array, b: Array, c: Array) -> Array:
-    """a·b + c of float32 numbers, rounded once: the float64 sum is rounded to odd first."""
-    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    whole = product + addend
-    part = whole - product
-    error = (product - (whole - part)) + (addend - part)
-    is_even = whole.view(np.int64) % 2 == 0
-    whole = np.where((error != 0) & is_even, np.nextafter(whole, np.where(error > 0, np.inf, -np.inf)), whole)
-    found: Array = whole.astype(np.float32)
-    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,12 +6,11 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from doubles.gguf_files import write_gguf
+from quantized_testing import check_needs_a_cpu_worker_alone
 from space_common.gguf.reader import GgufFile
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -89,13 +88,7 @@ def test_what_it_cannot_be_had_with_is_said(llama: Path, tmp_path: Path) -> None
         load_model(llama, weights="gguf")
     with pytest.raises(InvalidSetting, match="the checkpoint is none; take --weights int4"):
         load_model(write_gguf(llama, tmp_path / "f16.gguf", "F16"), weights="gguf")
-    with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights gguf"):
-        load_model(file, weights="gguf", device="meta")
-    with pytest.raises(InvalidSetting, match="leave out --dtype float32"):
-        load_model(file, weights="gguf", dtype="float32")
-    ranks: Any = SimpleNamespace(rank=0, size=2)
-    with pytest.raises(InvalidSetting, match="leave out --weights gguf, or --tensor-parallel 2"):
-        load_model(file, weights="gguf", ranks=ranks)
+    check_needs_a_cpu_worker_alone(file, "gguf")
 
 
 def test_a_scale_that_is_not_finite_is_named(llama: Path, tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from quantized_testing import write_quantized
+from quantized_testing import check_needs_a_cpu_worker_alone, write_quantized
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.draft_layout import DraftLayout
@@ -198,13 +197,7 @@ def test_what_it_cannot_be_had_with_is_said(pair: Pair, llama: Path) -> None:
         load_model(llama, weights="packed")
     with pytest.raises(InvalidSetting, match="GGUF file, and the checkpoint is none; take --weights packed"):
         load_model(packed, weights="gguf")
-    with pytest.raises(InvalidSetting, match="for CPUs, and the device is meta; leave out --weights packed"):
-        load_model(packed, weights="packed", device="meta")
-    with pytest.raises(InvalidSetting, match="leave out --dtype float32"):
-        load_model(packed, weights="packed", dtype="float32")
-    ranks: Any = SimpleNamespace(rank=0, size=2)
-    with pytest.raises(InvalidSetting, match="leave out --weights packed, or --tensor-parallel 2"):
-        load_model(packed, weights="packed", ranks=ranks)
+    check_needs_a_cpu_worker_alone(packed, "packed")
 
 
 @pytest.mark.parametrize("weights", ["packed", "plain"])
