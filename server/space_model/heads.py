@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear, torch_linear
 from space_kernels.linear.cuda_linear import CudaLinear
-from space_kernels.linear.group_weights import GroupLinear, group_form
+from space_kernels.linear.group_weights import GroupLinear, Parts, group_form
 from space_kernels.linear.packed_linear import PackedLinear, pad_rows
-from space_kernels.linear.stored_parts import dense
+from space_kernels.linear.row_table import RowTable
 from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from space_model.checkpoint.checkpoint import is_contained
 from space_model.checkpoint.space_section import DraftHeadSection
 from space_model.checkpoint.stored_weight import StoredWeight
-from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import InvalidSpaceSection
 from space_model.model_facts import Ranks
-from space_model.stored_weights import release
+from space_model.stored_weights import read_once
 
 _VOCABULARY_TILE = 64
 """The packed head is padded with zero rows to a multiple of this, so that element-wise work on logits has no tail."""
@@ -47,15 +46,14 @@ class OutputHead:
         weights: str = "plain",
         keeps_rows: bool = True,
         stored: StoredWeight | None = None,
+        table: RowTable | None = None,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
-        """weight [V, hidden]: kept for gathered rows; the CPU's full matmul uses a packed copy. `packed` False: no
-        copy, for a head with gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False:
-        no gathered rows are needed; `stored`: the same weight as its file has it, which the copy keeps; on a
-        CPU. `linear` replaces the full matmul."""
-        if stored is not None and keeps_rows and not all(weight.stride()):  # a placeholder
-            weight = dense(stored).to(weight.dtype)
-        self.weight = weight.detach() if keeps_rows else None
+        """weight [V, hidden]; the CPU's full matmul uses a packed copy. `packed` False: no copy, for a head with
+        gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False: no gathered rows are
+        needed; `stored`: the same weight as its file has it, which the copy keeps; on a CPU. `table`: gathered rows;
+        None: those of the weight. `linear` replaces the full matmul."""
+        self.table = (table or RowTable.of(weight)) if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
@@ -64,10 +62,9 @@ class OutputHead:
             missing = -len(weight) % _VOCABULARY_TILE
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
             if stored is not None:
-                self._linear = _from_stored([*stored[:-1], stored[-1].padded(missing)], padded_bias)
-                release(stored)
+                self._linear = _from_stored(read_once([*stored[:-1], stored[-1].padded(missing)]), padded_bias)
                 return
-            padded = F.pad(weight.detach(), (0, 0, 0, missing))
+            padded = F.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()
             library = cpu_library() if CompiledLinear.takes(padded) else None
             if library is not None:
                 form = group_form(weights, head=True)
@@ -76,7 +73,6 @@ class OutputHead:
                 self._linear = torch_linear(weights, head=True)(padded, padded_bias, wide=True)
             else:
                 self._linear = PackedLinear(padded, padded_bias)
-            let_go(weight)
         else:
             self._linear = linear(weight.detach(), self.bias)
 
@@ -93,24 +89,27 @@ class OutputHead:
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""
-        if self.weight is None:
+        if self.table is None:
             raise RuntimeError("The rows of this head were not kept: there is no draft head to rescore with.")
         if hidden.is_cuda:
             from space_kernels.step.draft_head_triton import logits_of
 
-            logits = logits_of(hidden, self.weight, ids)
+            assert isinstance(self.table.source, Tensor)
+            logits = logits_of(hidden, self.table.source, ids)
         else:  # each row times its own rows of the weight, [N, M, hidden]
-            logits = torch.bmm(F.embedding(ids, self.weight).float(), hidden.float().unsqueeze(-1)).squeeze(-1)
+            logits = torch.bmm(self.table.rows(ids).float(), hidden.float().unsqueeze(-1)).squeeze(-1)
         if self.bias is not None:
             logits = logits + self.bias[ids]
         return self._finish(logits)
 
     def rows(self, ids: Tensor, **form: Any) -> OutputHead:
         """Return the head of the ids [D] alone, which copies their rows. `form`: keyword arguments of the class."""
-        if self.weight is None:
+        if self.table is None:
             raise RuntimeError("The rows of this head were not kept.")
         bias = None if self.bias is None else self.bias[ids]
-        return OutputHead(self.weight[ids], bias, scale=self._scale, softcap=self._softcap, keeps_rows=False, **form)
+        return OutputHead(
+            self.table.rows(ids), bias, scale=self._scale, softcap=self._softcap, keeps_rows=False, **form
+        )
 
     def _finish(self, logits: Tensor) -> Tensor:
         if self._scale != 1.0:
@@ -118,7 +117,7 @@ class OutputHead:
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
 
-def _from_stored(weight: StoredWeight, bias: Tensor | None) -> nn.Module:
+def _from_stored(weight: Parts, bias: Tensor | None) -> nn.Module:
     library = cpu_library()
     if library is None:
         return GroupLinear(weight, bias, wide=True)
@@ -204,12 +203,12 @@ def read_head_tensors(folder: Path, name: str, wanted: Mapping[str, tuple[int, .
     return found
 
 
-def with_compiled(head: DraftHeadWeights | None, embedding: Tensor, output: OutputHead) -> DraftHeadWeights | None:
+def with_compiled(head: DraftHeadWeights | None, embedding: RowTable, output: OutputHead) -> DraftHeadWeights | None:
     """Add the compiled form if this CPU supports it and the logits are a plain matmul."""
     library = cpu_library()
-    if head is None or library is None or output.weight is None or not output.is_plain:
+    if head is None or library is None or output.table is None or not output.is_plain:
         return head
-    tensors = head.w1, head.w2, embedding, output.weight
+    tensors = head.w1, head.w2, embedding, output.table
     if not CompiledDraftHead.takes(*tensors):
         return head
     compiled = CompiledDraftHead(library, *tensors, embedding_scale=head.embedding_scale, form=head.form)

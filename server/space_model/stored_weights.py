@@ -1,28 +1,112 @@
-"""Which linears have weights that stay as their file has them, and how several are joined."""
+"""Weights that are left in their file: to be multiplied as it has them, to be dequantised when packed, or looked up.
+
+    stored   a linear's, which is multiplied as the file has it    --weights gguf, packed
+    unread   a linear's, which is dequantised when it is packed    other --weights, of a GGUF
+    table    an embedding's, whose rows are dequantised when they are looked up, of a GGUF
+
+The module's `weight` is a placeholder: zeros of its shape, in no memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from space_kernels.linear.group_weights import Parts
-from space_kernels.linear.stored_parts import InTurn
+import torch
+from space_kernels.linear.gguf_blocks import Blocks
+from space_kernels.linear.group_weights import GroupForm, GroupWeights, Parts
+from space_kernels.linear.packed_int4 import PackedInt4
+from space_kernels.linear.row_table import RowTable
+from space_kernels.linear.stored_parts import InTurn, dense
 from torch import Tensor, nn
 
 from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
 
+_TOGETHER = 4096
+"""Rows of a table that are checked at a time."""
+
 
 def stored_of(module: nn.Module) -> StoredWeight | None:
-    """Return a linear's stored weight; None: its `weight` has the numbers."""
+    """Return the weight that a linear is multiplied by as the file has it; None: it has numbers."""
     found: StoredWeight | None = module.__dict__.get("stored")
     return found
 
 
+def unread_of(module: nn.Module) -> StoredWeight | None:
+    """Return the weight that a linear's numbers are still to be made of; None: its `weight` has them, or it is
+    stored."""
+    found: StoredWeight | None = module.__dict__.get("unread")
+    return found
+
+
+def numbers_of(module: nn.Module) -> Tensor:
+    """Return a linear's numbers [out, in], dequantised now if they are unread. Raises UnsupportedModel if one is not
+    finite."""
+    weight, unread = module.get_parameter("weight").detach(), unread_of(module)
+    return weight if unread is None else _numbers(unread, weight.dtype)
+
+
+def _numbers(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    made = []
+    for part in weight:
+        if isinstance(part, Blocks):
+            made.append(RowTable(part, dtype).rows(torch.arange(part.out_features)))
+        else:
+            made.append(dense([part]).to(dtype))
+        _check_finite(made[-1], part)
+        let_go(*part.tensors)
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _check_finite(numbers: Tensor, part: Blocks | PackedInt4) -> None:
+    """One number that is not finite makes the sum so."""
+    if not bool(numbers.sum().isfinite()) and not bool(numbers.isfinite().all()):
+        raise UnsupportedModel(
+            f"a scale of {part.name} ({part.kind}) is not finite (NaN or infinite). Fetch the file again."
+        )
+
+
 def weight_of(module: nn.Module) -> Tensor | Parts:
     """Return a linear's weight, as the file has it or as numbers."""
-    return stored_of(module) or module.get_parameter("weight").detach()
+    return stored_of(module) or numbers_of(module)
+
+
+@dataclass(frozen=True)
+class ReadOnce:
+    """Blocks, whose pages of the file are released as soon as their outputs were asked for."""
+
+    blocks: Blocks
+
+    @property
+    def form(self) -> GroupForm:
+        return self.blocks.form
+
+    @property
+    def in_features(self) -> int:
+        return self.blocks.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.blocks.out_features
+
+    @property
+    def input_order(self) -> None:
+        return self.blocks.input_order
+
+    def rows(self, part: slice | Tensor) -> GroupWeights:
+        """Return the weights of some outputs."""
+        found = self.blocks.rows(part)
+        if isinstance(part, slice):
+            let_go(self.blocks.data[part])
+        return found
+
+
+def read_once(weight: StoredWeight) -> Parts:
+    """Return the weight, whose pages are released while it is read, if it is in blocks."""
+    return [ReadOnce(part) if isinstance(part, Blocks) else part for part in weight]
 
 
 def below(weights: Sequence[StoredWeight]) -> Parts:
@@ -36,24 +120,80 @@ def alternate(weights: Sequence[StoredWeight]) -> Parts:
     return [InTurn(gate, up)]
 
 
-def release(weight: StoredWeight) -> None:
-    """Release the pages of the file under a weight that was packed."""
-    for part in weight:
-        for tensor in part.tensors:
-            let_go(tensor)
+def release(*modules: nn.Module) -> None:
+    """Release the pages of the file under linears' weights, which were packed or have been read for now."""
+    tensors: list[Tensor] = []
+    for module in modules:
+        stored = stored_of(module) or unread_of(module)
+        tensors += (
+            [module.get_parameter("weight")] if stored is None else chain.from_iterable(one.tensors for one in stored)
+        )
+    let_go(*tensors)
 
 
-def attach(model: nn.Module, stored: Mapping[int, StoredWeight]) -> None:
-    """Give each linear its stored weight. `stored`: by the address of the weight's placeholder. Raises
-    UnsupportedModel if a placeholder is not the weight of a linear."""
+def attach(model: nn.Module, left: Mapping[int, StoredWeight], *, stays: bool) -> None:
+    """Give each linear its weight, as a stored one or, unless it `stays` so, as an unread one. `left`: by the address
+    of the weight's placeholder. Raises UnsupportedModel if a placeholder is not the weight of a linear."""
     found = 0
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and type(module) is nn.Linear and weight.data_ptr() in stored:
-            module.__dict__["stored"] = stored[weight.data_ptr()]
+        if weight is not None and type(module) is nn.Linear and weight.data_ptr() in left:
+            give(module, left[weight.data_ptr()], stays=stays)
             found += 1
-    if found != len(stored):
+    if found != len(left):
         raise UnsupportedModel(
-            f"{len(stored) - found} of {len(stored)} weights that stay as their file has them are of no linear of "
+            f"{len(left) - found} of {len(left)} weights that stay as their file has them are of no linear of "
             f"{type(model).__name__}."
         )
+
+
+def give(linear: nn.Module, weight: StoredWeight, *, stays: bool) -> None:
+    """Give a linear its weight; as `attach`."""
+    linear.__dict__["stored" if stays else "unread"] = weight
+
+
+def table_of(embedding: nn.Module) -> RowTable:
+    """Return the rows of an embedding, without a family's scale."""
+    found: RowTable | None = embedding.__dict__.get("table")
+    return RowTable.of(embedding.get_parameter("weight")) if found is None else found
+
+
+def rows_of(linear: nn.Module) -> RowTable:
+    """Return the rows of a linear's weight."""
+    weight, left = linear.get_parameter("weight"), stored_of(linear) or unread_of(linear)
+    if left is None:
+        return RowTable.of(weight)
+    first = left[0]
+    if isinstance(first, Blocks) and len(left) == 1:
+        return RowTable(first, weight.dtype)
+    return RowTable.of(_numbers(left, weight.dtype))
+
+
+def look_up_in_file(embedding: nn.Module, table: RowTable) -> None:
+    """Let an embedding, whose weight is a placeholder, look its rows up in the blocks of the file. What its class does
+    to looked-up rows is done as before."""
+    placeholder = embedding.get_parameter("weight")
+    look_up: Callable[[Tensor], Tensor] = embedding.forward
+    embedding.__dict__["table"] = table
+    embedding.padding_idx = None  # type: ignore[assignment]
+
+    def forward(ids: Tensor) -> Tensor:
+        if embedding._parameters["weight"] is not placeholder:  # another weight is there for a while
+            return look_up(ids)
+        rows = nn.Parameter(table.rows(ids.flatten()), requires_grad=False)
+        embedding._parameters["weight"] = rows
+        try:
+            return look_up(torch.arange(ids.numel()).view(ids.shape))
+        finally:
+            embedding._parameters["weight"] = placeholder
+
+    embedding.forward = forward
+
+
+def check_rows(table: RowTable) -> None:
+    """Raises UnsupportedModel if a row of blocks that stay in the file is not finite. Their pages are released."""
+    if isinstance(table.source, Tensor):
+        return
+    for ids in torch.split(torch.arange(len(table)), _TOGETHER):
+        _check_finite(table.rows(ids), table.source)
+        let_go(table.source.data[ids[0] : ids[-1] + 1])

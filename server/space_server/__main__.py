@@ -205,7 +205,7 @@ def _load(
         ranks=ranks,
     )
     if model.facts.device.type == "cpu":
-        give_back(checkpoint.weights)
+        give_back()  # of adapters, too
     return model
 
 

@@ -117,6 +117,7 @@ MEASUREMENTS: Mapping[str, tuple[str, str]] = {
     "matmul": ("perf.matmul", "the CPU's matmul of few rows, beside memory's speed and torch's own"),
     "sampling": ("perf.sampling", "sampling and log-probabilities of rows on the CPU, compiled and by torch"),
     "memory": ("perf.memory", "what SPACE takes in memory, beside a server with a draft model"),
+    "loading": ("perf.loading", "what loading a model adds to a process, held and at most, beside its tensors' bytes"),
     "edge": ("perf.edge", "one core and 1 GiB: whether all texts are exact, and what the server takes"),
     "scheduler": ("perf.scheduler", "what a step costs the router, by queued requests and by pages"),
     "streams": ("perf.streams", "what one router adds and costs, from one stream to a thousand"),

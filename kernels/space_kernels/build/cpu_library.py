@@ -94,14 +94,20 @@ class GatedRowsStruct(Structure):
     _fields_ = (("first", c_int64), ("last", c_int64), ("delta", POINTER(DeltaStruct)))
 
 
+class TableStruct(Structure):
+    """`Table` of cpu/table.h."""
+
+    _fields_ = (("rows", c_void_p), ("stride", c_int64), ("width", c_int64), ("type", c_int))
+
+
 class DraftHeadStruct(Structure):
     """`DraftHead` of cpu/draft.h."""
 
     _fields_ = (
         ("w1", LinearStruct),
         ("w2", LinearStruct),
-        ("embedding", c_void_p),
-        ("output", c_void_p),
+        ("embedding", TableStruct),
+        ("output", TableStruct),
         ("hidden", c_int64),
         ("scale", c_float),
         ("low_rank", c_bool),
@@ -200,7 +206,7 @@ class NetworkStruct(Structure):
         ("scale", c_float),
         ("block_size", c_int64),
         ("layers", POINTER(LayerStruct)),
-        ("embedding", c_void_p),
+        ("embedding", TableStruct),
         ("norm", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
@@ -335,6 +341,7 @@ _SOURCE_FILES = (
     "linear_groups.cpp",
     "linear_lanes.cpp",
     "linear_tiles.cpp",
+    "table.cpp",
     "attention.cpp",
     "network.cpp",
     "draft.cpp",
@@ -369,6 +376,7 @@ class CpuLibrary:
         self.panel_bytes = function("panel_bytes", c_int64, c_int, result=c_int64)
         self.padded = function("padded", c_int64, result=c_int64)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(MatmulStruct), c_int)
+        self.look_up = function("look_up", POINTER(TableStruct), c_void_p, c_int64, c_void_p)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
         self.attend = function("attend", rows, heads, attention, c_int)

@@ -3,6 +3,7 @@
 #include "draft.h"
 #include "export.h"
 #include "network.h"
+#include "table.h"
 #include "team.h"
 #include "train.h"
 
@@ -31,6 +32,11 @@ int64_t EXPORT(padded)(int64_t inputs) { return padded(inputs); }
 
 void EXPORT(linear)(const Linear* weight, const Matmul* matmul, int num_threads) {
     multiply(*weight, *matmul, num_threads);
+}
+
+// Writes these rows of the table to `to` [count, width].
+void EXPORT(look_up)(const Table* table, const int64_t* rows, int64_t count, bf16* to) {
+    for (int64_t n = 0; n < count; ++n) look_up(*table, rows[n], to + n * table->width);
 }
 
 void EXPORT(norm)(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out,

@@ -25,7 +25,7 @@ void look_at(const DraftHead& head, const bf16* row, int64_t previous, bf16* out
         std::memcpy(out, row, head.hidden * sizeof(bf16));
         out += head.hidden;
     }
-    const bf16* embedding = head.embedding + previous * head.hidden;
+    const bf16* embedding = row_of(head.embedding, previous, out);
     for (int64_t i = 0; i < head.hidden; ++i) out[i] = round(head.scale * widen(embedding[i]));
 }
 
@@ -36,12 +36,15 @@ void activate(bf16* x, int64_t count) {
 }
 
 int64_t best(const DraftHead& head, const Drafts& d, int64_t sequence, int64_t mask, const bf16* row) {
+    static thread_local std::vector<bf16> room;
+    if (int64_t(room.size()) < head.hidden) room.resize(head.hidden);
     const int64_t first = (sequence * d.masks + mask) * d.candidates;
     const float divisor = d.divisor ? d.divisor[sequence] : 1.0f;
     int64_t chosen = d.ids[first];
     float greatest = -INFINITY;
     for (int64_t m = first; m < first + d.candidates; ++m) {
-        float value = (dot_rows(row, head.output + d.ids[m] * head.hidden, head.hidden) + d.offsets[m]) / divisor;
+        const bf16* output = row_of(head.output, d.ids[m], room.data());
+        float value = (dot_rows(row, output, head.hidden) + d.offsets[m]) / divisor;
         if (d.noise) value += d.noise[m];
         if (value > greatest) greatest = value, chosen = d.ids[m];  // ties: the lower id
     }

@@ -3,12 +3,13 @@
 #pragma once
 
 #include "linear.h"
+#include "table.h"
 
 namespace KIND {
 
 struct DraftHead {
     Linear w1, w2;
-    const bf16 *embedding, *output;  // [vocabulary, hidden]
+    Table embedding, output;  // [vocabulary, hidden]
     int64_t hidden;
     float scale;    // s, of the embeddings
     bool low_rank;  // h + W2·(W1·(s·e)), else h + W2·silu(W1·[h ; s·e])

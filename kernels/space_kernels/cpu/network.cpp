@@ -139,7 +139,7 @@ bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_thr
         for (int64_t n = 0; n < run->last - run->first; ++n)
             if (run->masks[n] < 0 || run->masks[n] >= run->num_masks) return false;
     each_row(num_threads, rows.num_rows, net.hidden, [&](int64_t row) {
-        std::memcpy(b.x + row * net.hidden, net.embedding + b.ids[row] * net.hidden, net.hidden * sizeof(bf16));
+        look_up(net.embedding, b.ids[row], b.x + row * net.hidden);
     });
     for (const GatedRun* run = b.gated; run != b.gated + b.num_gated; ++run)
         for (int64_t row = run->first; row < run->last; ++row) {

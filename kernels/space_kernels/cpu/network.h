@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "table.h"
 
 namespace KIND {
 
@@ -39,8 +40,9 @@ struct Network {
     float eps, scale;
     int64_t block_size;
     const Layer* layers;
-    const bf16 *embedding, *norm;  // [num_ids, hidden], [hidden]
-    const float *cos, *sin;        // [positions, dim/2]
+    Table embedding;         // [num_ids, hidden]
+    const bf16* norm;        // [hidden]
+    const float *cos, *sin;  // [positions, dim/2]
 };
 
 struct Buffers {  // [rows, …]

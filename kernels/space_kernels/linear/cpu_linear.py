@@ -24,7 +24,7 @@ from space_kernels.build.cpu_library import (
     MatmulStruct,
     cpu_library,
 )
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights, Parts, group_form, input_order_of
+from space_kernels.linear.group_weights import GroupForm, GroupLinear, Parts, ToQuantize, group_form, input_order_of
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from space_kernels.linear.rounded_inputs import GROUP
@@ -96,14 +96,10 @@ class CompiledLinear(nn.Module):
             if len(runs) > 1:
                 groups, place = _MIXED, self._table([run[0].form for run in runs], num_panels)
         elif form is not None:
-            self.weight, groups = self._packed([GroupWeights.of(weight, form)]), form
+            self.weight, groups = self._packed([ToQuantize(weight.detach(), form)]), form
         elif weights == "int8":
-            kept, groups = Int8Weights.of(weight), _INT8
-            self.scale = _per_output(kept.scale, num_panels)
-            self.weight = torch.empty(num_panels, library.panel_bytes(self.in_features, _INT8), dtype=torch.uint8)
-            raised = F.pad(kept.numbers.view(torch.uint8) ^ 128, (0, -self.in_features % GROUP))  # number + 128
-            numbers = GroupWeightsStruct(raised.data_ptr())
-            library.pack_groups(byref(numbers), self.out_features, self.in_features, _INT8, self.weight.data_ptr())
+            self.weight, self.scale = self._packed_in_int8(weight.detach(), num_panels)
+            groups = _INT8
         else:
             self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features), dtype=torch.bfloat16)
             source = weight.detach().contiguous()
@@ -134,6 +130,20 @@ class CompiledLinear(nn.Module):
                 self._library.pack_groups(byref(struct), some.out_features, self.in_features, form, place)
                 place += -(-some.out_features // LANES) * size
         return packed
+
+    def _packed_in_int8(self, weight: Tensor, num_panels: int) -> tuple[Tensor, Tensor]:
+        """Quantise and pack a weight [out, in]: [panels, bytes of a panel], scales [panels·16]"""
+        size = self._library.panel_bytes(self.in_features, _INT8)
+        packed, scale = torch.empty(num_panels, size, dtype=torch.uint8), torch.zeros(num_panels * LANES)
+        place = packed.data_ptr()
+        for begin in range(0, len(weight), _TOGETHER):
+            some = Int8Weights.of(weight[begin : begin + _TOGETHER])
+            scale[begin : begin + len(some.scale)] = some.scale
+            raised = F.pad(some.numbers.view(torch.uint8) ^ 128, (0, -self.in_features % GROUP))  # number + 128
+            numbers = GroupWeightsStruct(raised.data_ptr())
+            self._library.pack_groups(byref(numbers), len(raised), self.in_features, _INT8, place)
+            place += -(-len(raised) // LANES) * size
+        return packed, scale
 
     def _table(self, forms: Sequence[GroupForm], num_panels: int) -> int:
         """Return the address of the C structs of parts in several forms."""

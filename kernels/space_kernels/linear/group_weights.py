@@ -194,6 +194,30 @@ class StoredWeights(Protocol):
         """Return the weights of some outputs."""
 
 
+@dataclass(frozen=True)
+class ToQuantize:
+    """A weight [out, in] whose outputs are quantised when they are asked for."""
+
+    weight: Tensor
+    form: GroupForm
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return len(self.weight)
+
+    @property
+    def input_order(self) -> None:
+        """Inputs are in the model's order."""
+
+    def rows(self, part: slice | Tensor) -> GroupWeights:
+        """Return the weights of some outputs. Raises ValueError as `GroupWeights.of`."""
+        return GroupWeights.of(self.weight[part], self.form)
+
+
 Parts = Sequence[StoredWeights]
 """Weights of outputs below each other, each in a form of its own, and their inputs all in the same order."""
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from space_kernels.build.cpu_library import CpuLibrary, DraftHeadStruct, DraftsStruct
 from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.linear.row_table import RowTable
 from space_kernels.sampling.device_sampling import SamplingTensors, Stages
 from space_kernels.sampling.noise import gumbel
 from space_kernels.sampling.sampling_params import SamplingParams
@@ -174,8 +175,8 @@ class CompiledDraftHead:
         library: CpuLibrary,
         w1: Tensor,
         w2: Tensor,
-        embedding: Tensor,
-        output: Tensor,
+        embedding: RowTable,
+        output: RowTable,
         *,
         embedding_scale: float,
         form: DraftHeadForm,
@@ -183,18 +184,18 @@ class CompiledDraftHead:
         """w1 [inner, …], w2 [hidden, inner]; embedding and output [V, hidden]."""
         self._library = library
         self._inner, self._outer = CompiledLinear(library, w1, None), CompiledLinear(library, w2, None)
-        self._held = embedding.contiguous(), output.contiguous()
+        self._held = embedding, output
         self._struct = DraftHeadStruct(
             self._inner.struct,
             self._outer.struct,
-            *(table.data_ptr() for table in self._held),
+            *(table.struct() for table in self._held),
             len(w2),
             embedding_scale,
             form is DraftHeadForm.LOW_RANK,
         )
 
     @staticmethod
-    def takes(w1: Tensor, w2: Tensor, embedding: Tensor, output: Tensor) -> bool:
+    def takes(w1: Tensor, w2: Tensor, embedding: RowTable, output: RowTable) -> bool:
         """Whether the compiled head supports these weights."""
         return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
 

@@ -109,11 +109,13 @@ class GgufWeights(WeightFiles):
 
     def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
         kept = kept_blocks(self.opened.handles, fuses=fuses)
-        return {name: self.blocks(name) for name in kept if name != EMBEDDING}  # its rows are looked up, too
+        return {name: self.blocks(name) for name in kept if name != EMBEDDING}
 
-    def stored_embedding(self) -> tuple[str, StoredWeight] | None:
-        is_kept = EMBEDDING in kept_blocks(self.opened.handles, fuses=False)
-        return (EMBEDDING, self.blocks(EMBEDDING)) if is_kept else None
+    def stored_embedding(self) -> tuple[str, Blocks] | None:
+        if not is_left(self.opened.handles, EMBEDDING):
+            return None
+        (rows,) = self.blocks(EMBEDDING)
+        return EMBEDDING, rows
 
     def blocks(self, name: str) -> list[Blocks]:
         """Return the blocks of a matrix as views of the file. All of its parts must be of types in KINDS."""
@@ -184,6 +186,11 @@ def kept_blocks(sources: Mapping[str, TensorSource], *, fuses: bool) -> set[str]
     return names
 
 
+def is_left(sources: Mapping[str, TensorSource], name: str) -> bool:
+    """Return whether the named weight can be left in its blocks."""
+    return name in sources and _keeps(name, sources[name])
+
+
 def _keeps(name: str, source: TensorSource) -> bool:
     matrix = (
         len(source.shape) == 2 and not source.shift and name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING))
@@ -211,6 +218,12 @@ def held_bytes(file: GgufFile, config: Mapping[str, Any], *, fuses: bool) -> dic
         )
         for name in kept_blocks(sources, fuses=fuses)
     }
+
+
+def left_numbers(file: GgufFile, config: Mapping[str, Any]) -> int:
+    """Return how many numbers an embedding has that is left in its blocks; 0 if it is not."""
+    sources = sources_of(file, config)
+    return math.prod(sources[EMBEDDING].shape) if is_left(sources, EMBEDDING) else 0
 
 
 def entries(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:

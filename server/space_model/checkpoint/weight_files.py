@@ -23,13 +23,15 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from space_kernels.linear.gguf_blocks import Blocks
 from torch import Tensor, nn
 
 from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
 from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
-SMALL = 1 << 18  # tensors of fewer bytes are not worth releasing
+SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
+SUFFIXES = (".safetensors", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class FileMapping:
     changed: int  # bytes that were written to and differ from the file
 
 
-def mappings(files: Collection[Path]) -> Iterator[FileMapping]:
-    """Yield the mappings of these files (Linux only)."""
-    wanted = {str(file.resolve()) for file in files}
+def mappings(files: Collection[Path] | None = None) -> Iterator[FileMapping]:
+    """Yield the mappings of these files, or of all weight files (Linux only)."""
+    wanted = None if files is None else {str(file.resolve()) for file in files}
     try:
         lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -61,13 +63,14 @@ def mappings(files: Collection[Path]) -> Iterator[FileMapping]:
         elif "-" in line.split(" ", 1)[0] and not name.endswith(":"):
             first, _, last = line.split(" ", 1)[0].partition("-")
             path = line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) == 6 else ""
-            span = (int(first, 16), int(last, 16)) if path in wanted else None
+            found = path.lower().endswith(SUFFIXES) if wanted is None else path in wanted
+            span = (int(first, 16), int(last, 16)) if found else None
 
 
-def give_back(files: Collection[Path]) -> int:
-    """Release the resident pages of these files and return their bytes; a later access reads them from disk again. Most
-    weights are packed and not read again, but the embedding is, and keeps the whole file mapped. Mappings that were
-    written to are kept, because the file does not have the changes."""
+def give_back(files: Collection[Path] | None = None) -> int:
+    """Release the resident pages of these files, or of all weight files, and return their bytes; a later access reads
+    them from disk again. Most weights are packed and not read again, but the embedding is, and keeps the whole file
+    mapped. Mappings that were written to are kept, because the file does not have the changes."""
     try:
         madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError):
@@ -80,38 +83,43 @@ def give_back(files: Collection[Path]) -> int:
     return given
 
 
-def let_go(tensor: Tensor) -> None:
-    """Release the pages under this tensor, if it is a view of a mapped weight file: it was copied or packed. A later
-    access reads them from disk again. Other tensors are left alone."""
-    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
+def let_go(*tensors: Tensor) -> None:
+    """Release the pages under these tensors where they are views of a mapped weight file: they were copied or packed. A
+    later access reads them from disk again. Other tensors are left alone."""
+    spans = [] if sys.platform != "linux" else [span for one in tensors if (span := _span(one)) is not None]
+    if not spans:
         return
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    weights = list(_maps_of_weights())
+    for start, end in spans:
+        if any(first <= start and end <= last for first, last in weights):
+            page = mmap.PAGESIZE
+            first, last = start + -start % page, end - end % page
+            try:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+            except (AttributeError, OSError):
+                return
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the addresses of a tensor on a CPU; None if it is small."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    size = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     start = tensor.data_ptr()
-    end = start + span * tensor.itemsize
-    if end - start < SMALL:
-        return
-    page = mmap.PAGESIZE
-    first, last = start + -start % page, end - end % page
-    if not _is_of_weights(start, end):
-        return
-    try:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-    except (AttributeError, OSError):
-        return
+    end = start + size * tensor.itemsize
+    return None if end - start < SMALL else (start, end)
 
 
-def _is_of_weights(start: int, end: int) -> bool:
-    """Return whether these addresses are in one mapped safetensors or GGUF file."""
+def _maps_of_weights() -> Iterator[tuple[int, int]]:
+    """Yield the addresses of mapped safetensors and GGUF files."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return False
+        return
     for line in lines:
-        if line.lower().endswith((".safetensors", ".gguf")):
+        if line.lower().endswith(SUFFIXES):
             first, _, last = line.split(" ", 1)[0].partition("-")
-            if int(first, 16) <= start and end <= int(last, 16):
-                return True
-    return False
+            yield int(first, 16), int(last, 16)
 
 
 class OpenFiles:
@@ -231,8 +239,8 @@ class WeightFiles:
         linears; they stay if all parts do."""
         return {}
 
-    def stored_embedding(self) -> tuple[str, StoredWeight] | None:
-        """Return the embedding's name, and its weight as the files have it; None: they do not have it in groups."""
+    def stored_embedding(self) -> tuple[str, Blocks] | None:
+        """Return the embedding's name and its blocks, which rows can be looked up in; None: it has none."""
         return None
 
     def is_quantised(self, name: str) -> bool:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from space_model.adapters import OWN, Adapter, Drafting
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.checkpoint.unused_tensors import check_found
@@ -35,6 +35,7 @@ from space_model.loading.whole_model import (
     stays_packed,
     stream_model,
 )
+from space_model.malloc import give_back_freed
 from space_model.model_error import (
     CheckpointNotFound,
     InvalidSetting,
@@ -49,7 +50,7 @@ from space_model.networks.transformers_network import ATTENTION_NAME, Transforme
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
 from space_model.recurrent_head import load_recurrent_head
 from space_model.space_model import SpaceModel
-from space_model.stored_weights import stored_of
+from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of
 from space_model.uncompiled import without_compiler
 from space_model.verification.layer_reference import reference
 from space_model.verification.probe import check_attention, check_parts
@@ -172,6 +173,7 @@ def load_model(
     except ValueError as error:
         raise InvalidSetting(str(error)) from error
     facts = replace(facts, attention=ops.attention)
+    give_back_freed()  # by reading the tokenizer
     if ranks is not None:
         return assemble_part(model, checkpoint, facts, drafting, ranks, ops)
     return _assemble(model, config, facts, drafting, ops)
@@ -202,8 +204,10 @@ def _assemble(
     scale, softcap = family.head_scale(config), family.head_softcap(config)
     keeps_rows = facts.keeps_head_rows or not facts.quantizes_head
     form: dict[str, Any] = {"weights": facts.weights, "keeps_rows": keeps_rows, "linear": ops.linear}
-    form["stored"] = stored_of(output)
-    head = OutputHead(output.weight, output.bias, scale=scale, softcap=softcap, **form)
+    form |= {"stored": stored_of(output), "table": rows_of(output) if keeps_rows else None}
+    head = OutputHead(numbers_of(output), output.bias, scale=scale, softcap=softcap, **form)
+    if facts.device.type == "cpu":
+        release(output)
     recurrent = drafting.recurrent_heads(head, linear=ops.linear, form="int8" if facts.quantizes_head else "plain")
     if facts.most_masks:
         facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
@@ -224,10 +228,11 @@ def _assemble(
         gate = attach(base, gated, model.base_model_prefix) if gated else None
         network = TransformersNetwork(base, gate, ops.space_attention)
     if ops.attention == "compiled":
-        compile_head = partial(with_compiled, embedding=base.get_input_embeddings().weight.detach(), output=head)
+        compile_head = partial(with_compiled, embedding=table_of(base.get_input_embeddings()), output=head)
         drafting = drafting.each(lambda one: replace(one, draft_head=compile_head(one.draft_head)))
         drafting = replace(drafting, draft_head=compile_head(drafting.draft_head))
     space_model = SpaceModel(facts, network, head, drafting, recurrent)
+    give_back_freed()
     check_parts(network, head.logits, facts, wanted)
     return space_model
 
@@ -246,7 +251,8 @@ def _read_weights(
             packed = read_packed(checkpoint, config, form, dtype, device)
         in_turn = weights == "fp8" and device.type != "cpu"  # fp8 conversion then moves the weights one after another
         kept = weights in STORED
-        model, found = packed or stream_model(checkpoint, config, dtype, device, as_kept=in_turn, keeps_packed=kept)
+        how = {"as_kept": in_turn, "leaves_packed": _leaves(checkpoint, device, weights), "keeps_packed": kept}
+        model, found = packed or stream_model(checkpoint, config, dtype, device, **how)
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)
@@ -258,6 +264,13 @@ def _read_weights(
         settle(model, dtype, device)
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _leaves(checkpoint: Checkpoint, device: torch.device, weights: str) -> bool:
+    """Return whether weights are left in the file: to stay as it has them, or in the blocks of a GGUF until they are
+    packed. Experts and fp8 ones are not."""
+    until_packed = weights in ("plain", "int8", "int4") and not has_experts(checkpoint.config)
+    return weights in STORED or (until_packed and checkpoint.gguf is not None and device.type == "cpu")
 
 
 @malformed_is_unsupported()

@@ -18,6 +18,7 @@ from space_kernels.fp8 import Fp8
 from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.group_weights import input_order_of
 from space_kernels.linear.packed_int4 import PackedInt4
+from space_kernels.linear.row_table import RowTable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -31,7 +32,7 @@ from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
-from space_model.stored_weights import attach
+from space_model.stored_weights import attach, check_rows, give, look_up_in_file
 
 _LINEARS = ("_proj", "lm_head", ".fc1", ".fc2", ".dense", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
 """Ends of the paths of linears that may stay packed on a CPU."""
@@ -306,11 +307,13 @@ def stream_model(
     *,
     as_kept: bool = False,
     copies: bool | None = None,
+    leaves_packed: bool = False,
     keeps_packed: bool = False,
 ) -> Loaded:
     """Return the model with its dequantised weights of `dtype` on `device`; no weight is held twice. `as_kept`: weights
-    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream; `keeps_packed`: linears
-    that the files have in groups are not read, but refer to the files (see stored_weights.py)."""
+    stay on the host as views of their files, in the files' dtype; `copies`: see WeightStream; `leaves_packed`: linears
+    that the files have in groups, and a GGUF's embedding, are not read, but refer to the files, to be dequantised later
+    or, with `keeps_packed`, multiplied by (see stored_weights.py)."""
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
     if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):
@@ -322,9 +325,7 @@ def stream_model(
         if has_experts(checkpoint.config):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
-        kept = files.stored(fuses=config.model_type in FAMILIES) if keeps_packed else {}
-        for name, stored in kept.items():
-            stream.leave(name, stored, dtype)
+        left = _leave(files, stream, config, dtype, stays=keeps_packed) if leaves_packed else {}
         show_load_progress_on_terminals()
         with MetaModel():
             model, found = model_class.from_pretrained(
@@ -337,35 +338,58 @@ def stream_model(
                 ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
             )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
+        if leaves_packed:
+            _attach_left(files, stream, model, left, stays=keeps_packed)
         if keeps_packed:
-            _attach_stored(checkpoint, files, stream, model, kept)
+            _log_left(checkpoint, files, left)
         else:
             log_dense(checkpoint, files, model.parameters(), dtype)
     return model, found
 
 
-def _attach_stored(
-    checkpoint: Checkpoint,
-    files: WeightFiles,
-    stream: WeightStream,
-    model: PreTrainedModel,
-    kept: dict[str, StoredWeight],
+def _leave(
+    files: WeightFiles, stream: WeightStream, config: PreTrainedConfig, dtype: torch.dtype, *, stays: bool
+) -> dict[str, StoredWeight]:
+    """Return the weights that are left in the files, linears and a GGUF's embedding, by name; they are not read.
+    `stays`: linears are left only where they can be multiplied so."""
+    left = files.stored(fuses=stays and config.model_type in FAMILIES)
+    if not stays and config.tie_word_embeddings:
+        left.pop("lm_head.weight", None)  # transformers compares it with the embedding
+    if (embedding := files.stored_embedding()) is not None:
+        name, rows = embedding
+        left[name] = [rows]
+    for name, stored in left.items():
+        stream.leave(name, stored, dtype)
+    return left
+
+
+def _attach_left(
+    files: WeightFiles, stream: WeightStream, model: PreTrainedModel, left: dict[str, StoredWeight], *, stays: bool
 ) -> None:
-    """Give the linears their stored weights, and a head that shares the embedding's weight that of the embedding."""
-    attach(model, {stream.placeholders[name].data_ptr(): stored for name, stored in kept.items()})
-    held, what = dict(kept), "no other is quantised"
-    embedding = files.stored_embedding()
-    head = model.get_output_embeddings()
-    if embedding is not None and head.weight is model.get_input_embeddings().weight:
-        name, stored = embedding
-        held[name] = head.__dict__["stored"] = stored
-        what = "the embedding's rows are held as plain numbers, too"
-    dense = [name for name in files.names if files.is_quantised(name) and name not in held]
+    """Give the linears the weights that were left, and the embedding its rows, which a head that shares its weight has,
+    too."""
+    name, rows = files.stored_embedding() or (None, None)
+    linears = {stream.placeholders[one].data_ptr(): stored for one, stored in left.items() if one != name}
+    attach(model, linears, stays=stays)
+    if rows is None:
+        return
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight:
+        give(head, [rows], stays=stays)
+    table = RowTable(rows, embedding.weight.dtype)
+    check_rows(table)
+    look_up_in_file(embedding, table)
+
+
+def _log_left(checkpoint: Checkpoint, files: WeightFiles, left: dict[str, StoredWeight]) -> None:
+    """Log which weights stay as the file has them."""
+    what = "no other is quantised" if files.stored_embedding() is None else "the embedding's rows are looked up in it"
+    dense = [name for name in files.names if files.is_quantised(name) and name not in left]
     if dense:
         names = ", ".join(dense[:3]) + " …" * (len(dense) > 3)
         what = f"{len(dense)} others are held as plain numbers: {names}"
-    kinds = ", ".join(sorted({part.kind for stored in held.values() for part in stored})) or "none"
-    _log.info("%s: %d weights stay as the file has them (%s); %s", checkpoint.name, len(held), kinds, what)
+    kinds = ", ".join(sorted({part.kind for stored in left.values() for part in stored})) or "none"
+    _log.info("%s: %d weights stay as the file has them (%s); %s", checkpoint.name, len(left), kinds, what)
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from space_kernels.build.cpu_library import (
 )
 from space_kernels.layers.layers import RotaryTable
 from space_kernels.linear.cpu_linear import LANES, LOW_PADDING, CompiledDelta, CompiledLinear, DeltaRows, in_turn
+from space_kernels.linear.row_table import RowTable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -88,7 +89,6 @@ class CompiledLlama(LlamaParts):
         self._library = library
         rotary = source.base.rotary_emb
         self._heads = HeadsStruct(source.num_heads, source.kv_heads, source.head_dim)
-        self._embedding = self._embedding.contiguous()
         self._angles = RotaryTable(rotary.inv_freq.float(), float(rotary.attention_scaling))
         self._layers = [_take_apart(source, library, *layer) for layer in source.layers()]
         self._mask_embeddings = [masks.to(self._embedding.dtype).contiguous() for masks in self._mask_embeddings]
@@ -141,7 +141,9 @@ class CompiledLlama(LlamaParts):
         if self._ranks is not None:
             return self._one_layer(number, hidden, batch, kv)
         struct = self._layers[number].struct(kv.keys[number], kv.values[number])
-        return self._run(self._struct([struct], hidden, kv.block_size), batch, torch.arange(len(hidden)))[0]
+        return self._run(self._struct([struct], RowTable.of(hidden), kv.block_size), batch, torch.arange(len(hidden)))[
+            0
+        ]
 
     def norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, hidden]: the final norm alone."""
@@ -174,7 +176,7 @@ class CompiledLlama(LlamaParts):
         ids, num_rows = batch.ids if ids is None else ids, len(batch.ids)
         hidden, joined = network.hidden, self._heads.query * self._heads.dim
         fused = joined + 2 * self._heads.kv * self._heads.dim
-        normed = self._embedding.new_zeros(num_rows, hidden)
+        normed = torch.zeros(num_rows, hidden, dtype=self._embedding.dtype)
         room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
         x, row = room.data_ptr(), num_rows * room.itemsize
         buffers = BuffersStruct(
@@ -202,19 +204,20 @@ class CompiledLlama(LlamaParts):
         network.cos, network.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         return network
 
-    def _struct(self, structs: Sequence[LayerStruct], embedding: Tensor, block_size: int) -> NetworkStruct:
+    def _struct(self, structs: Sequence[LayerStruct], embedding: RowTable, block_size: int) -> NetworkStruct:
         """Return the C struct of these layers and this embedding [ids, hidden]."""
         inner = self._layers[0].gate_up.out_features // 2
         return NetworkStruct(
             len(structs),
-            *embedding.shape,
+            len(embedding),
+            embedding.width,
             inner,
             self._heads,
             self._norm.eps,
             self._scale,
             block_size,
             (LayerStruct * len(structs))(*structs),
-            embedding.data_ptr(),
+            embedding.struct(),
             self._norm.weight.data_ptr(),
             self._angles.cos.data_ptr(),
             self._angles.sin.data_ptr(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 from space_model.model_facts import Ranks
-from space_model.stored_weights import below, release, stored_of
+from space_model.stored_weights import below, numbers_of, release, stored_of, table_of
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -121,7 +122,7 @@ def layer_fields(
     head_norms = [
         Norm.of(attention.get_submodule(name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
     ]
-    return {
+    fields = {
         "attention_norm": Norm.of(layer.get_submodule("input_layernorm")),
         "query_key_value": take(attention, ["q_proj", "k_proj", "v_proj"]),
         "query_norm": head_norms[0],
@@ -135,6 +136,9 @@ def layer_fields(
             for adapter in source.adapters
         ),
     }
+    pairs = [pair for adapter in source.adapters for name, pair in adapter.pairs.items() if name.startswith(f"{path}.")]
+    let_go(*chain.from_iterable(pairs))
+    return fields
 
 
 def packed(
@@ -148,21 +152,18 @@ def packed(
     of them are stored or none is."""
     linears = [parent.get_submodule(name) for name in names]
     stored = [weight for linear in linears if (weight := stored_of(linear)) is not None]
-    weights = [linear.get_parameter("weight").detach() for linear in linears]
     biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, Tensor)]
     bias = None
     if biases:
         bias = biases[0] if len(names) == 1 else join([bias[:, None] for bias in biases])[:, 0]
     if stored:
         made = pack(join_stored(stored) if len(names) > 1 else stored[0], bias)
-        for weight in stored:
-            release(weight)
     else:
+        weights = [numbers_of(linear) for linear in linears]
         made = pack(weights[0] if len(names) == 1 else join(weights), bias)
-    for name, dense in zip(names, weights, strict=True):
+    release(*linears)
+    for name in names:
         delattr(parent, name)
-        if not stored:
-            let_go(dense)
     return made
 
 
@@ -209,7 +210,7 @@ class LlamaParts:
 
     def __init__(self, source: LlamaSource) -> None:
         self._ranks = source.ranks
-        self._embedding: Tensor = source.base.get_input_embeddings().weight.detach()
+        self._embedding = table_of(source.base.get_input_embeddings())
         self._norm = Norm.of(source.base.norm)
         self._adapters = source.adapters
         self._mask_embeddings = [adapter.mask_embeddings for adapter in source.adapters]
@@ -217,7 +218,7 @@ class LlamaParts:
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
-        return F.embedding(ids, self._embedding)
+        return self._embedding.rows(ids)
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""

@@ -20,7 +20,6 @@ from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -30,7 +29,7 @@ from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
 from space_model.model_error import UnsupportedModel
 from space_model.networks.network import PagedKV
-from space_model.stored_weights import release, stored_of, weight_of
+from space_model.stored_weights import release, table_of, weight_of
 
 
 class ServedGate:
@@ -226,7 +225,7 @@ class TransformersNetwork:
         """`gate`: of the adapters that are attached to `base`, if any."""
         self.base = base
         self._attention = attend
-        self._embedding: Tensor = base.get_input_embeddings().weight
+        self._embedding = table_of(base.get_input_embeddings())
         self._gate = gate
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
@@ -240,7 +239,7 @@ class TransformersNetwork:
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
-        return F.embedding(ids, self._embedding)
+        return self._embedding.rows(ids)
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
@@ -303,10 +302,7 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
             setattr(base, name, cpu_linear(weight_of(child), child.bias, weights=weights))
-            if (stored := stored_of(child)) is None:
-                let_go(child.weight)
-            else:
-                release(stored)
+            release(child)
         elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, weights=weights))

@@ -35,7 +35,7 @@ from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
-from space_model.stored_weights import stored_of
+from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
 
 NUM_ROWS = 24  # more than a page of 16
 
@@ -261,15 +261,18 @@ class _Walk:
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         inside = {module for layer in self._layers for module in layer.modules()}
         swaps = _Swaps()
-        swaps.put(embedding._parameters, "weight", embedding.weight[:FREQUENT_IDS].to(dtype))
+        table = table_of(embedding)
+        frequent = table.rows(torch.arange(min(FREQUENT_IDS, len(table)), device=embedding.weight.device))
+        swaps.put(embedding._parameters, "weight", frequent.to(dtype))
         padding = getattr(embedding, "padding_idx", None)
         embedding.padding_idx = None
         if self._has_head:
-            weight, stored = head.weight[self._head_ids], stored_of(head)
-            if stored is not None:
+            if (stored := stored_of(head)) is not None:
                 weight = chosen(stored, self._head_ids)
-            elif self._facts.quantizes_head:
-                weight = _dequantized(weight, self._facts.weights, head=True)
+            else:
+                weight = rows_of(head).rows(self._head_ids)
+                if self._facts.quantizes_head:
+                    weight = _dequantized(weight, self._facts.weights, head=True)
             swaps.put(head._parameters, "weight", weight.to(dtype))
             if dtype is self._dtype and (stored is not None or self._facts.weights in ("int8", "int4")):
                 self._rounded.take(head.weight)
@@ -286,6 +289,8 @@ class _Walk:
                 self._rounded.drop(head.weight)
             swaps.undo()
             embedding.padding_idx = padding
+            if self._has_head:
+                release(head)
 
 
 class Contexts:
@@ -442,32 +447,35 @@ def _held(
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            if (stored := stored_of(module)) is not None:
-                swaps.put(module._parameters, "weight", stored_parts.dense(stored).to(dtype))
-                if dtype is narrow:
-                    taken.append(module.get_parameter("weight"))
+            rounds = stored_of(module) is not None or weights in ("int8", "int4")
+            for name, weight in _made(module, dtype, weights):
+                swaps.put(module._parameters, name, weight)
+                if rounds and dtype is narrow:
+                    taken.append(module.get_parameter(name))
                     inputs.take(taken[-1])
-            elif weights in ("int8", "int4"):
-                for name in _quantised(module):
-                    weight = module.get_parameter(name)
-                    whole = [_dequantized(part, weights).to(dtype) for part in weight.view(-1, *weight.shape[-2:])]
-                    swaps.put(module._parameters, name, torch.stack(whole).view(weight.shape))
-                    if dtype is narrow:
-                        taken.append(module.get_parameter(name))
-                        inputs.take(taken[-1])
             swaps.widen(module, narrow, dtype)
         yield
     finally:
         for one in taken:
             inputs.drop(one)
         swaps.undo()
+        release(*(module for module in layer.modules() if type(module) is nn.Linear))
 
 
-def _quantised(module: nn.Module) -> Sequence[str]:
-    """Return the names of the module's weights that int8 and int4 quantise (see make_row_invariant)."""
-    if type(module) is nn.Linear:
-        return ["weight"]
-    return ["gate_up_proj", "down_proj"] if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter) else []
+def _made(module: nn.Module, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and numbers of the module's own weights that are not plain (see make_row_invariant), one at a
+    time."""
+    if (stored := stored_of(module)) is not None:
+        yield "weight", stored_parts.dense(stored).to(dtype)
+    elif weights in ("int8", "int4"):
+        if type(module) is nn.Linear:
+            yield "weight", _dequantized(numbers_of(module), weights).to(dtype)
+        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            for name in ("gate_up_proj", "down_proj"):
+                parts = [_dequantized(part, weights).to(dtype) for part in module.get_parameter(name)]
+                yield name, torch.stack(parts)
+    elif unread_of(module) is not None:
+        yield "weight", numbers_of(module).to(dtype)
 
 
 def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Module | None:

@@ -174,11 +174,14 @@ class ModelNeed:
             weights = _held(stored(checkpoint), config, dtype)
         else:
             weights = sum(file.stat().st_size for file in checkpoint.weights)
+        on_cpu = device.type == "cpu"
+        experts = has_experts(checkpoint.config)
+        if on_cpu and num_ranks == 1 and not experts:
+            weights -= _left_in_file(checkpoint) * dtype.itemsize
         own = getattr(config, "dtype", None)
         weights += int(unread * (dtype.itemsize / own.itemsize if form is None and isinstance(own, torch.dtype) else 1))
-        on_cpu = device.type == "cpu"
         small: tuple[Small, ...] = ()
-        if form is None and not unread and num_ranks == 1 and (on_cpu or not has_experts(checkpoint.config)):
+        if form is None and not unread and num_ranks == 1 and (on_cpu or not experts):
             kinds = {"BF16"} if on_cpu else _NUMBERS
             linears = _in_linears(stored(checkpoint), kinds)
             halves, packed = 2 * weights // dtype.itemsize, vocab * hidden
@@ -312,7 +315,17 @@ def _in_blocks(checkpoint: Checkpoint, config: PreTrainedConfig, in_head: int) -
     sizes = held_bytes(checkpoint.gguf, checkpoint.config, fuses=config.model_type in FAMILIES)
     head = sizes.pop("lm_head.weight", None) or sizes.pop(EMBEDDING, 2 * in_head)
     dense = sum(2 * count for name, _, count in stored(checkpoint) if name not in sizes and name != "lm_head.weight")
+    dense -= 2 * _left_in_file(checkpoint)
     return Small("gguf", dense + sum(sizes.values()), head)
+
+
+def _left_in_file(checkpoint: Checkpoint) -> int:
+    """Return the numbers of an embedding whose rows are looked up in the blocks of a GGUF."""
+    if checkpoint.gguf is None:
+        return 0
+    from space_model.checkpoint.gguf_weights import left_numbers  # only here, as above
+
+    return left_numbers(checkpoint.gguf, checkpoint.config)
 
 
 def _as_packed(checkpoint: Checkpoint, config: PreTrainedConfig, head: int) -> Small:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ctypes import byref
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
 from space_kernels.linear.gguf_blocks import KINDS, Blocks
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
+from space_kernels.linear.row_table import RowTable
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
 from torch.nn import functional as F
@@ -165,3 +169,23 @@ def test_the_best_there_is_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(cpu_linear([held("Q8_0", 16)], None)) is CompiledLinear
     monkeypatch.setattr("space_kernels.linear.cpu_linear.cpu_library", lambda: None)
     assert type(cpu_linear([held("Q8_0", 16)], None)) is GroupLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_rows_looked_up_in_blocks_are_those_of_the_dequantised_weight(kind: str, dtype: torch.dtype) -> None:
+    blocks = held(kind, 50)
+    ids = torch.tensor([[3, 49, 0], [3, 17, 2]])
+    assert torch.equal(RowTable(blocks, dtype).rows(ids), dequantised(blocks).to(dtype)[ids])
+    with pytest.raises(IndexError, match="An id is outside of the table's 50"):
+        RowTable(blocks, dtype).rows(torch.tensor([50]))
+
+
+@pytest.mark.parametrize("library", own_kinds())
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_processor_kind_looks_up_the_same_rows(kind: str, library: str) -> None:
+    blocks = replace(held(kind, 50), order=torch.arange(50))
+    ids, found = torch.arange(50).flip(0), torch.empty(50, WIDTH, dtype=torch.bfloat16)
+    table = RowTable(blocks, torch.bfloat16).struct()
+    library_for(library).look_up(byref(table), ids.data_ptr(), len(ids), found.data_ptr())
+    assert torch.equal(found, dequantised(blocks).bfloat16()[ids])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from space_kernels.build import cpu_library
+from space_kernels.linear.row_table import RowTable
 from space_kernels.sampling.sampler import sample_rows
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow
 from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm, SamplingColumns, propose, sample_candidates
@@ -109,7 +110,8 @@ def both(
     numbers = torch.arange(len(batch_params), dtype=torch.int64)
     columns = SamplingColumns.of(batch_params, numbers.device)
     given = hidden, ids, offsets, numbers + 5, 7 * numbers + 100, numbers * 1234567, columns
-    compiled = CompiledDraftHead(library, **weights, embedding_scale=2.0, form=form)
+    tables = {name: RowTable.of(weights[name]) for name in ("embedding", "output")}
+    compiled = CompiledDraftHead(library, **(weights | tables), embedding_scale=2.0, form=form)
     assert compiled.obeys(given[-1])
     wanted = propose(
         *given,

@@ -342,7 +342,8 @@ def test_memory_is_counted_as_the_numbers_are_held(words: list[str], file: Path,
     for model in (file, tmp_path / "plain"):
         config = parse([*WORDS, str(model), *words])
         needs.append(dataclasses.replace(ModelNeed.asked(config, Checkpoint.open(model)), small=()))
-    assert needs[0] == needs[1]
+    rows = 128 * 64 * needs[1].dtype.itemsize  # the embedding's, which are looked up in the file
+    assert needs[0] == dataclasses.replace(needs[1], weights=needs[1].weights - rows)
 
 
 def test_threads_are_chosen_by_the_size_in_memory(file: Path) -> None:

@@ -62,10 +62,12 @@ def test_linears_and_head_are_held_in_the_bytes_of_their_blocks(
     file = write_gguf(source, tmp_path / "x.gguf", "Q4_0")
     with caplog.at_level(logging.INFO):
         model = load_model(file, weights="gguf")
-    assert "15 weights stay as the file has them (Q4_0); 1 others are held as plain numbers" in caplog.text
+    assert "16 weights stay as the file has them (Q4_0); the embedding's rows are looked up in it" in caplog.text
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
-    assert [tuple(one.shape) for one in tensors if one.dtype == torch.bfloat16 and 1360 in one.shape] == [(1360, 128)]
+    assert [
+        tuple(one.shape) for one in tensors if one.dtype == torch.bfloat16 and 1360 in one.shape and all(one.stride())
+    ] == []
     need = ModelNeed.asked(parse([*WORDS, str(file)]), Checkpoint.open(file))
     plain = ModelNeed.asked(parse([*WORDS, str(file), "--weights", "plain"]), Checkpoint.open(file))
     assert need.head == 1360 * 128 // 32 * 18

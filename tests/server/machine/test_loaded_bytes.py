@@ -1,0 +1,36 @@
+"""Loading a GGUF adds hardly more to the process than its tensors, however they are held."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from doubles.gguf_files import write_gguf
+from perf.loading import MOST_AT_ONCE, MOST_HELD, Loaded, loaded
+from space_model.testing import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
+
+ONCE = 24 << 20
+"""Bytes of what is made once in a process, whatever the model's size: code, buffers of the libraries."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of 80 million weights, of which the tied embedding has 25, and a small one."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"num_heads": 12, "kv_heads": 12, "head_dim": 64, "hidden_size": 768, "num_masks": 0, "words": True}
+    sizes |= {"dtype": "bfloat16", "tie_word_embeddings": True}
+    large = tiny_checkpoint(folder / "large", vocab_size=32768, num_layers=9, **sizes)  # type: ignore[arg-type]
+    small = tiny_checkpoint(folder / "small", vocab_size=512, num_layers=1, **sizes)  # type: ignore[arg-type]
+    return write_gguf(large, folder / "large.gguf", "Q8_0"), write_gguf(small, folder / "small.gguf", "Q8_0")
+
+
+@pytest.mark.parametrize(
+    "weights", ["gguf", "int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("plain", "int8"))]
+)
+def test_loading_holds_the_tensors_once(weights: str, files: tuple[Path, Path]) -> None:
+    found: Loaded = loaded(str(files[0]), weights, str(files[1]))
+    assert 0.9 * found.tensors < found.held < MOST_HELD * found.tensors + ONCE, found
+    assert found.at_once < MOST_AT_ONCE * found.tensors + ONCE, found
