@@ -27,6 +27,10 @@ _LLAMA3_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **_LLAMA3_FACTORS}
 _GRANITE = {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
 _MOE = {"num_experts_per_tok": 2}
+_SIGMOID_ROUTED = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1,
+    "routed_scaling_factor": 1.5, "first_k_dense_replace": 0,
+}  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -43,8 +47,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **_MOE},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "cohere2": {"model_type": "cohere2", "sliding_window": 24, "logit_scale": 0.5},
+    "glm4_moe": {"model_type": "glm4_moe", **_SIGMOID_ROUTED, **_MOE},
 }
-"""The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window."""
+"""The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window,
+`glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert."""
 
 
 def tiny_checkpoint(
@@ -106,6 +112,9 @@ def tiny_checkpoint(
         if weight.dim() > 1:  # unit gain per layer, and logits spread enough that text is not one long loop
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
             weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("score_correction_bias"):  # part of an expert's score while experts are chosen
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.tie_weights()
     model.to(getattr(torch, dtype)).save_pretrained(path)
     if num_masks or head_drafts:

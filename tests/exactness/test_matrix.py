@@ -165,6 +165,17 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
     check_cell(subject, cell)
 
 
+ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_LAWS}
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **ROUTED), ids=name_of)
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+def test_it_is_so_with_experts_chosen_by_sigmoids_and_a_shared_one(
+    model: str, cell: Cell, weights: str, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype if weights == "plain" else "bfloat16", weights=weights), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of

@@ -50,11 +50,13 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 128,
     "encoder_ffn_dim": 128, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "n_shared_experts": 1,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "n_shared_experts": 1,
     "num_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "expert_ffn_hidden_size": 64,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "mamba_d_state": 8,
+    "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "route_scale": 1.5, "router_scaling_factor": 1.5,
+    "moe_routed_scaling_factor": 1.5, "num_dense_layers": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "mamba_d_state": 8,
 }  # fmt: skip
 """Sizes of a tiny model; a config uses those that it has."""
 
@@ -65,6 +67,7 @@ _SMALL_IMAGES = {
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "cohere_compass_text": {"num_hidden_layers": 4},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]}, "granitemoeshared": {"shared_intermediate_size": 64},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]}, "moshi": {"audio_vocab_size": 16},
     "zaya": {"num_experts_per_tok": 1},
@@ -123,6 +126,9 @@ def write_tiny(model_type: str, folder: Path) -> None:
             weight.data = noise * (gain * weight.shape[-1] ** -0.5)
         else:
             weight.data = weight.data + 0.1 * noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias") and buffer.is_floating_point():  # of an expert's score, when experts are chosen
+            buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.tie_weights()
     model.save_pretrained(folder)
 

@@ -3,53 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from space_kernels.layers.row_invariant_calls import RowInvariantCalls
 from space_kernels.linear.cpu_linear import cpu_linear
+from space_kernels.linear.packed_linear import pad_rows
 
 
 class RowInvariantExperts(nn.Module):
-    """y = Σ over the row's experts, ascending, of weight · down(act(gate(x)) · up(x)).
+    """y = Σ over the row's experts, ascending, of weight · (down(gate(gate_up·x + bias)) + bias), summed in float32.
 
-    The rows of each expert are gathered and padded to whole tiles, so that their number changes no row's sum.
+        rows, with each row's experts ascending      sorted by expert, each expert's rows together
+        r0: e1 e4     r1: e0 e1     r2: e4 e7   ->   e0: r1 | e1: r0 r1 | e4: r0 r2 | e7: r2
+
+    Each expert multiplies its rows, and a row's bits depend neither on the others nor on the order of its experts.
     """
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor], *, weights: str = "plain"
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Callable[[Tensor], Tensor],
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        weights: str = "plain",
     ) -> None:
-        """gate_up [experts, 2·width, hidden], down [experts, hidden, width]; `weights`: int8 or int4."""
+        """gate_up [experts, 2·width, hidden], gate first; down [experts, hidden, width]; biases [experts, 2·width] and
+        [experts, hidden]; `gate`: [R, 2·width] -> [R, width], R a multiple of 4; `weights`: int8 or int4."""
         super().__init__()
-        self.gate_up = nn.ModuleList(cpu_linear(weight, None, weights=weights) for weight in gate_up)
-        self.down = nn.ModuleList(cpu_linear(weight, None, weights=weights) for weight in down)
-        self.activation = activation
+
+        def linears(each: Tensor, biases: Tensor | None) -> nn.ModuleList:
+            some = [None] * len(each) if biases is None else [*biases]
+            return nn.ModuleList(
+                cpu_linear(weight, bias, weights=weights) for weight, bias in zip(each, some, strict=True)
+            )
+
+        self.gate_up, self.down = linears(gate_up, gate_up_bias), linears(down, down_bias)
+        self.gate = gate
 
     def forward(self, hidden: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:
         """hidden [R, hidden], expert_of and weight_of [R, experts per row] -> [R, hidden]"""
-        out = torch.zeros_like(hidden)
-        chosen = expert_of.tolist()
-        rows_of: dict[int, list[tuple[int, int]]] = {}
-        for row, experts in enumerate(chosen):
-            for place, expert in enumerate(experts):
-                rows_of.setdefault(expert, []).append((row, place))
-        for expert in sorted(rows_of):
-            rows, places = torch.tensor(rows_of[expert], device=hidden.device).unbind(1)
-            padded = torch.cat([rows, rows.new_zeros(-len(rows) % 4)])
-            gate, up = self.gate_up[expert](hidden[padded]).chunk(2, dim=-1)
-            result = self.down[expert](self.activation(gate.contiguous()) * up)[: len(rows)]
-            out.index_add_(0, rows, (result * weight_of[rows, places, None]).to(out.dtype))
-        return out
+        num_rows, per_row = expert_of.shape
+        ascending, places = expert_of.sort(dim=1, stable=True)
+        weight = weight_of.gather(1, places).float()
+        flat = ascending.reshape(-1)  # [S], S = R · experts per row
+        order = flat.argsort(stable=True)
+        runs = self._runs(flat)
+        fused = self._each(self.gate_up, hidden[order // per_row], runs)  # [S, 2·width]
+        inner = self.gate(pad_rows(fused))[: len(flat)]  # [S, width]
+        made = self._each(self.down, inner, runs).float() * weight.reshape(-1)[order, None]  # [S, hidden]
+        by_row = torch.empty_like(made).index_copy_(0, order, made).view(num_rows, per_row, -1)
+        out = by_row[:, 0].clone()
+        for place in range(1, per_row):
+            out += by_row[:, place]
+        return out.to(hidden.dtype)
+
+    def _runs(self, experts: Tensor) -> list[tuple[int, slice]]:
+        """[S] -> the experts that have rows, ascending, and each one's rows in the sorted order."""
+        counts = torch.bincount(experts, minlength=len(self.down)).tolist()
+        bounds = pairwise(accumulate(counts, initial=0))
+        return [(expert, slice(*bound)) for expert, bound in enumerate(bounds) if bound[0] < bound[1]]
+
+    @staticmethod
+    def _each(linears: nn.ModuleList, rows: Tensor, runs: Sequence[tuple[int, slice]]) -> Tensor:
+        return torch.cat([linears[expert](rows[run]) for expert, run in runs])
 
 
 class RowInvariantRouter(nn.Module):
     """Wraps a transformers router that multiplies by its `weight` [experts, hidden] with `F.linear`.
 
-    Only that matmul depends on the number of rows, so it is replaced by a row-invariant one in the dtype that the
-    router uses. Softmax, top-k and sums run over one row's experts.
+    That matmul depends on the number of rows, so it is replaced by a row-invariant one in the dtype that the router
+    uses, and sigmoids by ones that round all elements alike. Softmax, top-k and sums run over one row's experts.
     """
 
     def __init__(self, router: nn.Module) -> None:
@@ -70,8 +100,8 @@ class RowInvariantRouter(nn.Module):
         return out
 
 
-class _OwnLinear(TorchFunctionMode):
-    """Redirects `F.linear` calls with a weight of this shape to another function."""
+class _OwnLinear(RowInvariantCalls):
+    """Redirects `F.linear` calls with a weight of this shape to another function, too."""
 
     def __init__(self, matmul: Callable[[Tensor, Tensor | None], Tensor], shape: torch.Size) -> None:
         super().__init__()
@@ -82,4 +112,4 @@ class _OwnLinear(TorchFunctionMode):
     ) -> Any:
         if function is F.linear and args[1].shape == self._shape:
             return self._matmul(args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
-        return function(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)

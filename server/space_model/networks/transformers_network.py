@@ -6,9 +6,12 @@ layers replaced; embedding, masks and norm stay transformers'.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import EllipsisType
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +19,7 @@ import torch
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
+from space_kernels.layers.row_invariant_calls import GuardedActivation, calls_any, guard, guarded
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
@@ -28,6 +32,7 @@ from space_model.checkpoint.family import decoder_layers
 from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
 from space_model.model_error import UnsupportedModel
+from space_model.networks.experts_module import ExpertWeights, gate_of, is_experts, router_linears
 from space_model.networks.network import PagedKV
 from space_model.stored_weights import release, table_of, weight_of
 
@@ -113,13 +118,16 @@ AroundLayer = Callable[[int, Tensor, RunLayer], Tensor]
 def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
     """In the block, a forward pass of `base` calls `around` instead of each decoder layer."""
     _, layers = decoder_layers(base)
+    guarded_forwards = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
         layer.forward = _wrapped(number, layer.forward, around, base)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, forward in zip(layers, guarded_forwards, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
 
 
 _WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()  # bases whose layers were seen to return tuples
@@ -168,12 +176,15 @@ def paged_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | EllipsisType | None = ...,
     softcap: float | None = None,
     space_step: AttentionStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D]."""
+    """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D].
+
+    `sliding_window`: not given by families that leave it to the mask, which here means the config's (Phi-MoE).
+    """
     if space_step is None:
         raise UnsupportedModel(
             f"{type(module).__name__} is not handed what its model is called with (keywords of forward), so its keys "
@@ -200,20 +211,29 @@ def paged_attention(
             f"{' (s_aux: attention sinks)' if 's_aux' in unknown else ''}."
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = _window_of_mask(module, layer) if isinstance(sliding_window, EllipsisType) else sliding_window
     space_step.layers_seen.append(layer)
     out = space_step.attention(
         QKV(*(part[0].transpose(0, 1) for part in (query, key, value))),
         space_step.kv.layer(layer),
         space_step.batch.rows,
-        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), sliding_window, softcap),
+        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), window, softcap),
     )
     return out[None], None
 
 
+def _window_of_mask(module: nn.Module, layer: int) -> int | None:
+    """Return the window of the mask that transformers makes for a layer by the config, if the family's file does."""
+    if not hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask"):
+        return None
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-_STANDARD_EXPERTS = {"MixtralExperts", "Qwen3MoeExperts"}
 
 
 class TransformersNetwork:
@@ -292,16 +312,22 @@ class TransformersNetwork:
 
 def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "plain") -> None:
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
-    routers.
+    routers; and functions that do in the code of others.
 
     `weights`: int8 or int4: linears and experts are quantised; gguf or packed: linears may be stored.
 
     One module at a time, so that only one weight is in memory twice.
     """
+    _replace_children(base, num_threads, weights, frozenset(router_linears(base)))
+
+
+def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: frozenset[nn.Module]) -> None:
+    """As `make_row_invariant`; `plain`: linears that are not quantised."""
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
         if type(child) is nn.Linear:
-            setattr(base, name, cpu_linear(weight_of(child), child.bias, weights=weights))
+            form = "plain" if child in plain else weights
+            setattr(base, name, cpu_linear(weight_of(child), child.bias, weights=form))
             release(child)
         elif type(child) is Conv1D:  # GPT-2's linear, whose weight is transposed
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
@@ -309,29 +335,36 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
             let_go(weight)
         elif isinstance(child, nn.SiLU | nn.GELU) or type(child).__module__ == "transformers.activations":
             setattr(base, name, row_invariant(child, num_threads))
-        elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
-            if type(child).__name__ not in _STANDARD_EXPERTS:
-                raise UnsupportedModel(
-                    f"{type(child).__name__} is no mixture of experts that this server computes row by row on a CPU "
-                    f"({', '.join(sorted(_STANDARD_EXPERTS))} are). Serve the model on a GPU."
-                )
-            activation = row_invariant(child.get_submodule("act_fn"), num_threads)
-            gate_up, down = child.get_parameter("gate_up_proj"), child.get_parameter("down_proj")
-            setattr(base, name, RowInvariantExperts(gate_up, down, activation, weights=weights))
+        elif is_experts(child):
+            found = ExpertWeights.of(child)
+            gate = gate_of(child, partial(row_invariant, num_threads=num_threads))
+            biases = {"gate_up_bias": found.gate_up_bias, "down_bias": found.down_bias}
+            setattr(base, name, RowInvariantExperts(found.gate_up, found.down, gate, **biases, weights=weights))
+        elif "Experts" in type(child).__name__ and any(weight.dim() > 2 for weight in child.parameters(recurse=False)):
+            raise UnsupportedModel(
+                f"{type(child).__name__} is no mixture of experts that this server computes row by row on a CPU: it "
+                "has no gate_up_proj. Serve the model on a GPU."
+            )
         else:
-            make_row_invariant(child, num_threads, weights=weights)
+            _replace_children(child, num_threads, weights, plain)
             own = child._parameters.get("weight")
             if own is not None and own.dim() == 2 and not isinstance(child, nn.Embedding):
                 setattr(base, name, RowInvariantRouter(child))  # it has its own matrix
+            elif calls_any(child):
+                guard(child)
 
 
-def row_invariant(activation: nn.Module, num_threads: int) -> nn.Module:
+def row_invariant(activation: Callable[[Tensor], Tensor], num_threads: int) -> Callable[[Tensor], Tensor]:
     """Return a row-invariant form of the activation for up to `num_threads` threads."""
-    if isinstance(activation, nn.ReLU | RowInvariantActivation):
+    if isinstance(activation, nn.ReLU | RowInvariantActivation | GuardedActivation):
         return activation
     for composed in (silu, gelu, gelu_tanh):
         if same_function(activation, composed):
             return RowInvariantActivation(activation, composed, num_threads)
-    raise UnsupportedModel(
-        f"The activation {type(activation).__name__} is not served on a CPU; silu, gelu and gelu_tanh are."
-    )
+    try:
+        return guarded(activation)
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{error}, which are not known to give a row the same bits in any company, so this activation is not "
+            "served on a CPU. Serve the model on a GPU."
+        ) from error

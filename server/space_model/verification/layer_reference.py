@@ -34,6 +34,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
+from space_model.networks.experts_module import is_experts, is_transposed, router_linears
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
 
@@ -403,7 +404,7 @@ class _Dense(nn.Module):
 
 
 class _RoundedInputs(TorchFunctionMode):
-    """Rounds the inputs of `F.linear` with some weights to whole numbers, group by group, as int8, int4 and
+    """Rounds the inputs of `F.linear` and `@` with some weights to whole numbers, group by group, as int8, int4 and
     stored linears do."""
 
     def __init__(self) -> None:
@@ -419,9 +420,10 @@ class _RoundedInputs(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is F.linear and self._storages and args[1].untyped_storage().data_ptr() in self._storages:
+        is_product = function is F.linear or function is torch.Tensor.matmul
+        if is_product and self._storages and args[1].untyped_storage().data_ptr() in self._storages:
             x, *others = args
-            return F.linear(rounded(x).to(x.dtype), *others, **(kwargs or {}))
+            return function(rounded(x).to(x.dtype), *others, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 
@@ -441,14 +443,16 @@ def _held(
     int4 and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
+    routers = frozenset(router_linears(layer))
     try:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            rounds = stored_of(module) is not None or weights in ("int8", "int4")
-            for name, weight in _made(module, dtype, weights):
+            form = "plain" if module in routers else weights
+            rounds = stored_of(module) is not None or form in ("int8", "int4")
+            for name, weight in _made(module, dtype, form):
                 swaps.put(module._parameters, name, weight)
                 if rounds and dtype is narrow:
                     taken.append(module.get_parameter(name))
@@ -470,10 +474,13 @@ def _made(module: nn.Module, dtype: torch.dtype, weights: str) -> Iterator[tuple
     elif weights in ("int8", "int4"):
         if type(module) is nn.Linear:
             yield "weight", _dequantized(numbers_of(module), weights).to(dtype)
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+        elif is_experts(module):
+            turned = is_transposed(module)
             for name in ("gate_up_proj", "down_proj"):
-                parts = [_dequantized(part, weights).to(dtype) for part in module.get_parameter(name)]
-                yield name, torch.stack(parts)
+                weight = module.get_parameter(name)
+                parts = (part.contiguous() for part in (weight.mT if turned else weight))
+                made = torch.stack([_dequantized(part, weights).to(dtype) for part in parts])
+                yield name, made.mT if turned else made
     elif unread_of(module) is not None:
         yield "weight", numbers_of(module).to(dtype)
 

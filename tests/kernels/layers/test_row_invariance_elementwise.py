@@ -1,4 +1,4 @@
-"""Row invariance of norms, activations, rotary angles and experts."""
+"""Row invariance of norms, activations and rotary angles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, has_no_tail, silu
-from space_kernels.linear.experts import RowInvariantExperts
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -66,22 +65,3 @@ def test_a_tail_is_any_share_that_is_not_whole_vectors() -> None:
     assert has_no_tail(704, num_threads=2)
     assert not has_no_tail(172, num_threads=1)
     assert not has_no_tail(704, num_threads=3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_give_each_row_the_same_bits_whoever_else_chose_them(dtype: torch.dtype, num_threads: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    gate_up = (torch.randn(3, 2 * 48, 32, generator=generator) * 0.2).to(dtype)
-    down = (torch.randn(3, 32, 48, generator=generator) * 0.2).to(dtype)
-    experts = RowInvariantExperts(gate_up, down, RowInvariantActivation(F.silu, silu, num_threads))
-    hidden = torch.randn(32, 32, generator=generator).to(dtype)
-    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(32)])
-    weight = torch.rand(32, 2, generator=generator).to(dtype)
-    whole = experts(hidden, chosen, weight)
-    for rows in range(1, 33):
-        assert torch.equal(experts(hidden[:rows], chosen[:rows], weight[:rows]), whole[:rows])
-    row, wanted = 5, torch.zeros(32)
-    for place in range(2):
-        gate, up = (gate_up[chosen[row, place]].float() @ hidden[row].float()).chunk(2)
-        wanted += weight[row, place].float() * (down[chosen[row, place]].float() @ (F.silu(gate) * up))
-    torch.testing.assert_close(whole[row].float(), wanted, atol=1e-5 if dtype is torch.float32 else 0.05, rtol=0)
