@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from space_model.adapters import GATED_LORA_FILE, GatedLora
-from space_model.checkpoint.family import decoder_layers
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import decoder_layers, read_config
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
 FIRST_MASK = 4  # ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)
@@ -51,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window,
 `glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert."""
+
+
+_FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _SECTIONS, "vision_config": _FEW_IMAGES},
+}
+"""Models that see images, too: the fields that characterise their text part, and the config of the other."""
 
 
 def tiny_checkpoint(
@@ -103,11 +113,16 @@ def tiny_checkpoint(
         "max_position_embeddings": window,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END),
         "tie_word_embeddings": True,
-        **FAMILIES[family],
+        **(FAMILIES[family] if family in FAMILIES else WHOLE_FAMILIES[family]),
         **config,
     }
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    if family in FAMILIES:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    else:
+        tied, images = fields["tie_word_embeddings"], fields.pop("vision_config")
+        whole = AutoConfig.for_model(family, text_config=fields, vision_config=images, tie_word_embeddings=tied)
+        model = AutoModelForMultimodalLM.from_config(whole)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:  # unit gain per layer, and logits spread enough that text is not one long loop
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
@@ -150,7 +165,7 @@ def tiny_adapter(
     """Write a random gated adapter for the checkpoint `base`, which it declares as its base, to the folder `path`.
     `linears`: last path components of the adapted linears, such as ("q_proj", "up_proj"); None: all."""
     path.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.from_pretrained(base)
+    config = read_config(Checkpoint.open(base))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     gated = random_gated_lora(model, num_masks=num_masks, rank=rank, seed=seed, linears=linears)

@@ -23,6 +23,7 @@ from space_model.loading.whole_model import stream_model
 from space_model.model_error import UnsupportedModel, malformed_is_unsupported
 from space_model.precision import multiplies_bfloat16
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from space_train.data.decontamination import EvaluationTexts
 from space_train.data.examples import Example, pad_id
@@ -222,6 +223,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
         made, found = stream_model(checkpoint, config, config.dtype if as_saved else dtype, _CPU, copies=True)
         check_found(checkpoint, made, found)
         return made
+    renames = family.key_mapping(checkpoint, config)
     try:
         show_load_progress_on_terminals()
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -232,7 +234,7 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            key_mapping=family.key_mapping(checkpoint),
+            key_mapping=renames,
             ignore_mismatched_sizes=True,
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -240,6 +242,8 @@ def load_base(checkpoint: Checkpoint, plan: TrainPlan) -> PreTrainedModel:
     form = read_format(checkpoint.config, checkpoint.name)
     check_found(checkpoint, model, found, () if form is None else [f".{part}" for part in form.needless])
     loaded: PreTrainedModel = model
+    if renames is not None:  # what is trained is the text part alone, and is written with its own names
+        loaded._weight_conversions = get_model_conversion_mapping(loaded)
     return loaded
 
 

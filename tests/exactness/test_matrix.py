@@ -52,6 +52,13 @@ def test_space_is_plain_bit_by_bit(model: str, cell: Cell, subject_of: Subjects)
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("qwen2_vl",)), ids=name_of)
+def test_space_is_plain_bit_by_bit_with_the_text_part_of_a_model_that_sees(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 FORCED = {"model": ("llama", "gemma2"), "layout": ("forced",), "company": ("batch",)}
 
 

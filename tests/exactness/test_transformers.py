@@ -32,7 +32,7 @@ def ties_of(subject: Subject, oracle: GreedyOracle, k: int, max_tokens: int) -> 
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "qwen2_vl"])
 def test_greedy_text_is_what_generate_gives(family: str, k: int, subject_of: Subjects, checkpoint_of: Folders) -> None:
     subject = subject_of(family, "float32")
     oracle = GreedyOracle(checkpoint_of(family), banned_ids=subject.model.facts.mask_ids)

@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,18 @@ from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
 from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
-from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS
+from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS, OTHER_PARTS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import ModelError
 from space_model.networks.tensor_parallel import FAMILIES as SHARED_AMONG_RANKS
 from space_model.space_model import SpaceModel
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 NUM_TOKENS, WINDOW = 40, 24  # length of the prompt, and a sliding window shorter than it
@@ -56,7 +60,8 @@ _SIZES: dict[str, Any] = {
     "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "route_scale": 1.5, "router_scaling_factor": 1.5,
     "moe_routed_scaling_factor": 1.5, "num_dense_layers": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "mamba_d_state": 8,
+    "mamba_d_state": 8, "depth": 2, "embed_dim": 64, "num_heads": 4, "out_hidden_size": 64, "d_model": 64,
+    "encoder_layerdrop": 0.0,
 }  # fmt: skip
 """Sizes of a tiny model; a config uses those that it has."""
 
@@ -65,14 +70,34 @@ _SMALL_IMAGES = {
     "patch_size": 14,
 }  # fmt: skip
 
+_MULTIMODAL_ROPE = (
+    "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text", "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "cosmos3_edge_text",
+)  # fmt: skip
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "cohere_compass_text": {"num_hidden_layers": 4},
     "beam": {"mlp_layer_types": ["dense", "sparse"]}, "granitemoeshared": {"shared_intermediate_size": 64},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
     "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]}, "moshi": {"audio_vocab_size": 16},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1}, **{kind: {"rope_parameters": _SECTIONS} for kind in _MULTIMODAL_ROPE},
+    "glm4v_moe_text": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}},
+    "qwen2_5_omni": {"enable_audio_output": False}, "qwen3_omni_moe": {"enable_audio_output": False},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [64, 32], "rope_parameters": _SECTIONS | {"mrope_section": [3, 3, 2]},
+    },
+    "granite4_vision": {"deepstack_layer_map": [], "downsample_rate": "4/8"},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]}, "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "janus_vqgan": {"projection_dim": 64, "num_embeddings": 16}, "janus_vision_model": {"projection_dim": 64},
+    "hunyuan_vl_text": {"rope_parameters": _SECTIONS | {"mrope_section": [2, 3, 3]}},
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
 }  # fmt: skip
 """Overrides by family; None: the family's own default."""
+
+
+_NAMES_LOST = frozenset({"qianfan_ocr"})
+"""Families that transformers does not write with the names that it reads."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +114,13 @@ class FamilyResult:
 
 
 def families() -> dict[str, str]:
-    """Model type -> its class in transformers."""
-    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    """Model type -> its class in transformers; of one that also sees or hears, the whole model's class."""
+    named = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}.items()
     return {kind: name if isinstance(name, str) else name[0] for kind, name in sorted(named)}
+
+
+def _auto_class(model_type: str) -> Any:
+    return AutoModelForMultimodalLM if model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES else AutoModelForCausalLM
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -103,21 +132,25 @@ def _sizes_of(config_class: Any, more: dict[str, Any], depth: int = 0) -> dict[s
     default = config_class()
     known = set(default.to_dict()) | set(config_class.attribute_map)
     fields = {name: value for name, value in _SIZES.items() if name in known}
-    for name, part in config_class.sub_configs.items():
-        if depth < 2 and hasattr(part, "model_type") and part.model_type in CONFIG_MAPPING:
-            fields[name] = _sizes_of(part, _OF_FAMILY.get(part.model_type, {}), depth + 1)
-    fields |= more
+    for name in config_class.sub_configs if depth < 3 else ():
+        part = getattr(default, name, None)
+        kind = getattr(part, "model_type", None)
+        if kind in CONFIG_MAPPING and part is not default:
+            sizes = _sizes_of(type(part), _OF_FAMILY.get(kind, {}), depth + 1)
+            fields[name] = sizes | {"model_type": kind}
+    fields |= deepcopy(more)  # transformers adds to the dictionaries that it is given
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def write_tiny(model_type: str, folder: Path) -> None:
     """Write a random model of the family: unit gain per layer, with biases and norms large enough to matter."""
     config = tiny_config(model_type)
+    auto = _auto_class(model_type)
     with torch.device("meta"):
-        count = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(weight.numel() for weight in auto.from_config(config).parameters())
     if count > MOST_WEIGHTS:
         raise ValueError(f"its smallest model here has {count / 1e6:.0f} million weights")
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto.from_config(config)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -130,7 +163,7 @@ def write_tiny(model_type: str, folder: Path) -> None:
         if name.endswith("bias") and buffer.is_floating_point():  # of an expert's score, when experts are chosen
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)
     model.tie_weights()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=model_type not in _NAMES_LOST)
 
 
 def sweep(model_type: str, folder: Path) -> FamilyResult:
@@ -158,9 +191,9 @@ def _sweep(model_type: str, name: str, folder: Path) -> FamilyResult:
         except ModelError as second:
             reason = _impersonal(str(second), model_type, folder)
             return FamilyResult(model_type, name, "refused", "refused", reason)
-        difference, _ = _compare(model, folder)
+        difference, _ = _compare(model, model_type, folder)
         return FamilyResult(model_type, name, "refused", "served", reason, difference)
-    return FamilyResult(model_type, name, "served", "served", usual or "", *_compare(model, folder))
+    return FamilyResult(model_type, name, "served", "served", usual or "", *_compare(model, model_type, folder))
 
 
 def refused_by_config(model_type: str) -> str | None:
@@ -177,13 +210,16 @@ def refused_by_config(model_type: str) -> str | None:
 
 
 @torch.inference_mode()
-def _compare(model: SpaceModel, folder: Path) -> tuple[float, bool]:
+def _compare(model: SpaceModel, model_type: str, folder: Path) -> tuple[float, bool]:
     """Return the largest difference from transformers relative to its largest logit, and whether chunks give the same
     bits.
     """
     ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
     whole = _logits(model, ids, (NUM_TOKENS,))
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    config = AutoConfig.from_pretrained(folder)
+    config = getattr(config, "thinker_config", config)  # a model that also speaks writes with this part
+    keywords = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
+    dense = _auto_class(model_type).from_pretrained(folder, **keywords).eval()
     wanted = dense(torch.tensor([ids]), use_cache=False).logits[0].float()[:, : whole.shape[1]]
     difference = float((whole - wanted).abs().max() / wanted.abs().max())
     return difference, torch.equal(_logits(model, ids, CHUNKS), whole)
@@ -266,8 +302,9 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "# Models that are served",
         "",
         "This page is made by `tests/support/family_sweep.py`, and a test makes it again. It goes through all "
-        f"{len(results)} causal language models of transformers {transformers.__version__}: for each, a tiny random "
-        "checkpoint is written, loaded as a server loads it, and its logits are held against transformers' own. "
+        f"{len(results)} causal language models of transformers {transformers.__version__}, and models that also see "
+        "or hear: for each, a tiny random checkpoint is written, loaded as a server loads it, and its logits are held "
+        "against transformers' own. "
         f"{on_cpu} are served on a CPU and a GPU, {len(served) - on_cpu} on a GPU alone. What is not served is refused "
         "at the start, with the reason.",
         "",
@@ -280,7 +317,9 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "transformers in float32, but for rounding; in chunks they have the same bits. *Computed*: equal with the "
         "networks that a GPU runs, on a CPU; no GPU has tried this family. *Tried*: on a GPU, too. Layers of other "
         "kinds than attention and feed-forward, such as the convolutions of LFM2, are refused where a checkpoint has "
-        "them.",
+        "them. Of a model that also sees or hears, the text part is served, as the whole model computes text alone; "
+        "images, audio and video in a request are refused with status 400. `spaceserve train` leaves the text part "
+        "alone, too, and `spaceserve convert` refuses such checkpoints.",
         "",
         "| `model_type` | in transformers | CPU | GPU | remark |",
         "|---|---|---|---|---|",
@@ -342,6 +381,7 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "|---|---|",
         *(f"| `{_in_cell(pattern)}` | {reason} |" for pattern, reason in MAY_BE_LEFT_OUT),
         f"| layers from `num_hidden_layers` on, as many as `num_nextn_predict_layers` | {MTP_LAYERS} |",
+        f"| beside the text part of a model that also sees or hears: anything outside its modules | {OTHER_PARTS} |",
         "| what transformers' class leaves out itself | as transformers does |",
     ]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 TIE_FACTOR = 64
 """A decision is a tie if the values that made it lie closer than this many rounding units of the largest logit."""
@@ -35,7 +36,8 @@ class GreedyOracle:
     def __init__(self, path: Path, *, banned_ids: Sequence[int] = ()) -> None:
         """`banned_ids` are never generated; EOS is an id like others."""
         # eager: sdpa leaves out a soft cap of the scores, and not every version of transformers avoids it by itself
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
+        sees = AutoConfig.from_pretrained(path).model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        self.model: Any = (AutoModelForMultimodalLM if sees else AutoModelForCausalLM).from_pretrained(
             str(path), dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
         self.model.eval()

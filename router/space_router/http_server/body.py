@@ -178,13 +178,15 @@ class _Complaint(NamedTuple):
             return cls((*place, "type"), "missing", "", there)
         if kind == "union_tag_invalid":
             names = " or".join(error["ctx"]["expected_tags"].rsplit(",", 1))
-            return cls((*place, "type"), kind, f"must be {names}", there["type"])
+            media = " (no images, audio or video are served)" if _MEDIA.match(str(there["type"])) else ""
+            return cls((*place, "type"), kind, f"must be {names}{media}", there["type"])
         if kind in ("model_type", "model_attributes_type", "dict_type"):
             return cls(place, kind, "must be an object", there)
         return cls(place, kind, _SHOULD.sub("must", message.removeprefix("Value error, "))[:200], there)
 
 
 _SHOULD = re.compile(r"^\w+ should")
+_MEDIA = re.compile(r"(input_)?(image|audio|video)(_url)?$")
 
 
 def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

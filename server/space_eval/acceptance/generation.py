@@ -403,17 +403,19 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
     """Load the checkpoint with transformers in our model's dtype and on its device."""
     try:
         with _quiet():
+            config = family.read_config(checkpoint)
             if checkpoint.gguf is not None:
-                config = family.read_config(checkpoint)
                 model, _ = stream_model(checkpoint, config, facts.dtype, torch.device("cpu"), copies=True)
             else:
                 show_load_progress_on_terminals()
                 model = AutoModelForCausalLM.from_pretrained(
                     str(checkpoint.folder),
+                    config=config,
                     dtype=facts.dtype,
                     use_safetensors=True,
                     trust_remote_code=False,
                     local_files_only=True,
+                    key_mapping=family.key_mapping(checkpoint, config),
                 )
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

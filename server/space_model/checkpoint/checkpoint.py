@@ -169,8 +169,13 @@ def tokenizer_eos(read_json: Callable[[str], Mapping[str, Any]]) -> int | None:
 
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a mixture of experts. transformers stacks the experts' weights."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return any(part.get(name) for part in (config, config.get("text_config") or {}) for name in names)
+    if any(config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")):
+        return True
+    return any(has_experts(part) for name in TEXT_CONFIGS if isinstance(part := config.get(name), Mapping))
+
+
+TEXT_CONFIGS = ("text_config", "thinker_config", "llm_config", "language_config")
+"""Fields of config.json that describe the text part of a model that also sees or hears."""
 
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -293,7 +298,8 @@ class Checkpoint:
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Return the EOS ids of the generation config (else the config), as in transformers, and the tokenizer's EOS.
         Ids outside the vocabulary are dropped."""
-        sources = (self.read_json("generation_config.json"), self.config, self.config.get("text_config") or {})
+        text = next((part for name in TEXT_CONFIGS if isinstance(part := self.config.get(name), dict)), {})
+        sources = (self.read_json("generation_config.json"), self.config, text)
         said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
         ids = [*(said if isinstance(said, list) else [said]), tokenizer_eos(self.read_json)]
         return tuple(dict.fromkeys(id for id in ids if id is not None and 0 <= id < vocab_size))

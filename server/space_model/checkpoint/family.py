@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -118,39 +119,20 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the checkpoint's transformers config. Raises UnsupportedModel."""
     config = parse_config(checkpoint.config, checkpoint.name)
     read_format(checkpoint.config, checkpoint.name)
+    if not getattr(config, "is_encoder_decoder", False):
+        config = text_part(config) or config
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         raise UnsupportedModel(f"Models of type {config.model_type!r} are no causal language models in transformers.")
-    if type(config).sub_configs and not hasattr(config, "vocab_size"):
-        config, model_class = _text_of(checkpoint, config)
     first = model_class[0] if isinstance(model_class, list | tuple) else model_class
     refuse_config(checkpoint.name, checkpoint.config, config, first)
     return config
 
 
-_GEMMA3 = {r"^language_model\.model\.": "model.", r"^model\.language_model\.": "model."}
-_TEXT_PARTS = {"gemma3": _GEMMA3 | {r"^language_model\.lm_head": "lm_head"}}
-"""Vision-language models whose text part is a separate model, and its tensor prefix."""
-
-
-def key_mapping(checkpoint: Checkpoint) -> dict[str, str] | None:
-    """Return from_pretrained's `key_mapping` to the served model's tensor names; None if they are equal."""
-    return _TEXT_PARTS.get(str(checkpoint.config.get("model_type")))
-
-
-def _text_of(checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[PreTrainedConfig, Any]:
-    """Return the text part of a multimodal model's config, and its class. Raises UnsupportedModel."""
-    text = config.get_text_config()
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if text is config or model_class is None or config.model_type not in _TEXT_PARTS:
-        raise UnsupportedModel(
-            f"Models of type {config.model_type!r} see or hear, too; of such, only the text part of those of type "
-            f"{', '.join(_TEXT_PARTS)} is served. Use a checkpoint of a model of text alone."
-        )
-    if text.dtype is None:
-        text.dtype = config.dtype
-    text.name_or_path = checkpoint.name
-    return text, model_class
+def key_mapping(checkpoint: Checkpoint, config: PreTrainedConfig) -> dict[str, str] | None:
+    """Return from_pretrained's `key_mapping` to the names of the served model's tensors; None if they are equal.
+    `config`: of the served model."""
+    return text_names(checkpoint.config, config) or None
 
 
 def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:

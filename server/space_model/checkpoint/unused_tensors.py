@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.text_part import text_name, text_names
 from space_model.model_error import UnsupportedModel
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ MAY_BE_LEFT_OUT: tuple[tuple[str, str], ...] = (
 )
 """Name patterns, and why outputs do not change without such tensors. transformers has more for some families."""
 
+OTHER_PARTS = "parts of a model that sees or hears beside its text part: only text is served"
 MTP_LAYERS = "layers that predict tokens further on (MTP), behind the last layer of the model"
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
@@ -83,7 +85,9 @@ def check_found(
 def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterable[str]) -> None:
     """Check the checkpoint's tensors `names`, which `model` does not use: each must be ignorable. Raises
     UnsupportedModel, which names the first that is not, its file, what it is, and what to do."""
-    reasons = {name: _reason(name, model) for name in names}
+    renames = text_names(checkpoint.config, model.config)
+    text = _text_modules(model) if renames else None
+    reasons = {name: _reason(text_name(name, renames), model, text) for name in names}
     refused = sorted(name for name, reason in reasons.items() if reason is None)
     if refused:
         name = refused[0]
@@ -97,8 +101,16 @@ def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterabl
         _log.info("%s: %d tensors are left out: %s", checkpoint.name, count, said)
 
 
-def _reason(name: str, model: PreTrainedModel) -> str | None:
-    """Return why this tensor may be ignored; None if it may not."""
+def _text_modules(model: PreTrainedModel) -> frozenset[str]:
+    """Return the paths of the modules right below the text part of a whole model, and of its head."""
+    prefix, base = model.base_model_prefix, model.base_model
+    names = [name for name, _ in model.named_children()] + [f"{prefix}.{name}" for name, _ in base.named_children()]
+    return frozenset(names) - {prefix}
+
+
+def _reason(name: str, model: PreTrainedModel, text: frozenset[str] | None) -> str | None:
+    """Return why this tensor may be ignored; None if it may not. `text`: the modules of which all tensors must be used
+    in a model that has other parts, too; None: it is text alone."""
     for pattern, reason in MAY_BE_LEFT_OUT:
         if re.search(pattern, name):
             return reason
@@ -110,7 +122,10 @@ def _reason(name: str, model: PreTrainedModel) -> str | None:
     layer = _LAYER.search(name)
     if layer is not None and layers <= int(layer[1]) < layers + further:
         return MTP_LAYERS
-    return None
+    if text is None or _ADAPTER.search(name) or _OTHER_HEADS.search(name):
+        return None
+    is_text = any(name == module or name.startswith(f"{module}.") for module in text)
+    return None if is_text else OTHER_PARTS
 
 
 def _explanation(name: str, config: PreTrainedConfig) -> str:

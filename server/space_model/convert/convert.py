@@ -25,7 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from space_model.checkpoint import family
-from space_model.checkpoint.checkpoint import Checkpoint, read_object, refuse_as_model, whole_folder, with_quantization
+from space_model.checkpoint.checkpoint import (
+    TEXT_CONFIGS,
+    Checkpoint,
+    read_object,
+    refuse_as_model,
+    whole_folder,
+    with_quantization,
+)
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection, declared_files
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry, weight_files
@@ -245,6 +252,11 @@ def _read_config(source: Path) -> dict[str, Any]:
     refuse_as_model(source, config.get("space"))
     if not file.is_file():
         raise CheckpointNotFound(f"{source} has no config.json; give the folder of a checkpoint.")
+    if any(isinstance(config.get(part), dict) for part in TEXT_CONFIGS):
+        raise ConvertError(
+            f"{file} describes a model that sees or hears beside its text part, which is served as it is; only "
+            "checkpoints of text alone can be converted."
+        )
     if not isinstance(config.get("vocab_size"), int):
         raise ConvertError(f"{file} does not say `vocab_size`; only text decoders can be converted.")
     family.parse_config(config, str(source))  # refuses models that need remote code

@@ -247,7 +247,8 @@ def _read_weights(
         check_plain(form)
     with _reading(checkpoint):
         packed = None
-        if form is not None and stays_packed(form, device):
+        # transformers' quantizers know the modules of the whole model, not those of its text part.
+        if form is not None and stays_packed(form, device) and family.key_mapping(checkpoint, config) is None:
             packed = read_packed(checkpoint, config, form, dtype, device)
         in_turn = weights == "fp8" and device.type != "cpu"  # fp8 conversion then moves the weights one after another
         kept = weights in STORED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from space_kernels.dispatch import Ops
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from space_model.adapters import Drafting
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.text_part import text_name, text_names
 from space_model.checkpoint.unused_tensors import refuse_unused
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, refuse_odd_values, send
 from space_model.heads import OutputHead, ShardedHead
@@ -44,9 +46,10 @@ def read_part(
     joined = JoinedRows({path: len(parameter) for path, parameter in parameters.items()}.get)
     with open_weights(checkpoint) as files:
         stream = WeightStream(files, device, joined=joined)
-        read = {HEAD}  # which is read separately
+        names = _names(checkpoint, config, files)
+        read = {names.get(HEAD, HEAD)}  # which is read separately
         for path, parameter in parameters.items():
-            name = _name(files, f"{model.base_model_prefix}.{path}")
+            name = _name(names, f"{model.base_model_prefix}.{path}")
             read.add(name)
             weight = _part(files, name, share)
             if weight.shape != parameter.shape:
@@ -66,9 +69,15 @@ def read_part(
     return model.eval()
 
 
-def _name(files: WeightFiles, path: str) -> str:
+def _names(checkpoint: Checkpoint, config: PreTrainedConfig, files: WeightFiles) -> dict[str, str]:
+    """Return the files' names by those of the served model."""
+    renames = text_names(checkpoint.config, config)
+    return {text_name(name, renames): name for name in files.names}
+
+
+def _name(names: Mapping[str, str], path: str) -> str:
     """Return the files' name of the weight that is at `path` in the whole model."""
-    return path if path in files else path.partition(".")[2]  # some checkpoints hold the base model only
+    return names.get(path) or path.partition(".")[2]  # some checkpoints hold the base model only
 
 
 def _part(files: WeightFiles, name: str, share: Share) -> Tensor:
@@ -128,15 +137,16 @@ def _head(
     ids = share.of_vocabulary(facts.vocab_size)
     whole: Tensor | None = None
     with open_weights(checkpoint) as files:
-        if HEAD not in files and not is_tied:
+        name = _names(checkpoint, model.config, files).get(HEAD)
+        if name is None and not is_tied:
             raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
-        if HEAD not in files or (is_tied and _is_embedding(files, embedding)):
+        if name is None or (is_tied and _is_embedding(files.whole(name), embedding)):
             whole, part = embedding, embedding[ids]
         elif rescores and share.rank == 0:
-            whole = WeightStream(files, facts.device).whole(HEAD, facts.dtype)
+            whole = WeightStream(files, facts.device).whole(name, facts.dtype)
             part = whole[ids]
         else:
-            part = files.rows(HEAD, ids)
+            part = files.rows(name, ids)
         width = share.vocabulary_width(facts.vocab_size)
         own = torch.zeros(width, part.shape[1], dtype=facts.dtype, device=facts.device)
         send(part, own[: len(part)])
@@ -150,8 +160,7 @@ def _head(
     return ShardedHead(OutputHead(own, None, linear=ops.linear), rows, facts.vocab_size, ranks), own[: len(part)]
 
 
-def _is_embedding(files: WeightFiles, embedding: Tensor) -> bool:
+def _is_embedding(head: Tensor, embedding: Tensor) -> bool:
     """Return whether the head in the files equals the tied embedding; if not it is used, as in transformers. This makes
     every rank read the head once; most checkpoints with tied embeddings have none."""
-    head = files.whole(HEAD)
     return head.shape == embedding.shape and torch.equal(head.to(embedding), embedding)

@@ -198,7 +198,7 @@ def read_packed(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            key_mapping=key_mapping(checkpoint),
+            key_mapping=key_mapping(checkpoint, config),
             ignore_mismatched_sizes=True,
         )
         ends = tuple(f".{part}" for part in form.needless)
@@ -316,8 +316,6 @@ def stream_model(
     or, with `keeps_packed`, multiplied by (see stored_weights.py)."""
     plain = without_quantization(config) if hasattr(config, "quantization_config") else config
     model_class = _class_of(plain)
-    if getattr(model_class, "config_class", None) is plain.sub_configs.get("text_config"):
-        plain = plain.get_text_config()
     with open_weights(checkpoint) as files:
         joined = None
         if config.model_type in FAMILIES and not isinstance(files, QuantizedWeights):
@@ -334,7 +332,7 @@ def stream_model(
                 state_dict=stream.unread(),
                 dtype=dtype,
                 output_loading_info=True,
-                key_mapping=key_mapping(checkpoint),
+                key_mapping=key_mapping(checkpoint, config),
                 ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
             )
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())

@@ -19,6 +19,7 @@ from space_model.checkpoint.checkpoint import (
     PEFT_CONFIG,
     PEFT_MASKS,
     PEFT_WEIGHTS,
+    TEXT_CONFIGS,
     Checkpoint,
     is_contained,
     is_local_name,
@@ -64,7 +65,7 @@ def write_checkpoint(
     config = dict(source.config)
     if plan.trains_base:
         _write_base(model, weights, folder, dtype)
-        config["vocab_size"] = len(model.get_input_embeddings().weight)
+        _set_vocab_size(config, len(model.get_output_embeddings().weight))
         if dtype is not None:
             config.pop("dtype", None)
             config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -101,6 +102,16 @@ def write_checkpoint(
             shutil.copyfile(file, folder / file.name)
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")  # overrides the one in the config
+
+
+def _set_vocab_size(config: dict[str, Any], size: int) -> None:
+    """Set the vocabulary's size in config.json; of a model that also sees or hears, that of its text part."""
+    name = next((name for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
+    if name is None:
+        config["vocab_size"] = size
+        return
+    config[name] = dict(config[name])
+    _set_vocab_size(config[name], size)
 
 
 def space_section(trainee: Trainee) -> dict[str, Any]:

@@ -419,9 +419,41 @@ def test_the_text_part_of_a_model_that_sees_images_is_served_as_the_whole_one_sa
     assert torch.equal(after.embed(torch.arange(9)), before.embed(torch.arange(9)))
 
 
+def test_the_text_parts_of_other_models_that_see_or_hear_are_served_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a class of its own in transformers (llava, llama), without (qwen2_vl), and with layers that only see images
+    (mllama)."""
+    for family in ("llava", "qwen2_vl", "mllama", "qwen2_5_omni"):
+        found = sweep(family, tmp_path / family)
+        assert found.cpu == "served", found
+        assert found.exact, found
+        assert found.difference < EQUAL, found
+    with caplog.at_level("INFO", logger="space_model"):
+        model = load_model(tmp_path / "mllama", dtype="float32")
+    assert model.facts.num_layers == 2  # and one layer of images
+    assert sum("tensors are left out" in line for line in caplog.messages) == 2  # a reason each, once
+
+
+def test_a_tensor_of_a_text_part_without_a_place_is_refused(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen2_vl", num_masks=0)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in ("model.layers.0.self_attn.q_proj.scale_inv", "score.weight"):
+        save_file(tensors | {name: torch.ones(1)}, file, metadata={"format": "pt"})
+        with pytest.raises(UnsupportedModel, match=f"has {name} "):
+            load_model(path)
+
+
 def test_other_models_that_see_images_are_refused_by_name(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["got_ocr2"]().to_dict()
-    with pytest.raises(UnsupportedModel, match=r"of type 'got_ocr2' see or hear, too.*Use a checkpoint"):
+    config = CONFIG_MAPPING["instructblip"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"of type 'instructblip' write about an image.*Use a checkpoint"):
+        read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
+
+
+def test_the_true_reason_is_given_for_a_text_part_that_is_refused(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["qwen3_5"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"linear_attention layers"):
         read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
 
 
