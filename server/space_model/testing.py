@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window,
 `glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert."""
 
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "falcon": {"model_type": "falcon", "new_decoder_architecture": True},
+    "bloom": {"model_type": "bloom"},
+}
+"""Families that compute their attention themselves; `bloom` has linear biases."""
+
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -113,11 +119,12 @@ def tiny_checkpoint(
         "max_position_embeddings": window,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END),
         "tie_word_embeddings": True,
-        **(FAMILIES[family] if family in FAMILIES else WHOLE_FAMILIES[family]),
+        **(FAMILIES | OWN_ATTENTION | WHOLE_FAMILIES)[family],
         **config,
     }
+    _name_heads(fields)
     generator = torch.Generator().manual_seed(seed)
-    if family in FAMILIES:
+    if family not in WHOLE_FAMILIES:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     else:
         tied, images = fields["tie_word_embeddings"], fields.pop("vision_config")
@@ -147,6 +154,16 @@ def tiny_checkpoint(
         (path / "config.json").write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
     _write_tokenizer(path, vocab_size, mask_tokens, words=words)
     return path
+
+
+def _name_heads(fields: dict[str, Any]) -> None:
+    """Give the heads the names that the family's config has for them."""
+    kind = fields["model_type"]
+    if kind in ("bloom", "falcon"):
+        del fields["head_dim"]
+        kv_heads = fields.pop("num_key_value_heads")
+        if kind == "falcon":
+            fields["num_kv_heads"] = kv_heads
 
 
 _ASCII = [10, *range(32, 127)]

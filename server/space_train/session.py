@@ -186,7 +186,7 @@ def in_memory(
 
 def within_window(plan: TrainPlan, checkpoint: Checkpoint, *, is_asked_for: bool) -> TrainPlan:
     """Return the plan with the row length limited to the model's window."""
-    window = getattr(family.read_config(checkpoint), "max_position_embeddings", None)
+    window = family.positions(family.read_config(checkpoint))
     if window is None or plan.length <= window:
         return plan
     if is_asked_for:

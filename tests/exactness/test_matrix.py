@@ -172,6 +172,13 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
     check_cell(subject, cell)
 
 
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(1, model=("falcon", "bloom"), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+)
+def test_it_is_so_with_families_that_attend_by_themselves(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_LAWS}
 
 
@@ -194,6 +201,14 @@ def test_every_two_conditions_with_eight_bits(
     model: str, cell: Cell, held: dict[str, str], subject_of: Subjects
 ) -> None:
     check_cell(subject_of(model, cell.dtype, **held), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("falcon", "bloom"), **FEW_LAWS), ids=name_of)
+def test_every_two_conditions_with_families_that_attend_by_themselves(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
 
 
 @pytest.mark.slow

@@ -22,12 +22,15 @@ from unittest import mock
 
 import torch
 import transformers
+from published_models import CONFIGS as PUBLISHED
+from published_models import DENSE, write_published
 from quantized_testing import KINDS
 from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
 from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
+from space_model.checkpoint.translation import TRANSLATED
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS, OTHER_PARTS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -77,6 +80,8 @@ _MULTIMODAL_ROPE = (
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "cohere_compass_text": {"num_hidden_layers": 4},
     "beam": {"mlp_layer_types": ["dense", "sparse"]}, "granitemoeshared": {"shared_intermediate_size": 64},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
@@ -285,6 +290,11 @@ EQUAL = 1e-5
 """Relative to the largest logit, in float32: rounding over all layers, and two orders of magnitude below a real fault.
 """
 
+ONLY_WITH = dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`") | {
+    "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`"
+}
+"""What a family needs on a GPU."""
+
 TRIED_ON_GPU = frozenset({"llama", "qwen3", "gemma2", "gemma3_text"})
 """Families that `make gpu-check` compares with transformers on a GPU."""
 
@@ -327,7 +337,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
     for one in served:
         gpu = "tried" if one.model_type in TRIED_ON_GPU else "computed"
         cpu = ("equal" if one.difference < EQUAL else "differs") if one.cpu == "served" else "refused"
-        remark = "" if not one.reason else f"{'CPU' if one.cpu == 'refused' else 'usual checkpoints'}: {one.reason}"
+        reason = f"{'CPU' if one.cpu == 'refused' else 'usual checkpoints'}: {one.reason}" if one.reason else ""
+        remark = " ".join(part for part in (reason, ONLY_WITH.get(one.model_type)) if part)
         lines.append(f"| `{one.model_type}` | {one.model_class} | {cpu} | {gpu} | {remark} |")
     shared = ", ".join(f"`{name}`" for name in sorted(SHARED_AMONG_RANKS))
     architectures = ", ".join(f"`{name}`" for name in GGUF_FAMILIES)
@@ -337,6 +348,16 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         f"{', '.join(f'`{kind}`' for kind in SERVED_ROPE)}; `dynamic`, `longrope` and `su` are refused, for their "
         "angles depend on the longest sequence of a batch. `auto_map` is passed over where transformers has the model; "
         "code of a checkpoint is never run.",
+        "",
+        "### Served as another family",
+        "",
+        "transformers has no models of these types, and the code that they came with is never run: their config.json "
+        "and tensors are translated. They are held against dense models that were written from what was published of "
+        "each, in `tests/support/published_models.py`.",
+        "",
+        "| `model_type` | as in | served as | CPU |",
+        "|---|---|---|---|",
+        *_published(),
         "",
         "## Formats",
         "",
@@ -385,6 +406,21 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "| what transformers' class leaves out itself | as transformers does |",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _published() -> Iterator[str]:
+    """Yield a row for each kind of checkpoint that is served as another family."""
+    for name, config in PUBLISHED.items():
+        kind = config["model_type"]
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _quiet(), torch.inference_mode():
+            warnings.simplefilter("ignore")
+            tensors = write_published(Path(folder), config)
+            model = load_model(folder, dtype="float32")
+            ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
+            whole, wanted = _logits(model, ids, (NUM_TOKENS,)), DENSE[kind](config, tensors, torch.tensor(ids))
+            difference = float((whole - wanted).abs().max() / wanted.abs().max())
+            is_equal = difference < EQUAL and torch.equal(_logits(model, ids, CHUNKS), whole)
+        yield f"| `{kind}` | {name} | `{TRANSLATED[kind]}` | {'equal' if is_equal else 'differs'} |"
 
 
 def _formats() -> dict[str, tuple[str, list[str]]]:

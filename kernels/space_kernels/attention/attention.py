@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from space_kernels.attention.alibi import Alibi
 from space_kernels.paging.step_rows import StepRows
 
 
@@ -33,6 +34,13 @@ class AttentionSpec:
     scale: float  # factor of the scores
     window: int | None = None  # positions a row sees back, its own included; None: all
     softcap: float | None = None  # scores become softcap·tanh(score/softcap)
+    alibi: Alibi | None = None
+
+
+def refuse_alibi(spec: AttentionSpec, backend: str) -> None:
+    """Raises ValueError if the spec has linear biases, which `backend` does not compute."""
+    if spec.alibi is not None:
+        raise ValueError(f"Attention {backend!r} has no linear biases (ALiBi); use --attention torch.")
 
 
 Attention = Callable[[QKV, KVPages, StepRows, AttentionSpec], Tensor]

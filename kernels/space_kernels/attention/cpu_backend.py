@@ -109,6 +109,7 @@ class CompiledAttention:
         query, key, value = qkv.query.contiguous(), qkv.key.contiguous(), qkv.value.contiguous()
         out = torch.zeros_like(query)
         heads = HeadsStruct(num_heads, kv_heads, dim)
+        slopes = None if spec.alibi is None else spec.alibi.on(query.device)
         attention = AttentionStruct(
             query.data_ptr(),
             key.data_ptr(),
@@ -122,6 +123,9 @@ class CompiledAttention:
             spec.scale,
             spec.softcap or 0.0,
             spec.window or 0,
+            None if slopes is None else slopes.data_ptr(),
+            1.0 if spec.alibi is None else spec.alibi.factor,
+            0 if spec.alibi is None else spec.alibi.form,
         )
         those, threads = byref(CpuRows.of(rows).struct), torch.get_num_threads()
         self._library.store(those, byref(heads), byref(attention), None, None, 0.0, None, None, threads)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from space_kernels.attention.alibi import Alibi
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import as_kept, to_keep, widened
-from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, PlanKey
+from space_kernels.paging.attention_plan import KEY_BLOCK, AttentionPlan, Bucket, KeyBlock, PlanKey
 from space_kernels.paging.step_rows import StepRows
 
 _FLOOR = -1e30
@@ -43,19 +44,51 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
         packed = queries.index_select(0, bucket.queries).float().mul_(spec.scale)
         packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
         softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None)
+        biases = None if spec.alibi is None else _Biases(spec.alibi, rows, bucket)
         for block in bucket.blocks:
             keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
             values = kept_values.view(-1, block.run * head_dim).index_select(0, block.index)
             shape = (block.num_sequences * kv_heads, KEY_BLOCK, head_dim)
-            softmax.add(widened(keys.view(shape)), widened(values.view(shape)), block.bound)
+            bias = None if biases is None else biases.of_block(block)
+            softmax.add(widened(keys.view(shape)), widened(values.view(shape)), block.bound, bias)
         if bucket.step_keys is not None:
             shape = (bucket.shape[0] * kv_heads, -1, head_dim)
             keys = key.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
             values = value.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
-            softmax.add(keys.view(shape).float(), values.view(shape).float(), bucket.step_bound)
+            bias = None if biases is None else biases.of_masks()
+            softmax.add(keys.view(shape).float(), values.view(shape).float(), bucket.step_bound, bias)
         outputs.append(softmax.result())
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.index_select(0, plan.outputs).view(num_rows, num_heads, head_dim).to(query.dtype)
+
+
+class _Biases:
+    """The linear biases of one bucket's rows."""
+
+    def __init__(self, alibi: Alibi, rows: StepRows, bucket: Bucket) -> None:
+        self._alibi, self._bucket = alibi, bucket
+        self._positions = torch.from_numpy(rows.positions).to(rows.device)
+        _, kv_heads, _, shared = bucket.shape
+        first = bucket.queries.view(bucket.shape)[:, 0, :, 0]
+        self._own = self._positions[first // (kv_heads * shared)]  # [S, P]
+
+    def of_block(self, block: KeyBlock) -> Tensor:
+        """Return [n, G, P or 1, Q, KEY_BLOCK]."""
+        begin = torch.from_numpy(block.begin).to(self._own.device)
+        lanes = torch.arange(KEY_BLOCK, device=self._own.device)
+        return self._grouped(self._own[: block.num_sequences], begin[:, None] + lanes)
+
+    def of_masks(self) -> Tensor:
+        """Return [S, G, P or 1, Q, N]."""
+        sequences, kv_heads = self._bucket.shape[:2]
+        assert self._bucket.step_keys is not None
+        masks = self._bucket.step_keys.view(sequences, kv_heads, -1)[:, 0] // kv_heads
+        return self._grouped(self._own, self._positions[masks])
+
+    def _grouped(self, own: Tensor, keys: Tensor) -> Tensor:
+        bias = self._alibi.bias(own, keys)  # [n, H, P or 1, N]
+        _, kv_heads, _, shared = self._bucket.shape
+        return bias.view(len(bias), kv_heads, shared, *bias.shape[2:]).transpose(2, 3)
 
 
 class _OnlineSoftmax:
@@ -67,12 +100,16 @@ class _OnlineSoftmax:
         self._kv_heads = queries.shape[1]
         self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def add(self, keys: Tensor, values: Tensor, bound: Tensor | None) -> None:
+    def add(self, keys: Tensor, values: Tensor, bound: Tensor | None, bias: Tensor | None = None) -> None:
         """Add keys and values [n·G, N, D] of the first n sequences.
-        bound [m, 1, P, 1, N]: upper bounds of the scores of the last m of these: -inf where masked, else inf."""
+        bound [m, 1, P, 1, N]: upper bounds of the scores of the last m of these: -inf where masked, else inf.
+        bias [n, G, P or 1, Q, N]: added to the scores."""
         scores = torch.bmm(self._queries[: len(keys)], keys.transpose(1, 2))  # [n·G, M, N]
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        if bias is not None:
+            n, kv_heads, _, shared, num_keys = bias.shape
+            scores.view(n, kv_heads, -1, shared, num_keys).add_(bias)
         if bound is not None:
             m, _, num_rows, _, num_keys = bound.shape
             bounded = scores[-m * self._kv_heads :].view(m, self._kv_heads, num_rows, -1, num_keys)  # [m, G, P, Q, N]

@@ -172,6 +172,9 @@ class AttentionStruct(Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int64),
+        ("slopes", c_void_p),
+        ("slope_factor", c_float),
+        ("bias", c_int64),
     )
 
 

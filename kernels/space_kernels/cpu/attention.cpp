@@ -42,6 +42,7 @@ struct State {
     float* out;         // [dim]
     const bf16* query;  // [dim]
     const Laid* laid;   // the query, prepared for multiplication
+    float slope, position;
 };
 
 // A block of the pages, and its repacked form for many rows: 16 keys side by side, two values side by side.
@@ -49,6 +50,7 @@ struct Block {
     const bf16* key[BLOCK];
     const bf16* value[BLOCK + 1];  // after the last: zeros
     int64_t count;
+    int64_t position;  // of its first key
     Held* keys;    // [16-groups][dim/2] columns, or null
     Held* values;  // [keys/2][dim/16] columns, or null
 };
@@ -191,6 +193,22 @@ struct Seen {
     int64_t from, to;
 };
 
+const float COUNTED[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+Lanes rounded(Lanes a) {  // to bfloat16
+    bf16 narrow[LANES];
+    store(narrow, a);
+    return load(narrow);
+}
+
+// Adds the linear bias of sixteen keys, the first of which is at `position`.
+Lanes biased(Lanes scores, const State& state, float position, const Attention& a) {
+    const Lanes keys = add(same(position), load(COUNTED));
+    if (a.bias == 0) return add(scores, mul(same(state.slope), sub(keys, same(state.position))));
+    if (a.bias == 1) return add(scores, mul(same(state.slope), keys));
+    return add(scores, mul(rounded(mul(same(state.slope), rounded(keys))), same(a.slope_factor)));
+}
+
 // Scores of COUNT rows for sixteen keys of the block from `first` on; -inf for keys that a row does not see.
 template <int COUNT>
 void score(const Block& block, const State* const* state, const Seen* seen, int64_t first, const Attention& a,
@@ -203,6 +221,7 @@ void score(const Block& block, const State* const* state, const Seen* seen, int6
     for (int i = 0; i < COUNT; ++i) {
         Lanes s = mul(found[i], same(a.scale));
         if (a.softcap > 0) s = capped(s, a.softcap);
+        if (a.slopes) s = biased(s, *state[i], float(block.position + first), a);
         if (seen[i].to < first + LANES) s = min(s, bound_up_to(seen[i].to - first));
         if (seen[i].from > first) s = min(s, sub(zeros(), bound_up_to(seen[i].from - first)));
         store(scores[i] + first, s);
@@ -374,12 +393,14 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
             const int64_t place = (m * sharing + q) * dim;
             Laid* laid = scratch.queries.data() + place;
             for (int64_t d = 0; d < dim; d += 2) lay_pair(query + d, laid + d);
-            scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + place, query, laid});
+            const float slope = a.slopes ? a.slopes[head * sharing + q] : 0.0f;
+            const float position = float(start + rows.offsets[row]);
+            scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + place, query, laid, slope, position});
         }
     }
     const bool many = count * sharing > FEW;
     const bool alone = CAN_SCORE_ALONE && !many && dim % (2 * LANES) == 0;
-    Block block{{}, {}, 0, alone ? nullptr : scratch.keys.data(), many ? scratch.values.data() : nullptr};
+    Block block{{}, {}, 0, 0, alone ? nullptr : scratch.keys.data(), many ? scratch.values.data() : nullptr};
     const int64_t first_block = std::max<int64_t>(oldest, 0) / BLOCK * BLOCK;
     for (int64_t begin = first_block; begin < furthest; begin += BLOCK) {
         const int64_t size = std::min<int64_t>(BLOCK, furthest - begin);
@@ -389,7 +410,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
             for (int64_t n = std::min(a.block_size - slot, size - j); n; --n, ++j, at += dim)
                 block.key[j] = a.key_pages + at, block.value[j] = a.value_pages + at;
         }
-        block.count = size;
+        block.count = size, block.position = begin;
         if (begin + BLOCK < furthest)
             fetch(heads, a, pages, head, begin + BLOCK, std::min(begin + 2 * BLOCK, furthest));
         else if (head + 1 < heads.kv)  // usually the next item
@@ -422,7 +443,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
                 }
                 block.key[j] = key, block.value[j] = value;
             }
-            block.count = size;
+            block.count = size, block.position = start + rows.offsets[begin];
             std::fill(scratch.seen.begin(), scratch.seen.end(), Seen{0, 0});
             for (int64_t i = m; i < end; ++i) {
                 const int64_t row = members[i];  // positions of a group are consecutive

@@ -39,6 +39,9 @@ struct Attention {
     float scale;
     float softcap;   // 0: none
     int64_t window;  // 0: none
+    const float* slopes;  // [query heads] of linear biases (ALiBi); null: none
+    float slope_factor;   // of a rounded bias
+    int64_t bias;         // 0: slope·(key's position - own); 1: slope·position; 2: factor·bf16(slope·bf16(position))
 };
 
 // Store keys and values of chain rows [first, last); values that are not finite are stored as 0.

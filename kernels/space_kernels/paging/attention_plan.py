@@ -290,6 +290,7 @@ class KeyBlock:
     """The i-th key block of the first `num_sequences` sequences of a bucket."""
 
     num_sequences: int
+    begin: Ints  # [n] absolute position of the block's first slot
     index: Tensor  # [n·G·KEY_BLOCK/run] rows of the pages seen as [slots·G/run, run·D]
     run: int  # slots fetched at once: whole pages (or a larger page's part of the block); single slots if some of the
     # block is not written yet
@@ -364,7 +365,7 @@ def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts:
         bound = _UP_TO.take(base + bucket.reach[free:n], axis=0, mode="clip")  # [m, P, KEY_BLOCK]
         if bucket.oldest is not None:
             np.minimum(bound, _FROM.take(base + bucket.oldest[free:n], axis=0, mode="clip"), out=bound)
-    return KeyBlock(n, index, run, None if bound is None else _to(bound[:, None, :, None], rows.device))
+    return KeyBlock(n, block.begin, index, run, None if bound is None else _to(bound[:, None, :, None], rows.device))
 
 
 _LANES = np.arange(KEY_BLOCK, dtype=np.int64)

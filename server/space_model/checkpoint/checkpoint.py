@@ -22,6 +22,7 @@ from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
 
 from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.translation import Translation, translate
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.released_adapters import AdapterFormat, split_place
 
@@ -196,6 +197,7 @@ class Checkpoint:
     weights: tuple[Path, ...]  # the model's safetensors files, or its GGUF file
     home: Path  # where the files of the `space` section are: the folder itself, even with a base; or the GGUF file
     gguf: GgufFile | None = None  # its header
+    translation: Translation | None = None  # if it is served as another family; `config` is then that one's
 
     @classmethod
     def open(cls, path: str | Path | Checkpoint, fetch: Fetch | None = None) -> Checkpoint:
@@ -219,7 +221,10 @@ class Checkpoint:
             return cls._of_gguf(str(path), file, folder, section)
         if not config_file.is_file():
             raise CheckpointNotFound(f"{folder} has no config.json; give the folder of a checkpoint.")
-        return cls(str(path), folder, with_quantization(folder, config), _weights(folder), folder)
+        config = with_quantization(folder, config)
+        translation = translate(config, str(path))
+        served = config if translation is None else dict(translation.config)
+        return cls(str(path), folder, served, _weights(folder), folder, translation=translation)
 
     @classmethod
     def _of_gguf(cls, name: str, file: Path, given: Path, section: Any) -> Checkpoint:
@@ -253,12 +258,15 @@ class Checkpoint:
             ) from error
         if base.home != (base.folder if base.gguf is None else base.gguf.path):
             raise CheckpointNotFound(f"{home} is based on {where}, which has a base itself; name that one.")
-        return cls(name, base.folder, base.config | {"space": section}, base.weights, home, base.gguf)
+        config = base.config | {"space": section}
+        return cls(name, base.folder, config, base.weights, home, base.gguf, base.translation)
 
     @property
     def kept_as(self) -> str | None:
         """Return how the file's quantised weights can be held in memory: the type of most of a GGUF's, such as Q4_K, or
         the name of a format in INT4_FORMATS, such as AWQ; None: only dequantised, or they are not quantised."""
+        if self.translation is not None:
+            return None
         if self.gguf is None:
             form = read_format(self.config, self.name)
             return form.name if form is not None and form.has_int4_groups and not has_experts(self.config) else None

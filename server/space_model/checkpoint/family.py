@@ -21,6 +21,12 @@ from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+OWN_ATTENTION = frozenset(
+    ("biogpt", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm")
+)
+"""Families that compute attention themselves, or do not hand it the step, and have a part for that
+(networks/own_attention)."""
+
 SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 _ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
 """RoPE types whose angles depend on the longest sequence of a batch; `su` is an old name of longrope."""
@@ -49,13 +55,32 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             "and values have different sizes; pages hold keys and values of one size. Use a model with grouped-query "
             "attention."
         )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not getattr(model_class, "_supports_attention_backend", False) and kind not in OWN_ATTENTION:
         raise UnsupportedModel(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
             "so its keys and values cannot be paged."
         )
+    if kind == "mpt":
+        _refuse_mpt(name, config)
     _refuse_rope(name, config)
     _refuse_heads(name, kind, config)
+
+
+_MPT_AS_HERE = {
+    "attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False,
+    "expansion_ratio": 4, "no_bias": True, "logit_scale": None,
+}  # fmt: skip
+"""What transformers' MPT computes, whatever config.json says."""
+
+
+def _refuse_mpt(name: str, config: PreTrainedConfig) -> None:
+    for field, here in _MPT_AS_HERE.items():
+        found = getattr(config.attn_config, field, getattr(config, field, here))
+        if found != here:
+            raise UnsupportedModel(
+                f"{field} in the config.json of {name} is {found!r}, and transformers' MPT computes as if it were "
+                f"{here!r}. Use a checkpoint with that, such as mosaicml/mpt-7b."
+            )
 
 
 def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
@@ -172,6 +197,20 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
         ) from error
 
 
+def positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions the model was trained with; None if config.json does not say."""
+    names = "max_position_embeddings", "max_seq_len", "seq_length"  # MPT has the second, BLOOM the third or none
+    found = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    if found is None and config.model_type == "bloom":
+        return 2048
+    return None if found is None else int(found)
+
+
+def has_linear_biases(config: PreTrainedConfig) -> bool:
+    """Return whether attention has linear biases instead of rotary positions (ALiBi)."""
+    return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and bool(config.alibi))
+
+
 def head_scale(config: PreTrainedConfig) -> float:
     """Return the factor that the family multiplies its logits by."""
     if getattr(config, "logits_scaling", None):
@@ -189,8 +228,10 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
     """Return query heads, key-value heads, head dimension."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if getattr(config, "multi_query", False):
-        kv_heads = 1  # GPTBigCode
+    if getattr(config, "new_decoder_architecture", False):
+        kv_heads = int(config.num_kv_heads)  # Falcon
+    elif getattr(config, "multi_query", False):
+        kv_heads = 1  # GPTBigCode, Falcon
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, kv_heads, int(head_dim)
 

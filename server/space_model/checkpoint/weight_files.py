@@ -202,6 +202,11 @@ class WeightFiles:
     def names(self) -> list[str]:
         return sorted(self.opened.handles)
 
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether the shape of a tensor is known without reading it."""
+        return True
+
     def unused(self) -> list[str]:
         """After all tensors were read, return those that neither the model nor its dequantised weights used."""
         return []

@@ -45,6 +45,7 @@ from space_model.model_error import (
 )
 from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.llama_network import compact_network
+from space_model.networks.own_attention.attach import attach as attach_own_attention
 from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
@@ -172,6 +173,11 @@ def load_model(
         ops = make(facts)
     except ValueError as error:
         raise InvalidSetting(str(error)) from error
+    if family.has_linear_biases(config) and ops.attention not in ("compiled", "torch"):
+        raise InvalidSetting(
+            f"{checkpoint.name} has attention with linear biases (ALiBi), which attention {ops.attention!r} does not "
+            "have: give --attention torch."
+        )
     facts = replace(facts, attention=ops.attention)
     give_back_freed()  # by reading the tokenizer
     if ranks is not None:
@@ -257,6 +263,7 @@ def _read_weights(
     check_found(checkpoint, model, found)
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)
+    attach_own_attention(model)
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     if weights == "fp8":
@@ -307,7 +314,7 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _window(config: PreTrainedConfig, max_model_len: int | None) -> int:
-    trained = getattr(config, "max_position_embeddings", None)
+    trained = family.positions(config)
     if max_model_len is None:
         if trained is None:
             raise InvalidSetting("config.json does not say how many positions the model has; give max_model_len.")

@@ -27,6 +27,7 @@ from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.family import key_mapping
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
+from space_model.checkpoint.translated_weights import TranslatedWeights
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
@@ -93,6 +94,11 @@ class QuantizedWeights(WeightFiles):
     @property
     def names(self) -> list[str]:
         return self._names
+
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether the shape of a tensor is known without reading it."""
+        return False
 
     @property
     def num_quantized(self) -> int:
@@ -167,7 +173,8 @@ def open_weights(checkpoint: Checkpoint) -> Iterator[WeightFiles]:
         return
     form = read_format(checkpoint.config, checkpoint.name)
     with WeightFiles.open(checkpoint) as files:
-        yield files if form is None else QuantizedWeights(files, form)
+        plain = files if form is None else QuantizedWeights(files, form)
+        yield plain if checkpoint.translation is None else TranslatedWeights(plain, checkpoint.translation)
 
 
 def has_kernels(form: QuantizedFormat) -> bool:
@@ -189,6 +196,8 @@ def read_packed(
     checkpoint: Checkpoint, config: PreTrainedConfig, form: QuantizedFormat, dtype: torch.dtype, device: torch.device
 ) -> Loaded | None:
     """Return the model with packed weights, loaded by transformers' quantizer; None if that is not possible."""
+    if checkpoint.translation is not None:
+        return None  # it would look for the tensors under their own names
     try:
         model, found = packed_class(config).from_pretrained(
             str(checkpoint.folder),
@@ -318,7 +327,7 @@ def stream_model(
     model_class = _class_of(plain)
     with open_weights(checkpoint) as files:
         joined = None
-        if config.model_type in FAMILIES and not isinstance(files, QuantizedWeights):
+        if config.model_type in FAMILIES and files.knows_shapes:
             joined = JoinedRows(lambda name: files.shape(name)[0] if name in files else None)
         if has_experts(checkpoint.config):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from space_kernels.attention.alibi import Alibi
 from space_kernels.attention.attention import QKV, Attention, AttentionSpec
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
@@ -25,6 +26,7 @@ from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.pytorch_utils import Conv1D
 
 from space_model.adapters import GatedLora
@@ -133,6 +135,11 @@ def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
 _WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()  # bases whose layers were seen to return tuples
 
 
+def layers_return_tuples(base: PreTrainedModel) -> None:
+    """Say so of a base before its layers run for the first time."""
+    _WITH_TUPLES.add(base)
+
+
 def _wrapped(
     number: int, forward: Callable[..., Any], around: AroundLayer, base: PreTrainedModel
 ) -> Callable[..., Any]:
@@ -157,6 +164,34 @@ _MEANINGLESS_HERE = {"position_ids", "cache_position", "use_cache", "is_causal"}
 """Keywords to ignore: the batch already defines rows and masks."""
 
 
+class CurrentStep:
+    """The step that is being computed, for attention modules that are not handed the keywords of forward."""
+
+    def __init__(self) -> None:
+        self.step: AttentionStep | None = None
+        self.keywords: Mapping[str, Any] = {}  # further ones of every call of the base model
+
+    @classmethod
+    def of(cls, base: nn.Module) -> CurrentStep:
+        """Return the one of a base model; it has one from the first call on."""
+        found = base.__dict__.setdefault("current_step", cls())
+        assert isinstance(found, cls)
+        return found
+
+    def share_with(self, module: nn.Module) -> None:
+        """Let `paged_attention` find the step by this module."""
+        module.__dict__["current_step"] = self
+
+    @contextmanager
+    def running(self, step: AttentionStep | None) -> Iterator[None]:
+        """In the block, this step is computed."""
+        self.step = step
+        try:
+            yield
+        finally:
+            self.step = None
+
+
 @dataclass
 class AttentionStep:
     """What every layer's attention needs, passed through the model's forward as one keyword argument."""
@@ -178,6 +213,7 @@ def paged_attention(
     dropout: float = 0.0,
     sliding_window: int | EllipsisType | None = ...,
     softcap: float | None = None,
+    alibi: Alibi | None = None,
     space_step: AttentionStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -185,6 +221,8 @@ def paged_attention(
 
     `sliding_window`: not given by families that leave it to the mask, which here means the config's (Phi-MoE).
     """
+    if space_step is None and "current_step" in module.__dict__:
+        space_step = CurrentStep.of(module).step
     if space_step is None:
         raise UnsupportedModel(
             f"{type(module).__name__} is not handed what its model is called with (keywords of forward), so its keys "
@@ -217,7 +255,7 @@ def paged_attention(
         QKV(*(part[0].transpose(0, 1) for part in (query, key, value))),
         space_step.kv.layer(layer),
         space_step.batch.rows,
-        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), window, softcap),
+        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), window, softcap, alibi),
     )
     return out[None], None
 
@@ -247,15 +285,13 @@ class TransformersNetwork:
         self._attention = attend
         self._embedding = table_of(base.get_input_embeddings())
         self._gate = gate
+        self._current = CurrentStep.of(base)
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
         if self._gate is not None:
             self._gate.open_for(batch)
-        step = AttentionStep(batch, kv, self._attention)
-        out = self.base(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step)
-        hidden: Tensor = out.last_hidden_state[0]
-        return hidden
+        return self._run(batch, AttentionStep(batch, kv, self._attention))
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""
@@ -303,9 +339,13 @@ class TransformersNetwork:
 
     def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: AttentionStep | None = None) -> Tensor:
         with each_layer(self.base, around):
-            out = self.base(
-                input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, space_step=step
-            )
+            return self._run(batch, step)
+
+    def _run(self, batch: ForwardBatch, step: AttentionStep | None) -> Tensor:
+        ids, positions = batch.ids[None], batch.positions[None]
+        with self._current.running(step):
+            named = {**self._current.keywords, "space_step": step}
+            out = self.base(input_ids=ids, position_ids=positions, use_cache=False, **named)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -333,7 +373,7 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, weights=weights))
             let_go(weight)
-        elif isinstance(child, nn.SiLU | nn.GELU) or type(child).__module__ == "transformers.activations":
+        elif isinstance(child, nn.SiLU | nn.GELU | BloomGelu) or type(child).__module__ == "transformers.activations":
             setattr(base, name, row_invariant(child, num_threads))
         elif is_experts(child):
             found = ExpertWeights.of(child)

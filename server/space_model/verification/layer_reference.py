@@ -35,6 +35,7 @@ from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.experts_module import is_experts, is_transposed, router_linears
+from space_model.networks.own_attention.attach import usual_attention
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
 
@@ -132,7 +133,7 @@ def reference(model: PreTrainedModel, facts: ModelFacts) -> Reference:
     Raises UnsupportedModel if the model cannot be run this way."""
     walk = _Walk(model, facts)
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation(usual_attention(model))
     model.set_experts_implementation("eager")  # other implementations do not support the wide dtype
     try:
         return walk.run()
@@ -315,6 +316,12 @@ class Contexts:
             size[::8] = torch.logspace(0.3, 1.2, len(size[::8]), device=keys.device)
         return self.kept(self._like(keys, 1) * size[:, None]), self.kept(self._like(values, 2) * loudness[:, None])
 
+    def copies(self, keys: Tensor) -> int:
+        """Return how often a family hands over each key head in turn: Falcon as often as it has queries for it.
+        keys [1, heads, R, head dim]"""
+        copies, rest = divmod(keys.shape[1], self._facts.kv_heads)
+        return copies if copies and not rest and self._facts.num_heads == keys.shape[1] else 1
+
     @property
     def has_fp8(self) -> bool:
         return self._facts.kv_dtype is FORMAT
@@ -358,13 +365,14 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         joined = []
-        for seen, states in ((self.keys_seen, key_states[0]), (self.values_seen, value_states[0])):
+        copies = self._contexts.copies(key_states)
+        for seen, states in ((self.keys_seen, key_states[0, ::copies]), (self.values_seen, value_states[0, ::copies])):
             kept = self._contexts.kept(states).to(states.dtype) if self._contexts.has_fp8 else states
             seen.append(states if not seen else kept)
             joined.append(kept)
         in_front = self._contexts.of(self.keys_seen[0], self.values_seen[0])
         keys, values = (torch.cat([a.to(b.dtype), b], dim=1)[None] for a, b in zip(in_front, joined, strict=True))
-        return keys, values
+        return keys.repeat_interleave(copies, 1), values.repeat_interleave(copies, 1)
 
 
 class _Swaps:

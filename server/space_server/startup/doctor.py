@@ -289,7 +289,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
     yield from adapters
     num_heads, kv_heads, head_dim = family.sizes(model)
     yield _attention(config, device, asked.dtype, num_heads, kv_heads, head_dim)
-    trained = int(getattr(model, "max_position_embeddings", 0) or 0)
+    trained = family.positions(model) or 0
     window = config.max_model_len or trained
     if window < 1:
         cure = "Give --max-model-len."

@@ -368,7 +368,7 @@ def shown(num_bytes: int) -> str:
 
 def _window(model: PreTrainedConfig, asked: int | None) -> int:
     """Positions of the longest sequence; impossible values are refused when the model is loaded."""
-    trained = int(getattr(model, "max_position_embeddings", 0) or 0)
+    trained = family.positions(model) or 0
     return min(asked or trained, trained or asked or 0) or 1
 
 

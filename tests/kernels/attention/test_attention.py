@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, made_up_step, run
+from space_kernels.attention.alibi import Alibi, Bias
 from space_kernels.attention.attention import Attention
 from space_kernels.attention.cpu_backend import CompiledAttention
 from space_kernels.attention.torch_backend import space_attention
@@ -50,7 +51,7 @@ def made(sequences: Sequence[MadeUp], **options: Any) -> MadeUpStep:
 
 
 def outputs(
-    step: MadeUpStep, attention: Attention = space_attention, **options: float | None
+    step: MadeUpStep, attention: Attention = space_attention, **options: float | Alibi | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the outputs of chain rows and of mask rows per sequence."""
     out = run(step, attention, **options)  # type: ignore[arg-type]
@@ -59,7 +60,9 @@ def outputs(
     return [(out[list(c)], out[list(m)]) for c, m in zip(pattern.chain_runs, pattern.mask_runs, strict=True)]
 
 
-def dense(step: MadeUpStep, number: int, *, window: int | None, softcap: float | None) -> Tensor:
+def dense(
+    step: MadeUpStep, number: int, *, window: int | None, softcap: float | None, alibi: Alibi | None = None
+) -> Tensor:
     """Compute every row's attention of one sequence in float64, key by key."""
     rows, pattern = step.rows, step.rows.pattern
     cached, chain, masks = int(rows.starts[number]), pattern.chain_runs[number], pattern.mask_runs[number]
@@ -82,6 +85,11 @@ def dense(step: MadeUpStep, number: int, *, window: int | None, softcap: float |
             scores = (keys[seen, head // per_kv] @ query) * SCALE
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
+            if alibi is not None and alibi.form is not Bias.ROUNDED_POSITION:
+                scores = scores - alibi.slopes[head] * ages[seen]
+            elif alibi is not None:
+                places = torch.arange(len(keys))[seen].bfloat16()
+                scores = scores + alibi.factor * (torch.tensor(alibi.slopes[head]).bfloat16() * places).double()
             of_heads.append(torch.softmax(scores, 0) @ values[seen, head // per_kv])
         found.append(torch.stack(of_heads))
     return torch.stack(found)
@@ -116,6 +124,41 @@ def test_bfloat16_is_as_near_as_its_roundings(
         wanted = dense(step, number, window=window, softcap=softcap)
         # weights are rounded to bfloat16 as values are
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
+
+
+SLOPES = (0.21, 0.03, 0.007, 0.0013)
+BIASES = [Alibi(SLOPES), Alibi(SLOPES, Bias.ROUNDED_POSITION, factor=0.3), Alibi(SLOPES, Bias.POSITION)]
+
+
+@pytest.mark.parametrize("alibi", BIASES, ids=lambda alibi: alibi.form.name)
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("window", [None, 40])
+def test_linear_biases_equal_dense_attention(kv_heads: int, window: int | None, alibi: Alibi) -> None:
+    step = made(ALL, heads=4, kv_heads=kv_heads)
+    for number, (chain, masks) in enumerate(outputs(step, window=window, alibi=alibi)):
+        wanted = dense(step, number, window=window, softcap=None, alibi=alibi)
+        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("head_dim")
+@pytest.mark.parametrize("alibi", BIASES, ids=lambda alibi: alibi.form.name)
+def test_linear_biases_in_bfloat16_are_as_near_as_its_roundings(attention: Attention, alibi: Alibi) -> None:
+    step = made(ALL, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    for number, (chain, masks) in enumerate(outputs(step, attention, alibi=alibi)):
+        wanted = dense(step, number, window=None, softcap=None, alibi=alibi)
+        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
+
+
+@in_each_dtype
+@pytest.mark.parametrize("alibi", BIASES, ids=lambda alibi: alibi.form.name)
+def test_a_row_with_linear_biases_has_the_same_bits_in_any_company(
+    attention: Attention, num_threads: int, dtype: torch.dtype, alibi: Alibi
+) -> None:
+    together = outputs(made(ALL, dtype=dtype), attention, alibi=alibi)
+    for one, (chain, masks) in zip(ALL, together, strict=True):
+        ((alone, alone_masks),) = outputs(made([one], dtype=dtype), attention, alibi=alibi)
+        assert torch.equal(chain, alone)
+        assert torch.equal(masks, alone_masks)
 
 
 @pytest.mark.usefixtures("head_dim")

@@ -19,6 +19,7 @@ from space_kernels.linear.gated_delta import GatedDelta
 from space_kernels.linear.packed_linear import can_pack
 from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.family import decoder_layers
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads import BaseSpec
@@ -29,7 +30,7 @@ from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
-from space_model.testing import FAMILIES, FIRST_MASK, tiny_adapter, tiny_checkpoint
+from space_model.testing import FAMILIES, FIRST_MASK, OWN_ATTENTION, tiny_adapter, tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -202,11 +203,11 @@ def merged(path: Path, adapter: GatedLora) -> nn.Module:
     def enter(layer: nn.Module, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (adapter.mask_embeddings[None, : rows[0].shape[1]], *rows[1:])
 
-    model.base_model.layers[0].register_forward_pre_hook(enter)
+    decoder_layers(model.base_model)[1][0].register_forward_pre_hook(enter)
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OWN_ATTENTION])
 @torch.inference_mode()
 def test_mask_rows_are_those_of_merged_weights_behind_the_base_s_keys_and_values(family: str, tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "base", family)

@@ -142,7 +142,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by 'dynamic'"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "are LlamaForCausalLM: .* Use a checkpoint of Llama"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "brings .auto_map .* is never run"),
-        ({"model_type": "falcon", "head_dim": None}, "FalconForCausalLM computes its attention by itself"),
+        ({"model_type": "xglm", "head_dim": None}, "XGLMForCausalLM computes its attention by itself"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"model_type": "qwen3_next"}, "linear_attention layers"),
         ({"model_type": "t5"}, "no causal language models"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from space_kernels.attention.alibi import Alibi
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.fp8 import nearest
 from space_kernels.paging.step_rows import RowPattern, StepRows
@@ -63,10 +64,11 @@ def run(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    alibi: Alibi | None = None,
     **options: object,
 ) -> Tensor:
     """Return the outputs of the step's rows, without padding; its pages stay as they are."""
-    spec = AttentionSpec(SCALE, window, softcap)
+    spec = AttentionSpec(SCALE, window, softcap, alibi)
     return attention(step.qkv, step.copied_pages(), step.rows, spec, **options)[: step.num_rows]
 
 

@@ -1,0 +1,96 @@
+"""Which families compute their attention themselves, and what each of them needs to attend over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from space_model.networks.own_attention import bloom, falcon, mpt, scores
+from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
+
+Forward = Callable[..., Any]
+"""Called with the module and what the module's own method is called with."""
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """How a family's attention modules come to attend over pages."""
+
+    module: str  # class of its attention modules
+    method: str | None = None  # the one that is replaced; None: it attends through the interface, and misses the step
+    forward: Forward | None = None
+    prepare: Callable[[Any], None] | None = None  # applied to each attention module first
+    replace: Callable[[PreTrainedModel], None] | None = None  # applied to the model first
+    keywords: Mapping[str, Any] = field(default_factory=dict)  # of every call of the base model
+    usual: str = "eager"  # transformers' implementation that computes what the family was trained with
+
+
+FAMILIES: Mapping[str, OwnAttention] = {
+    "biogpt": OwnAttention("BioGptAttention"),
+    "bloom": OwnAttention("BloomAttention", "forward", bloom.forward, bloom.prepare),
+    "codegen": OwnAttention("CodeGenAttention", "_attn", scores.attend),
+    "falcon": OwnAttention(
+        "FalconAttention",
+        "forward",
+        falcon.forward,
+        falcon.prepare,
+        falcon.use_plain_linears,
+        usual="sdpa",  # eager adds linear biases twice
+    ),
+    "gpt_neo": OwnAttention("GPTNeoSelfAttention", "_attn", scores.attend, scores.prepare_gpt_neo),
+    "gpt_neox_japanese": OwnAttention("GPTNeoXJapaneseAttention", "_attn", scores.attend),
+    "gptj": OwnAttention("GPTJAttention", "_attn", scores.attend),
+    "mpt": OwnAttention(
+        "MptAttention",
+        "forward",
+        mpt.forward,
+        mpt.prepare,
+        keywords={"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)},  # its forward converts a mask
+    ),
+    "nemotron": OwnAttention("NemotronAttention"),
+    "stablelm": OwnAttention("StableLmAttention"),
+}
+"""By model_type."""
+
+
+def usual_attention(model: PreTrainedModel) -> str:
+    """Return transformers' attention implementation that is right for the model, and takes any dtype."""
+    own = FAMILIES.get(model.config.model_type)
+    return "eager" if own is None else own.usual
+
+
+def attach(model: PreTrainedModel) -> None:
+    """Let the model's attention modules use our paged attention while a step runs; other families are left alone."""
+    own = FAMILIES.get(model.config.model_type)
+    if own is None:
+        return
+    type(model)._can_set_attn_implementation_cached_value = True  # so that no masks are built while a step runs
+    if own.replace is not None:
+        own.replace(model)
+    if own.method is not None:
+        layers_return_tuples(model.base_model)
+    current = CurrentStep.of(model.base_model)
+    current.keywords = own.keywords
+    for module in model.modules():
+        if type(module).__name__ == own.module:
+            current.share_with(module)
+            if own.prepare is not None:
+                own.prepare(module)
+            if own.method is not None and own.forward is not None:
+                setattr(module, own.method, MethodType(_stand_in(own.method, own.forward), module))
+
+
+def _stand_in(name: str, ours: Forward) -> Forward:
+    """Return the method `name`: our forward while a step runs, else the class's own."""
+
+    def method(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        running = CurrentStep.of(module).step is not None
+        return (ours if running else getattr(type(module), name))(module, *inputs, **keywords)
+
+    return method
