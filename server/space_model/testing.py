@@ -32,6 +32,12 @@ _SIGMOID_ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1,
     "routed_scaling_factor": 1.5, "first_k_dense_replace": 0,
 }  # fmt: skip
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 64,
+    }
+}  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -49,9 +55,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "cohere2": {"model_type": "cohere2", "sliding_window": 24, "logit_scale": 0.5},
     "glm4_moe": {"model_type": "glm4_moe", **_SIGMOID_ROUTED, **_MOE},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 4, "sliding_window": 24, **_YARN, **_MOE},
 }
 """The config fields that characterise each family; `gemma2` has soft caps by default, `mistral` a sliding window,
-`glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert."""
+`glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert, `gpt_oss` attention sinks and
+experts with biases and limits."""
 
 OWN_ATTENTION: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", "new_decoder_architecture": True},
@@ -134,6 +142,8 @@ def tiny_checkpoint(
         if weight.dim() > 1:  # unit gain per layer, and logits spread enough that text is not one long loop
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
             weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
+        elif name.endswith("sinks"):
+            weight.data = torch.randn(weight.shape, generator=generator) + 1.0
     for name, buffer in model.named_buffers():
         if name.endswith("score_correction_bias"):  # part of an expert's score while experts are chosen
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)

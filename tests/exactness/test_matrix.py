@@ -190,6 +190,11 @@ def test_it_is_so_with_experts_chosen_by_sigmoids_and_a_shared_one(
     check_cell(subject_of(model, cell.dtype if weights == "plain" else "bfloat16", weights=weights), cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("gpt_oss",)})), ids=name_of)
+def test_it_is_so_with_attention_sinks(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of

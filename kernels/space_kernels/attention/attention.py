@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,6 +35,8 @@ class AttentionSpec:
     window: int | None = None  # positions a row sees back, its own included; None: all
     softcap: float | None = None  # scores become softcap·tanh(score/softcap)
     alibi: Alibi | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
+    """[H] float32: a score of each head that adds to its sum of weights, as of a key whose value is 0."""
 
 
 def refuse_alibi(spec: AttentionSpec, backend: str) -> None:

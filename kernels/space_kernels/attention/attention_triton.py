@@ -141,9 +141,22 @@ def attend(
     chooses by the sizes. `split`: positions; None: as `quick_split`. Raises ValueError for a scale that is not
     positive, a head count that kv heads do not divide, and pages whose slots are not adjacent.
     """
-    out = qkv.query.new_empty(qkv.query.shape)
-    _launch(qkv, pages, tables, spec, out, None, masks=tables.pattern.has_masks, walk=walk, split=split, tile=tile)
-    return out
+    options: dict[str, Any] = {"masks": tables.pattern.has_masks, "walk": walk, "split": split, "tile": tile}
+    if spec.sinks is None:
+        out = qkv.query.new_empty(qkv.query.shape)
+        _launch(qkv, pages, tables, spec, out, None, **options)
+        return out
+    wide, lse = _float32_pair(qkv.query)
+    _launch(qkv, pages, tables, spec, wide, lse, **options)
+    return with_sinks(wide, lse, spec.sinks).to(qkv.query.dtype)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return attention [R, H, D] as if a key with score sinks [H] and value 0 had been there, too; lse [R, H], natural.
+    Σw·v / (Σw + e^sink) = out / (1 + e^(sink - lse)); all float32. A row that sees no key stays 0."""
+    seen = lse > -math.inf
+    share = (sinks - torch.where(seen, lse, 0.0)).exp().add(1.0).reciprocal()
+    return out * torch.where(seen, share, 0.0)[..., None]
 
 
 def prefix_attention(

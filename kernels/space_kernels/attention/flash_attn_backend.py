@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_alibi
-from space_kernels.attention.library_parts import OwnPart, PrefixRows, Ragged, Reach
+from space_kernels.attention.library_parts import WITHOUT_SINKS, OwnPart, PrefixRows, Ragged, Reach
 from space_kernels.paging.step_rows import StepRows
 
 Window = tuple[int, int]
@@ -85,6 +85,8 @@ def space_attention(
     keys and values. Raises ValueError for an unsupported block size, and for a window no longer than a mask group.
     """
     refuse_alibi(spec, "flash-attn")
+    if spec.sinks is not None:
+        raise ValueError(WITHOUT_SINKS.format(library="flash-attn"))
     query = qkv.query
     library.check(pages.keys.shape[2])
     own = OwnPart.on(query.device) if own is None else own

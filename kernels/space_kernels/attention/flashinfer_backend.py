@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_alibi
-from space_kernels.attention.library_parts import OwnPart, PrefixRows, mask_groups, natural
+from space_kernels.attention.library_parts import WITHOUT_SINKS, OwnPart, PrefixRows, mask_groups, natural
 from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 
 WORKSPACE_BYTES = 128 * 1024**2
@@ -48,6 +48,8 @@ def space_attention(
     keys and values. Raises ValueError for a window no longer than a mask group.
     """
     refuse_alibi(spec, "flashinfer")
+    if spec.sinks is not None:
+        raise ValueError(WITHOUT_SINKS.format(library="flashinfer"))
     query = qkv.query
     own = OwnPart.on(query.device) if own is None else own
     prefix = PrefixRows.of(rows)

@@ -224,6 +224,9 @@ def _to(values: Ints | Sequence[int], device: torch.device, dtype: torch.dtype =
     return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(device=device, dtype=dtype)
 
 
+WITHOUT_SINKS = "The model has attention sinks, which {library} does not compute here; use --attention triton."
+"""Error of a library's backend."""
+
 LN_2 = math.log(2.0)
 
 

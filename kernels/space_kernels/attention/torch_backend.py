@@ -43,7 +43,7 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
     for bucket in plan.buckets:
         packed = queries.index_select(0, bucket.queries).float().mul_(spec.scale)
         packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
-        softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None)
+        softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None, sinks=spec.sinks)
         biases = None if spec.alibi is None else _Biases(spec.alibi, rows, bucket)
         for block in bucket.blocks:
             keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
@@ -94,10 +94,12 @@ class _Biases:
 class _OnlineSoftmax:
     """Running maximum, sum and weighted values of each row; a block of masked keys changes none of them."""
 
-    def __init__(self, queries: Tensor, softcap: float | None, *, floor: bool) -> None:
-        """queries [S, G, M, D], scaled. `floor`: required if a row's first block may be masked completely."""
+    def __init__(self, queries: Tensor, softcap: float | None, *, floor: bool, sinks: Tensor | None = None) -> None:
+        """queries [S, G, M, D], scaled; M: rows, and the heads of a row that share keys. `floor`: required if a row's
+        first block may be masked completely. `sinks` [H], as of AttentionSpec."""
         self._queries, self._softcap, self._floor = queries.flatten(0, 1), softcap, floor
         self._kv_heads = queries.shape[1]
+        self._sinks = None if sinks is None else sinks.view(self._kv_heads, -1)  # [G, Q]
         self._state: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, keys: Tensor, values: Tensor, bound: Tensor | None, bias: Tensor | None = None) -> None:
@@ -133,5 +135,9 @@ class _OnlineSoftmax:
         """Return the weighted values divided by the sum of weights, [S·G·M, D]."""
         if self._state is None:
             raise ValueError("No keys were given.")
-        _, total, output = self._state
+        top, total, output = self._state
+        if self._sinks is not None:
+            kv_heads, sharing = self._sinks.shape
+            sinks = self._sinks.repeat(len(total) // kv_heads, total.shape[1] // sharing)[:, :, None]  # [S·G, M, 1]
+            total = (sinks - top).exp_().add_(total)
         return output.div_(total).flatten(0, 1)

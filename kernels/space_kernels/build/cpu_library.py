@@ -175,6 +175,7 @@ class AttentionStruct(Structure):
         ("slopes", c_void_p),
         ("slope_factor", c_float),
         ("bias", c_int64),
+        ("sinks", c_void_p),
     )
 
 
@@ -254,6 +255,36 @@ class BuffersStruct(Structure):
         ("low_stride", c_int64),
         ("gated", POINTER(GatedRunStruct)),
         ("num_gated", c_int64),
+    )
+
+
+class ExpertsStruct(Structure):
+    """`Experts` of cpu/experts.h."""
+
+    _fields_ = (
+        ("gate_up", POINTER(LinearStruct)),
+        ("down", POINTER(LinearStruct)),
+        ("count", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+    )
+
+
+class ExpertRowsStruct(Structure):
+    """`ExpertRows` of cpu/experts.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("rows", c_int64),
+        ("per_row", c_int64),
+        ("experts", c_void_p),
+        ("weights", c_void_p),
+        ("places", c_void_p),
+        ("bounds", c_void_p),
+        ("gathered", c_void_p),
+        ("inner", c_void_p),
+        ("made", c_void_p),
+        ("y", c_void_p),
     )
 
 
@@ -347,6 +378,7 @@ _SOURCE_FILES = (
     "table.cpp",
     "attention.cpp",
     "network.cpp",
+    "experts.cpp",
     "draft.cpp",
     "choice.cpp",
     "train.cpp",
@@ -383,6 +415,7 @@ class CpuLibrary:
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
         self.attend = function("attend", rows, heads, attention, c_int)
+        self.experts = function("experts", POINTER(ExpertsStruct), POINTER(ExpertRowsStruct), c_int, result=c_bool)
         self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
         self.argmax = function("argmax", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
         self.sample = function("sample", POINTER(LogitsStruct), POINTER(SamplingStruct), c_void_p, c_void_p, c_int)

@@ -1,6 +1,7 @@
 // The functions that Python calls, one set per kind of processor, named after it.
 
 #include "draft.h"
+#include "experts.h"
 #include "export.h"
 #include "network.h"
 #include "table.h"
@@ -56,6 +57,10 @@ void EXPORT(attend)(const Rows* rows, const Heads* heads, const Attention* a, in
 
 bool EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* buffers, int num_threads) {
     return forward(*network, *rows, *buffers, num_threads);
+}
+
+bool EXPORT(experts)(const Experts* weights, const ExpertRows* rows, int num_threads) {
+    return experts(*weights, *rows, num_threads);
 }
 
 void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads) {

@@ -460,7 +460,8 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         for (int64_t q = 0; q < sharing; ++q) {
             const State& state = scratch.states[m * sharing + q];
             bf16* out = a.out + (members[m] * heads.query + head * sharing + q) * dim;
-            const Lanes share = same(1.0f / state.sum);
+            const float sink = a.sinks ? std::exp(a.sinks[head * sharing + q] - state.peak) : 0.0f;
+            const Lanes share = same(1.0f / (state.sum + sink));
             // + 0: a masked partner may have set the sign of a zero
             for (int64_t d = 0; d < dim; d += LANES) store(out + d, add(mul(load(state.out + d), share), zeros()));
         }

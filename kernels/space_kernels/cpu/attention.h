@@ -42,6 +42,7 @@ struct Attention {
     const float* slopes;  // [query heads] of linear biases (ALiBi); null: none
     float slope_factor;   // of a rounded bias
     int64_t bias;         // 0: slope·(key's position - own); 1: slope·position; 2: factor·bf16(slope·bf16(position))
+    const float* sinks;  // [query heads]: scores that add to the sums of weights; null: none
 };
 
 // Store keys and values of chain rows [first, last); values that are not finite are stored as 0.

@@ -47,8 +47,6 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
         raise UnsupportedModel(
             f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
         )
-    if kind in {"gpt_oss"}:
-        raise UnsupportedModel(f"Models of type {kind!r} have attention sinks, which paged attention does not do.")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModel(
             f"Models of type {kind!r} have multi-head latent attention (MLA, kv_lora_rank in config.json), whose keys "

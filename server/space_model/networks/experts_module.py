@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from space_kernels.build.cpu_library import cpu_library
+from space_kernels.layers.layers import same_function, silu
 from space_kernels.layers.row_invariant_calls import sigmoid
+from space_kernels.linear.compiled_experts import CompiledExperts
+from space_kernels.linear.experts import RowInvariantExperts
 from torch import Tensor, nn
 
 from space_model.model_error import UnsupportedModel
@@ -105,6 +109,19 @@ def gate_of(module: nn.Module, invariant: Callable[[Activation], Activation]) ->
         f"{type(module).__name__} computes its experts' outputs from gate and up projections in a way that this server "
         "does not have row by row on a CPU. Serve the model on a GPU."
     )
+
+
+def experts_for(module: nn.Module, invariant: Callable[[Activation], Activation], weights: str) -> nn.Module:
+    """Return a row-invariant replacement, compiled where it can be; `invariant`: as of gate_of. `weights`: int8 or
+    int4: quantised. Raises UnsupportedModel."""
+    found, gate = ExpertWeights.of(module), gate_of(module, invariant)
+    library = cpu_library()
+    is_swiglu = isinstance(gate, partial) and gate.func is gated and same_function(gate.keywords["act"], silu)
+    plain = found.gate_up_bias is None and found.down_bias is None and CompiledExperts.takes(found.gate_up, found.down)
+    if library is not None and is_swiglu and plain:
+        return CompiledExperts(library, found.gate_up, found.down, weights=weights)
+    biases = {"gate_up_bias": found.gate_up_bias, "down_bias": found.down_bias}
+    return RowInvariantExperts(found.gate_up, found.down, gate, **biases, weights=weights)
 
 
 def _number(module: nn.Module, *names: str) -> float | None:

@@ -22,7 +22,7 @@ from space_kernels.attention.torch_backend import space_attention
 from space_kernels.layers.layers import RowInvariantActivation, gelu, gelu_tanh, same_function, silu
 from space_kernels.layers.row_invariant_calls import GuardedActivation, calls_any, guard, guarded
 from space_kernels.linear.cpu_linear import cpu_linear
-from space_kernels.linear.experts import RowInvariantExperts, RowInvariantRouter
+from space_kernels.linear.experts import RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -34,7 +34,7 @@ from space_model.checkpoint.family import decoder_layers
 from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
 from space_model.model_error import UnsupportedModel
-from space_model.networks.experts_module import ExpertWeights, gate_of, is_experts, router_linears
+from space_model.networks.experts_module import experts_for, is_experts, router_linears
 from space_model.networks.network import PagedKV
 from space_model.stored_weights import release, table_of, weight_of
 
@@ -240,13 +240,13 @@ def paged_attention(
             f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
             "hold keys and values of one size, the same in all layers."
         )
+    sinks = others.pop("s_aux", None)
     asked = {name for name, value in others.items() if value is not None and value is not False}
     unknown = sorted(asked - _MEANINGLESS_HERE)
     if unknown or attention_mask is not None or dropout:
         what = ", ".join(unknown) or ("a mask of its own" if attention_mask is not None else "dropout")
         raise UnsupportedModel(
-            f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do"
-            f"{' (s_aux: attention sinks)' if 's_aux' in unknown else ''}."
+            f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do."
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = _window_of_mask(module, layer) if isinstance(sliding_window, EllipsisType) else sliding_window
@@ -255,7 +255,13 @@ def paged_attention(
         QKV(*(part[0].transpose(0, 1) for part in (query, key, value))),
         space_step.kv.layer(layer),
         space_step.batch.rows,
-        AttentionSpec(float(query.shape[-1] ** -0.5 if scaling is None else scaling), window, softcap, alibi),
+        AttentionSpec(
+            float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+            window,
+            softcap,
+            alibi,
+            sinks.detach().float() if isinstance(sinks, Tensor) else None,
+        ),
     )
     return out[None], None
 
@@ -376,10 +382,7 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
         elif isinstance(child, nn.SiLU | nn.GELU | BloomGelu) or type(child).__module__ == "transformers.activations":
             setattr(base, name, row_invariant(child, num_threads))
         elif is_experts(child):
-            found = ExpertWeights.of(child)
-            gate = gate_of(child, partial(row_invariant, num_threads=num_threads))
-            biases = {"gate_up_bias": found.gate_up_bias, "down_bias": found.down_bias}
-            setattr(base, name, RowInvariantExperts(found.gate_up, found.down, gate, **biases, weights=weights))
+            setattr(base, name, experts_for(child, partial(row_invariant, num_threads=num_threads), weights))
         elif "Experts" in type(child).__name__ and any(weight.dim() > 2 for weight in child.parameters(recurse=False)):
             raise UnsupportedModel(
                 f"{type(child).__name__} is no mixture of experts that this server computes row by row on a CPU: it "

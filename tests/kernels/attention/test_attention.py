@@ -12,7 +12,7 @@ import pytest
 import torch
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, made_up_step, run
 from space_kernels.attention.alibi import Alibi, Bias
-from space_kernels.attention.attention import Attention
+from space_kernels.attention.attention import Attention, AttentionSpec
 from space_kernels.attention.cpu_backend import CompiledAttention
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.build import cpu_library
@@ -61,7 +61,13 @@ def outputs(
 
 
 def dense(
-    step: MadeUpStep, number: int, *, window: int | None, softcap: float | None, alibi: Alibi | None = None
+    step: MadeUpStep,
+    number: int,
+    *,
+    window: int | None,
+    softcap: float | None,
+    alibi: Alibi | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute every row's attention of one sequence in float64, key by key."""
     rows, pattern = step.rows, step.rows.pattern
@@ -90,7 +96,8 @@ def dense(
             elif alibi is not None:
                 places = torch.arange(len(keys))[seen].bfloat16()
                 scores = scores + alibi.factor * (torch.tensor(alibi.slopes[head]).bfloat16() * places).double()
-            of_heads.append(torch.softmax(scores, 0) @ values[seen, head // per_kv])
+            sink = scores.new_full((1,), -math.inf) if sinks is None else sinks[head, None].double()
+            of_heads.append(torch.softmax(torch.cat([scores, sink]), 0)[:-1] @ values[seen, head // per_kv])
         found.append(torch.stack(of_heads))
     return torch.stack(found)
 
@@ -124,6 +131,45 @@ def test_bfloat16_is_as_near_as_its_roundings(
         wanted = dense(step, number, window=window, softcap=softcap)
         # weights are rounded to bfloat16 as values are
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
+
+
+def with_sinks(step: MadeUpStep, attention: Attention, sinks: Tensor | None, window: int | None) -> Tensor:
+    pages = type(step.pages)(*(part.clone() for part in step.pages))
+    return attention(step.qkv, pages, step.rows, AttentionSpec(SCALE, window, sinks=sinks))
+
+
+@in_each_dtype
+@pytest.mark.parametrize("window", [None, 3, 300])
+def test_a_sink_is_one_more_score_whose_value_is_zero(
+    attention: Attention, dtype: torch.dtype, window: int | None
+) -> None:
+    """Against attention without sinks, by the log-sum-exp of a head with sinks of minus infinity and in between."""
+    step = made(ALL, heads=6, kv_heads=2, dtype=dtype)
+    plain = with_sinks(step, attention, None, window)
+    assert torch.equal(with_sinks(step, attention, torch.full((6,), -math.inf), window), plain)
+    assert not bool(with_sinks(step, attention, torch.full((6,), 200.0), window).any())
+    sinks = torch.linspace(-2.0, 6.0, 6)
+    near = {"atol": 2e-6, "rtol": 0.0} if dtype is torch.float32 else {"atol": 2**-7, "rtol": 2**-7}
+    out = with_sinks(step, attention, sinks, window)
+    for number, (chain, masks) in enumerate(
+        zip(step.rows.pattern.chain_runs, step.rows.pattern.mask_runs, strict=True)
+    ):
+        wanted = dense(step, number, window=window, softcap=None, sinks=sinks)
+        torch.testing.assert_close(out[[*chain, *masks]].double(), wanted, **near)
+
+
+@in_each_dtype
+def test_a_row_with_sinks_has_the_same_bits_in_any_company(attention: Attention, dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-2.0, 6.0, 6)
+
+    def of(*sequences: MadeUp) -> Tensor:
+        step = made(sequences, heads=6, kv_heads=2, dtype=dtype)
+        rows = [*step.rows.pattern.chain_runs[-1], *step.rows.pattern.mask_runs[-1]]
+        return with_sinks(step, attention, sinks, 40)[rows]
+
+    alone = of(SPACE)
+    assert torch.equal(of(SHORT, SPACE), alone)
+    assert torch.equal(of(LONG, CHUNK, SPACE), alone)
 
 
 SLOPES = (0.21, 0.03, 0.007, 0.0013)

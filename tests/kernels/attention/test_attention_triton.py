@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -114,6 +115,26 @@ def test_every_number_of_masks_equals_the_reference(k: int) -> None:
 def test_several_splits_equal_the_reference(window: int | None) -> None:
     assert LONG.cached > SPLIT
     assert_equals_reference(made_up_step([LONG, SHORT], heads=2, kv_heads=1, device=DEVICE), window, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("walk", "window"), [("serial", None), ("parallel", 40)])
+def test_sinks_equal_the_reference(walk: Walk, window: int | None, dtype: torch.dtype) -> None:
+    """Some are far below all scores, some far above."""
+    step = made_up_step([SPACE, CHUNK, SHORT, LONG], heads=6, kv_heads=2, head_dim=64, device=DEVICE, dtype=dtype)
+    sinks = torch.tensor([-math.inf, -3.0, 0.0, 2.0, 7.0, 300.0])
+    qkv = QKV(*(tensor.cpu().float().clone() for tensor in step.qkv))
+    pages = KVPages(*(tensor.cpu().float().clone() for tensor in step.pages))
+    rows = StepRows(step.rows.pattern, step.rows.starts, step.rows.pages, step.rows.block_size, torch.device("cpu"))
+    wanted = real(step, reference(qkv, pages, rows, AttentionSpec(SCALE, window, sinks=sinks)))
+    tables = StepTables.of(step.rows)
+    store_kv(step.qkv, step.pages, tables)
+    spec = AttentionSpec(SCALE, window, sinks=sinks.to(DEVICE))
+    out = attend(step.qkv, step.pages, tables, spec, walk=walk)
+    assert out.dtype is dtype
+    near, relative = (1e-5, 0.0) if dtype is torch.float32 else (2**-7, 2**-7)  # weights and outputs are rounded
+    torch.testing.assert_close(real(step, out).cpu().float(), wanted, atol=near, rtol=relative)
+    assert not bool(out[len(real(step, out)) :].any())
 
 
 SWAPPED = [AttentionTile(queries, keys=64, warps=4, stages=3, swapped=True) for queries in (16, 32)]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from space_kernels.build import cpu_library
 from space_kernels.layers.layers import RowInvariantActivation, silu
+from space_kernels.linear.compiled_experts import CompiledExperts
 from space_kernels.linear.experts import RowInvariantExperts
 from space_kernels.linear.group_weights import GroupWeights, group_form
 from space_kernels.linear.int8_linear import Int8Weights
@@ -36,7 +38,7 @@ class Case:
             return act(first.contiguous()) * second
 
         biases: dict[str, Any] = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1]}
-        self.experts = RowInvariantExperts(self.gate_up, self.down, gate, **biases, weights=weights)
+        self.experts: torch.nn.Module = RowInvariantExperts(self.gate_up, self.down, gate, **biases, weights=weights)
         self.rows = numbers(64, HIDDEN, seed=5).to(dtype)
         others = torch.stack([torch.randperm(EXPERTS - 2)[: PER_ROW - 1] + 1 for _ in range(64)])
         self.chosen = torch.cat([others, torch.zeros(64, 1, dtype=torch.int64)], dim=1)
@@ -107,3 +109,30 @@ def test_a_row_is_the_weighted_sum_of_its_experts(
         torch.testing.assert_close(whole[row], case.wanted(row), atol=near, rtol=0)
     for count in (1, 2, 3, 5, 17, 33):
         assert torch.equal(case.of(slice(count)).float(), whole[:count]), count
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("kind", cpu_library.own_kinds())
+@torch.inference_mode()
+def test_compiled_experts_compute_the_same_sum_and_each_row_alone(kind: str, weights: str, num_threads: int) -> None:
+    case = Case(torch.bfloat16, num_threads, weights)
+    case.biases = torch.zeros_like(case.biases[0]), torch.zeros_like(case.biases[1])
+    case.experts = CompiledExperts(cpu_library.library_for(kind), case.gate_up, case.down, weights=weights)
+    whole = case.of(slice(None))
+    for row in range(0, 64, 7):
+        torch.testing.assert_close(whole[row].float(), case.wanted(row), atol=0.03, rtol=0)
+    for count in (*range(1, 20), 31, 32, 33, 63):
+        assert torch.equal(case.of(slice(count)), whole[:count]), count
+    shuffled = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(case.of(shuffled), whole[shuffled])
+    turned = torch.tensor([2, 0, 1])
+    assert torch.equal(case.experts(case.rows, case.chosen[:, turned], case.weight[:, turned]), whole)
+
+
+def test_an_expert_that_does_not_exist_is_an_error() -> None:
+    case = Case(torch.bfloat16, 1)
+    experts = CompiledExperts(cpu_library.library_for(cpu_library.own_kinds()[0]), case.gate_up, case.down)
+    with pytest.raises(IndexError, match="There are 6 experts; a row chose 6"):
+        experts(case.rows, case.chosen.clone().fill_(6), case.weight)
+    with pytest.raises(ValueError, match="Compiled experts take bfloat16"):
+        CompiledExperts(cpu_library.library_for(cpu_library.own_kinds()[0]), case.gate_up.float(), case.down.float())

@@ -73,8 +73,8 @@ def test_an_unknown_attention_keyword_is_refused_by_name(llama: Path) -> None:
     batch = ForwardBatch.build([Segment([1], 0, [0])], block_size=16, mask_ids=())
     step = AttentionStep(batch, model.allocate_kv(1, 16))
     query, key = torch.zeros(1, 4, 4, 16), torch.zeros(1, 2, 4, 16)
-    with pytest.raises(UnsupportedModel, match="asks for s_aux"):
-        paged_attention(torch.nn.Identity(), query, key, key, None, space_step=step, s_aux=torch.zeros(4))
+    with pytest.raises(UnsupportedModel, match="asks for bias"):
+        paged_attention(torch.nn.Identity(), query, key, key, None, space_step=step, bias=torch.zeros(4))
     with pytest.raises(UnsupportedModel, match="asks for a mask of its own"):
         paged_attention(torch.nn.Identity(), query, key, key, torch.zeros(4), space_step=step)
 
@@ -114,7 +114,7 @@ def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_p
         torch.testing.assert_close(found, expect(long[: 49 + g] + masks)[49 + g :], atol=2e-4, rtol=0)
 
 
-INVARIANT_FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2", "glm4_moe"]
+INVARIANT_FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2", "glm4_moe", "gpt_oss"]
 LENGTH = 280  # beyond one key block
 BLOCK = 16
 
