@@ -180,6 +180,84 @@ def _rows(weight: Tensor, generator: torch.Generator | None) -> Packed:
     return parts, q.float() * (largest[:, None] / 127)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of a float of four bits, by its bits."""
+
+
+def _nearest_e2m1(parts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """parts [out, groups, group], scale [out, groups] -> packed uint8 [out, in / 2], and what it means, [out, in]."""
+    q = (parts[..., None] / scale[:, :, None, None] - E2M1).abs().argmin(3)
+    flat = q.flatten(1).to(torch.uint8)
+    return flat[:, 0::2] | flat[:, 1::2] << 4, (E2M1[q] * scale[:, :, None]).flatten(1)
+
+
+def _nvfp4(*, multiplies: bool) -> Pack:
+    """`multiplies`: the scale of all is multiplied by (ModelOpt), not divided by (compressed-tensors)."""
+
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
+        parts = weight.view(len(weight), -1, 16)
+        most = parts.abs().amax(2)
+        of_all = weight.abs().amax() / (6 * 448)
+        scale = (most / 6 / of_all).to(torch.float8_e4m3fn)
+        if multiplies:
+            packed, meant = _nearest_e2m1(parts, scale.float() * of_all)
+            return {"weight": packed, "weight_scale": scale, "weight_scale_2": of_all, "input_scale": of_all / 2}, meant
+        packed, meant = _nearest_e2m1(parts, scale.float() / (1 / of_all))
+        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": (1 / of_all).view(1)}, meant
+
+    return pack
+
+
+def _mxfp4(weight: Tensor, generator: torch.Generator | None) -> Packed:
+    parts = weight.view(len(weight), -1, 32)
+    exponents = torch.log2(parts.abs().amax(2) / 6).ceil()
+    packed, meant = _nearest_e2m1(parts, 2**exponents)
+    return {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}, meant
+
+
+def _mxfp8(weight: Tensor, generator: torch.Generator | None) -> Packed:
+    parts = weight.view(len(weight), -1, 32)
+    exponents = torch.log2(parts.abs().amax(2) / 448).ceil()
+    q = (parts / 2 ** exponents[:, :, None]).to(torch.float8_e4m3fn)
+    meant = (q.float() * 2 ** exponents[:, :, None]).flatten(1)
+    return {"weight": q.flatten(1), "weight_scale": (exponents + 127).to(torch.uint8)}, meant
+
+
+def _float_rows(weight: Tensor, generator: torch.Generator | None) -> Packed:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": q, "weight_scale": scale, "input_scale_ub": torch.tensor([1200.0])}, q.float() * scale
+
+
+def _half_quadratic(bits: int, axis: int) -> Pack:
+    """Groups of GROUP numbers in the weight's order are columns (`axis` 0) or rows (1) of another shape."""
+
+    def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
+        groups = weight.reshape(-1, GROUP) if axis else weight.reshape(GROUP, -1)
+        low, high = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
+        scale, levels = (high - low) / (2**bits - 1), 2**bits - 1
+        zero = (-low / scale).round()
+        q = ((groups / scale).round() + zero).clamp(0, levels).to(torch.int32)
+        per_word = 10 if bits == 3 else 8 // bits
+        rows = torch.nn.functional.pad(q, (0, 0, 0, -len(q) % per_word)).view(per_word, -1, q.shape[1])
+        words = torch.zeros_like(rows[0])
+        for row in rows:
+            words = words << bits | row
+        texts = {"packing": "3bit_32" if bits == 3 else f"{bits}bit_u8", "compute_dtype": "torch.float16"}
+        parts = {
+            "W_q": words if bits == 3 else words.to(torch.uint8),
+            "scale": scale,
+            "zero": zero,
+            "shape": torch.tensor(weight.shape),
+            **{name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()},
+            **{name: torch.tensor(0, dtype=torch.uint8) for name in ("view_as_float", "quant_zero", "offload_meta")},
+            **{name: torch.tensor(n, dtype=torch.int32) for name, n in (("nbits", bits), ("group_size", GROUP))},
+        }
+        return parts, ((q - zero) * scale).view(weight.shape)
+
+    return pack
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
@@ -236,6 +314,25 @@ KINDS: Mapping[str, tuple[Pack, Mapping[str, Any]]] = {
         _gptq(4, 0, "of all"),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
     ),
+    "nvfp4": (
+        _nvfp4(multiplies=False),
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "mxfp4": (_mxfp4, _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32)),
+    "mxfp8": (_mxfp8, _compressed("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32)),
+    "ModelOpt nvfp4": (_nvfp4(multiplies=True), {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "fbgemm fp8": (_float_rows, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "AutoRound, packed as GPTQ": (
+        _gptq(4, 1, "as they come"),
+        {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": "auto_round:auto_gptq"},
+    ),
+    "AutoRound, packed as AWQ": (
+        _awq,
+        {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": "auto_round:auto_awq"},
+    ),
+    "HQQ 4 bits": (_half_quadratic(4, 1), {"quant_method": "hqq"}),
+    "HQQ 3 bits, groups in columns": (_half_quadratic(3, 0), {"quant_method": "hqq"}),
+    "HQQ 2 bits": (_half_quadratic(2, 1), {"quant_method": "hqq"}),
 }
 """The packing function of each kind, and its quantization_config."""
 

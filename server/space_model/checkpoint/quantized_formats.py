@@ -4,6 +4,8 @@ AWQ                 W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = i // g
 GPTQ                W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = g_idx[i]; version 1 keeps z - 1
 compressed-tensors  W[o, i] = (q[o, i] - z[o, g]) · s[o, g]          one g, one per row, per group, or per block
 fp8                 W[o, i] = q[o, i] · s[o // 128, i // 128]    one s per block, per row, or one
+nvfp4, mxfp4        W[o, i] = e2m1[q[o, i]] · s[o, i // 16 or 32]    nvfp4: s of eight bits times one for all; mxfp4: 2ⁿ
+HQQ                 W = ((q - z) · s) in the weight's shape      groups are rows or columns of another shape
 bitsandbytes 4-bit  W = code[q] · absmax[n // block size]            n: the flat index; absmax may be quantised, too
 bitsandbytes 8-bit  W[o, i] = q[o, i] · s[o] / 127
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,15 +48,34 @@ def halves(packed: Tensor) -> Tensor:
     return torch.stack([flat >> 4, flat & 15], dim=1).flatten()
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Floats of four bits but for their sign, which is the highest bit: 1 bit of mantissa, 2 of exponent."""
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Unpack uint8 [rows, n] to float32 [rows, 2n], the low half of a byte first."""
+    if packed.dtype is not torch.uint8 or packed.dim() != 2:
+        raise ValueError(f"its numbers are {packed.dtype} {tuple(packed.shape)}; floats of four bits are uint8 in rows")
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    return torch.stack([values[(packed & 15).long()], values[(packed >> 4).long()]], dim=2).flatten(1)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """Return float32 2^(n - 127) of uint8 exponents (e8m0)."""
+    return torch.exp2(exponents.float() - 127)
+
+
 Read = Callable[[str], Tensor]  # returns a module's tensor by its suffix, such as `qweight`
 
 CURE = (
-    "Use the checkpoint it was made from, or one in AWQ, GPTQ, compressed-tensors, fp8, ModelOpt FP8 or bitsandbytes "
-    "format."
+    "Use the checkpoint it was made from, or one in AWQ, GPTQ, AutoRound, compressed-tensors, fp8, ModelOpt FP8 or "
+    "NVFP4, HQQ or bitsandbytes format."
 )
 
 
-INT4_FORMATS = frozenset(layout.value for layout in Layout)
+_AUTO_ROUND = "AutoRound"
+
+INT4_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND}
 """Names of the formats of which `--weights packed` holds four-bit linears as they are stored."""
 
 
@@ -160,7 +181,8 @@ class Gptq(QuantizedFormat):
 
 @dataclass(frozen=True)
 class CompressedTensors(QuantizedFormat):
-    """compressed-tensors: packed integers, plain int8, or float8. Activations are not quantised."""
+    """compressed-tensors: packed integers, plain int8, float8, or packed floats of four bits. Activations are not
+    quantised."""
 
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
     has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group
@@ -175,9 +197,14 @@ class CompressedTensors(QuantizedFormat):
     needless: frozenset[str] = frozenset(part for part in parts if not part.startswith("weight_"))
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
-        scale = read("weight_scale").float()
+        scale = read("weight_scale")
+        scale = power_of_two(scale) if scale.dtype is torch.uint8 else scale.float()
         zero = read("weight_zero_point") if "weight_zero_point" in parts else None
-        if "weight_packed" in parts:
+        if "weight_packed" in parts and "weight_shape" not in parts:
+            q = unpack_e2m1(read("weight_packed"))
+            if "weight_global_scale" in parts:
+                scale = scale / read("weight_global_scale").float()
+        elif "weight_packed" in parts:
             rows, columns = (int(n) for n in read("weight_shape").tolist())
             words = read("weight_packed")
             bits = next((b for b in (4, 8) if words.shape[1] == -(-columns * b // 32)), None)
@@ -255,6 +282,7 @@ class BlockFp8(QuantizedFormat):
     library: str = "kernels"  # "": none
     parts: frozenset[str] = frozenset(
         {"weight_scale_inv", "weight_scale", "activation_scale", "input_scale", "output_scale", "k_scale", "v_scale"}
+        | {"input_scale_ub"}
     )
     markers: frozenset[str] = frozenset({"weight_scale_inv", "weight_scale"})
     needless: frozenset[str] = parts - markers
@@ -277,6 +305,56 @@ class BlockFp8(QuantizedFormat):
 
 
 @dataclass(frozen=True)
+class ModelOptFp4(QuantizedFormat):
+    """NVIDIA ModelOpt's NVFP4: floats of four bits, an e4m3 scale for each 16 inputs, and one for all."""
+
+    name: str = "ModelOpt NVFP4"
+    library: str = ""
+    parts: frozenset[str] = frozenset({"weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"})
+    markers: frozenset[str] = frozenset({"weight_scale_2"})
+    needless: frozenset[str] = frozenset({"input_scale", "k_scale", "v_scale"})
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        q, scale = unpack_e2m1(read("weight")), read("weight_scale").float()
+        if scale.shape != (len(q), q.shape[1] // 16):
+            raise ValueError(f"it has {tuple(scale.shape)} scales for {tuple(q.shape)} numbers in groups of 16")
+        return q * (scale * read("weight_scale_2").float()).repeat_interleave(16, 1)
+
+
+_HQQ_PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
+"""Bits of a number. The rows that a word has are as many apart as there are words, the first in the highest bits."""
+
+
+@dataclass(frozen=True)
+class Hqq(QuantizedFormat):
+    """Half-quadratic quantisation, as the `hqq` library saves it for safetensors: settings are tensors, too."""
+
+    name: str = "HQQ"
+    library: str = ""
+    parts: frozenset[str] = frozenset(
+        {"W_q", "scale", "zero", "shape", "packing", "group_size", "axis", "nbits", "view_as_float"}
+        | {"channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"}
+        | {"quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"}
+    )
+    markers: frozenset[str] = frozenset({"W_q"})
+    needless: frozenset[str] = parts - {"W_q", "scale", "zero", "shape", "packing"}
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        packing = bytes(read("packing").tolist()).decode()
+        shape = [int(n) for n in read("shape").tolist()]
+        zero, scale = read("zero").float(), read("scale").float()
+        if packing not in _HQQ_PACKINGS:
+            raise ValueError(f"its packing is {packing!r}; {', '.join(_HQQ_PACKINGS)} are read")
+        bits = _HQQ_PACKINGS[packing]
+        words = read("W_q").view(torch.int32 if bits == 3 else torch.uint8)  # may be viewed as floats
+        per_word = 10 if bits == 3 else 8 // bits
+        rows = torch.cat([(words >> (bits * n)) & ((1 << bits) - 1) for n in reversed(range(per_word))])
+        columns = rows.shape[1] if rows.dim() == 2 else 1
+        rows = rows[: math.prod(shape) // columns]  # three bits: the last words may not be full
+        return ((rows.float() - zero) * scale).view(shape)
+
+
+@dataclass(frozen=True)
 class Bitsandbytes(QuantizedFormat):
     """bitsandbytes: nf4 and fp4 with absolute maxima per block, or int8 with a scale per row."""
 
@@ -293,77 +371,111 @@ class Bitsandbytes(QuantizedFormat):
         if "SCB" in parts:
             return read("weight").float() * (read("SCB").float()[:, None] / 127)
         (state,) = [part for part in parts if part.startswith("weight.quant_state.")]
-        said: dict[str, Any] = json.loads(bytes(read(state).tolist()))
+        settings: dict[str, Any] = json.loads(bytes(read(state).tolist()))
         absmax = read("weight.absmax")
         if "weight.nested_absmax" in parts:
-            outer = read("weight.nested_absmax").float().repeat_interleave(int(said["nested_blocksize"]))
+            outer = read("weight.nested_absmax").float().repeat_interleave(int(settings["nested_blocksize"]))
             code = read("weight.nested_quant_map").float()
-            absmax = code[absmax.long()] * outer[: len(absmax)] + float(said["nested_offset"])
+            absmax = code[absmax.long()] * outer[: len(absmax)] + float(settings["nested_offset"])
         values = read("weight.quant_map").float()[halves(read("weight")).long()]
-        count = math.prod(map(int, said["shape"]))
-        of_element = absmax.float().repeat_interleave(int(said["blocksize"]))[:count]
-        return (values[:count] * of_element).view(*said["shape"])
+        count = math.prod(map(int, settings["shape"]))
+        of_element = absmax.float().repeat_interleave(int(settings["blocksize"]))[:count]
+        return (values[:count] * of_element).view(*settings["shape"])
 
 
 def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
     """Return the format in config.json of the checkpoint `name`; None: unquantised. Raises UnsupportedModel."""
-    said = config.get("quantization_config")
-    if said is None:
+    settings = config.get("quantization_config")
+    if settings is None:
         return None
-    method = str(said.get("quant_method", "")) if isinstance(said, Mapping) else ""
+    method = str(settings.get("quant_method", "")) if isinstance(settings, Mapping) else ""
     try:
         match method:
             case "awq":
-                return _awq(said, name)
+                return _awq(settings, name)
             case "gptq":
-                return _gptq(said, name)
+                return _gptq(settings, name)
             case "compressed-tensors":
-                return _compressed_tensors(said, name)
+                return _compressed_tensors(settings, name)
             case "fp8":
-                high, wide = said.get("weight_block_size") or (1, 1)
+                high, wide = settings.get("weight_block_size") or (1, 1)
                 return BlockFp8((int(high), int(wide)))
+            case "fbgemm_fp8":
+                return BlockFp8((1, 1), name="fbgemm fp8", library="")
+            case "auto-round" | "intel/auto-round":
+                return _auto_round(settings, name)
+            case "hqq":
+                return Hqq()
             case "modelopt":
-                return _modelopt(said, name)
+                return _modelopt(settings, name)
             case "bitsandbytes":
                 return Bitsandbytes()
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"The quantization_config of {name} cannot be read as {method}: {error!r}.") from error
-    raise UnsupportedModel(f"{name} is quantised as {method or said}, which is not read. {CURE}")
+    raise UnsupportedModel(f"{name} is quantised as {method or settings}, which is not read. {CURE}")
 
 
-def _awq(said: Mapping[str, Any], name: str) -> Awq:
-    version, bits = str(said.get("version", "gemm")).lower(), int(said.get("bits", said.get("w_bit", 4)))
+def _awq(settings: Mapping[str, Any], name: str) -> Awq:
+    version, bits = str(settings.get("version", "gemm")).lower(), int(settings.get("bits", settings.get("w_bit", 4)))
     if version != "gemm" or bits != 4:
         raise UnsupportedModel(f"{name} is quantised as AWQ {version} with {bits} bits; gemm with 4 is read. {CURE}")
-    return Awq(int(said.get("group_size", said.get("q_group_size", 128))))
+    return Awq(int(settings.get("group_size", settings.get("q_group_size", 128))))
 
 
-def _modelopt(said: Mapping[str, Any], name: str) -> BlockFp8:
+def _auto_round(settings: Mapping[str, Any], name: str) -> Awq | Gptq:
+    """Parse AutoRound's settings: it packs as GPTQ or AWQ do. Layers of other bits are refused, unquantised ones are
+    read."""
+    packing, bits = str(settings.get("packing_format", "")), int(settings["bits"])
+    each_bits = {int(each.get("bits", bits)) for each in (settings.get("extra_config") or {}).values()}
+    if others := sorted(each_bits - {bits, 16, 32}):
+        raise UnsupportedModel(
+            f"{name} is quantised by AutoRound with {', '.join(map(str, [bits, *others]))} bits; one number of bits "
+            f"for all is read. {CURE}"
+        )
+    match packing:
+        case "auto_round:auto_awq":
+            return replace(_awq(settings, name), name=_AUTO_ROUND, library="auto_round")
+        case "auto_round:auto_gptq":
+            return replace(_gptq(settings, name), name=_AUTO_ROUND, library="auto_round")
+    raise UnsupportedModel(
+        f"{name} is quantised by AutoRound and packed as {packing!r}; auto_round:auto_gptq and auto_round:auto_awq are "
+        f"read. {CURE}"
+    )
+
+
+def _modelopt(settings: Mapping[str, Any], name: str) -> BlockFp8 | ModelOptFp4:
     """Parse NVIDIA ModelOpt's settings: in hf_quant_config.json, or since 0.29 also in config.json."""
-    nested = said.get("quantization")
-    algorithm = str((nested if isinstance(nested, Mapping) else said).get("quant_algo") or "")
+    nested = settings.get("quantization")
+    algorithm = str((nested if isinstance(nested, Mapping) else settings).get("quant_algo") or "")
+    if algorithm == "NVFP4":
+        return ModelOptFp4()
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        raise UnsupportedModel(f"{name} is quantised by ModelOpt as {algorithm or dict(said)}; FP8 is read. {CURE}")
+        raise UnsupportedModel(
+            f"{name} is quantised by ModelOpt as {algorithm or dict(settings)}; FP8 and NVFP4 are read. {CURE}"
+        )
     return BlockFp8((1, 1), name="ModelOpt FP8", library="")
 
 
-def _gptq(said: Mapping[str, Any], name: str) -> Gptq:
-    bits, kind = int(said["bits"]), str(said.get("checkpoint_format") or "gptq")
+def _gptq(settings: Mapping[str, Any], name: str) -> Gptq:
+    bits, kind = int(settings["bits"]), str(settings.get("checkpoint_format") or "gptq")
     if bits not in (2, 4, 8) or kind not in ("gptq", "gptq_v2"):
         raise UnsupportedModel(
             f"{name} is quantised as GPTQ {kind} with {bits} bits; gptq and gptq_v2 with 2, 4 or 8 are read. {CURE}"
         )
-    return Gptq(bits, int(said.get("group_size", -1)), zeros_are_shifted=kind == "gptq")
+    return Gptq(bits, int(settings.get("group_size", -1)), zeros_are_shifted=kind == "gptq")
 
 
-_READ_FORMATS = frozenset({"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"})
+_READ_FORMATS = frozenset(
+    {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"}
+    | {"nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"}
+)
 
 
-def _compressed_tensors(said: Mapping[str, Any], name: str) -> CompressedTensors:
-    groups = list((said.get("config_groups") or {}).values())
-    kinds = {str(said.get("format", "dense"))} | {str(group["format"]) for group in groups if group.get("format")}
+def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTensors:
+    groups = list((settings.get("config_groups") or {}).values())
+    kinds = {str(settings.get("format", "dense"))} | {str(group["format"]) for group in groups if group.get("format")}
     kinds.discard("mixed-precision")
-    sparsity = (said.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     if others := sorted(kinds - _READ_FORMATS):
         raise UnsupportedModel(
             f"{name} is quantised as compressed-tensors {others[0]}, which is not read; "

@@ -110,8 +110,8 @@ def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
         ({"quant_method": "gptq", "bits": 3}, "GPTQ gptq with 3 bits; gptq and gptq_v2 with 2, 4 or 8 are read"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ marlin with 4 bits"),
         ({"quant_method": "gptq"}, "cannot be read as gptq: KeyError"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantised by ModelOpt as NVFP4; FP8 is read. Use the"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized, which is"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt as W4A8_AWQ; FP8 and NVFP4 are read. Use"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized, which is"),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -119,6 +119,14 @@ def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
                 "sparsity_config": {"format": "sparse-24-bitmask"},
             },
             "keeps its weights sparse",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:exllamav2"},
+            "packed as 'auto_round:exllamav2'; auto_round:auto_gptq and auto_round:auto_awq are read",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 16}, "x": {"bits": 8}}},
+            "quantised by AutoRound with 4, 8 bits; one number",
         ),
     ],
 )
