@@ -26,6 +26,10 @@ CHAT_TEMPLATE = (
 
 _LLAMA3_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **_LLAMA3_FACTORS}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0, 2.2], "long_factor": [1.0, 1.4, 2.1, 3.3, 4.0, 5.0, 6.0, 8.0],
+}  # fmt: skip
 _GRANITE = {"logits_scaling": 2.0, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
 _MOE = {"num_experts_per_tok": 2}
 _SIGMOID_ROUTED = {
@@ -61,11 +65,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 `glm4_moe` experts chosen within groups by sigmoids with a bias, and a shared expert, `gpt_oss` attention sinks and
 experts with biases and limits."""
 
-OWN_ATTENTION: dict[str, dict[str, Any]] = {
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", "new_decoder_architecture": True},
     "bloom": {"model_type": "bloom"},
+    "phi3_longrope": {
+        "model_type": "phi3",
+        "rope_parameters": _LONGROPE,
+        "original_max_position_embeddings": 256,
+    },
 }
-"""Families that compute their attention themselves; `bloom` has linear biases."""
+"""Families that compute their attention themselves (`bloom` has linear biases), and one whose angles depend on the
+served window."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
@@ -127,7 +137,7 @@ def tiny_checkpoint(
         "max_position_embeddings": window,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), END),
         "tie_word_embeddings": True,
-        **(FAMILIES | OWN_ATTENTION | WHOLE_FAMILIES)[family],
+        **(FAMILIES | MORE_FAMILIES | WHOLE_FAMILIES)[family],
         **config,
     }
     _name_heads(fields)

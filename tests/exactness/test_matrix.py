@@ -173,9 +173,13 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
 
 
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(1, model=("falcon", "bloom"), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+    ("model", "cell"),
+    cover(1, model=("falcon", "bloom", "phi3_longrope"), layout=("k5", "mixed"), **FEW_LAWS),
+    ids=name_of,
 )
-def test_it_is_so_with_families_that_attend_by_themselves(model: str, cell: Cell, subject_of: Subjects) -> None:
+def test_it_is_so_with_families_that_attend_by_themselves_or_turn_by_length(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
@@ -209,8 +213,10 @@ def test_every_two_conditions_with_eight_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("falcon", "bloom"), **FEW_LAWS), ids=name_of)
-def test_every_two_conditions_with_families_that_attend_by_themselves(
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(2, model=("falcon", "bloom", "phi3_longrope"), **FEW_LAWS), ids=name_of
+)
+def test_every_two_conditions_with_families_that_attend_by_themselves_or_turn_by_length(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
     check_cell(subject_of(model, cell.dtype), cell)

@@ -9,7 +9,7 @@ import pytest
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle, NotEqual, Tie
 from space_common.worker_client import ClientSequence, WorkerClient
-from space_model.testing import FAMILIES, OWN_ATTENTION
+from space_model.testing import FAMILIES, MORE_FAMILIES
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 
@@ -42,7 +42,7 @@ def test_greedy_text_is_what_generate_gives(family: str, k: int, subject_of: Sub
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", [*FAMILIES, *OWN_ATTENTION])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_long_greedy_text_of_every_family_is_what_generate_gives(
     family: str, subject_of: Subjects, checkpoint_of: Folders
 ) -> None:

@@ -27,7 +27,7 @@ OWN_ATTENTION = frozenset(
 """Families that compute attention themselves, or do not hand it the step, and have a part for that
 (networks/own_attention)."""
 
-SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+SERVED_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
 _ROPE_OF_LENGTH = ("dynamic", "longrope", "su", "ntk")
 """RoPE types whose angles depend on the longest sequence of a batch; `su` is an old name of longrope."""
 
@@ -83,9 +83,10 @@ def _refuse_mpt(name: str, config: PreTrainedConfig) -> None:
 
 def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for rope in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:  # by layer type, or one set
+    by_layer = [value for value in ropes.values() if isinstance(value, dict)]
+    for rope in by_layer or [ropes]:
         kind, theta = rope.get("rope_type", "default"), rope.get("rope_theta")
-        if kind in _ROPE_OF_LENGTH:
+        if kind in _ROPE_OF_LENGTH and (by_layer or kind not in SERVED_ROPE):
             raise UnsupportedModel(
                 f"{name} scales its rotary positions by {kind!r}: the angles would depend on the longest "
                 "sequence of the batch. Use a checkpoint with linear, llama3 or yarn scaling, or none."
@@ -196,12 +197,25 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
 
 
 def positions(config: PreTrainedConfig) -> int | None:
-    """Return how many positions the model was trained with; None if config.json does not say."""
+    """Return how many positions are served unless more are asked for; None if config.json does not say."""
     names = "max_position_embeddings", "max_seq_len", "seq_length"  # MPT has the second, BLOOM the third or none
     found = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return int(rope["original_max_position_embeddings"])  # beyond it all angles are others (networks/fixed_rope)
     if found is None and config.model_type == "bloom":
         return 2048
     return None if found is None else int(found)
+
+
+def longest(config: PreTrainedConfig) -> int | None:
+    """Return how many positions may be asked for; None if config.json does not say."""
+    rope, trained = getattr(config, "rope_parameters", None) or {}, positions(config)
+    if rope.get("rope_type") == "longrope":
+        return int(config.max_position_embeddings)
+    if rope.get("rope_type") == "dynamic" and trained is not None:
+        return int(trained * float(rope.get("factor", 1.0)))
+    return trained
 
 
 def has_linear_biases(config: PreTrainedConfig) -> bool:

@@ -44,6 +44,7 @@ from space_model.model_error import (
     malformed_is_unsupported,
 )
 from space_model.model_facts import HeadFacts, ModelFacts, Ranks
+from space_model.networks.fixed_rope import fix_angles
 from space_model.networks.llama_network import compact_network
 from space_model.networks.own_attention.attach import attach as attach_own_attention
 from space_model.networks.tensor_parallel import Share
@@ -134,6 +135,8 @@ def load_model(
     else:
         model = read_part(checkpoint, config, Share(ranks.rank, ranks.size), number, place)
     _log.info("weights read in %.2f s, and on %s", time.perf_counter() - begun, place)
+    window = _window(config, max_model_len)
+    fix_angles(model, window, checkpoint.name)
     vocab_size = len(model.get_output_embeddings().weight)
     eos_ids = checkpoint.eos_ids(vocab_size)
     both = sorted(set(eos_ids).intersection(section.mask_ids))
@@ -148,7 +151,7 @@ def load_model(
         num_heads=num_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        window=_window(config, max_model_len),
+        window=window,
         dtype=number,
         dtype_reason=reason,
         device=place,
@@ -314,11 +317,11 @@ def _reading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _window(config: PreTrainedConfig, max_model_len: int | None) -> int:
-    trained = family.positions(config)
+    trained, longest = family.positions(config), family.longest(config)
     if max_model_len is None:
         if trained is None:
             raise InvalidSetting("config.json does not say how many positions the model has; give max_model_len.")
         return int(trained)
-    if max_model_len < 1 or (trained is not None and max_model_len > trained):
-        raise InvalidSetting(f"max_model_len must lie in 1..{trained}, the model's positions; got {max_model_len}.")
+    if max_model_len < 1 or (longest is not None and max_model_len > longest):
+        raise InvalidSetting(f"max_model_len must lie in 1..{longest}, the model's positions; got {max_model_len}.")
     return max_model_len

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 class MetaModel(TorchFunctionMode):
     """In the block, a model made on the meta device draws no initial values, and has its positions on the CPU.
 
-    `torch.arange` gives the positions, from which rotary angles and masks are computed: these buffers then have values,
-    as transformers has `torch.linspace` give them there. Enter it before the block that sets the device.
+    `torch.arange` gives the positions, and `torch.tensor` the factors, from which rotary angles and masks are computed:
+    these buffers then have values, as transformers has `torch.linspace` give them there. Enter it before the block that
+    sets the device.
     """
 
     def __torch_function__(
@@ -33,7 +34,8 @@ class MetaModel(TorchFunctionMode):
             target = args[0] if args else named.get("tensor")
             if isinstance(target, Tensor) and target.is_meta:
                 return target
-        if func is torch.arange and _is_meta(named.get("device")):
+        gives = func is torch.arange or (func is torch.tensor and bool(args) and isinstance(args[0], list) and args[0])
+        if gives and _is_meta(named.get("device")):  # an empty list asks for the current device
             named = {**named, "device": "cpu"}
         return func(*args, **named)
 

@@ -295,8 +295,9 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         cure = "Give --max-model-len."
         yield Finding("memory", "fail", "config.json does not say how many positions the model has.", cure)
         return
-    if trained and window > trained:
-        yield Finding("memory", "fail", f"--max-model-len {window}: the model has {trained} positions.", "Lower it.")
+    longest = family.longest(model) or 0
+    if longest and window > longest:
+        yield Finding("memory", "fail", f"--max-model-len {window}: the model has {longest} positions.", "Lower it.")
         return
     try:
         unread = missing.num_bytes if missing else 0

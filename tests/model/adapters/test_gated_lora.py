@@ -30,7 +30,7 @@ from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
-from space_model.testing import FAMILIES, FIRST_MASK, OWN_ATTENTION, tiny_adapter, tiny_checkpoint
+from space_model.testing import FAMILIES, FIRST_MASK, MORE_FAMILIES, tiny_adapter, tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -207,7 +207,7 @@ def merged(path: Path, adapter: GatedLora) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OWN_ATTENTION])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @torch.inference_mode()
 def test_mask_rows_are_those_of_merged_weights_behind_the_base_s_keys_and_values(family: str, tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "base", family)

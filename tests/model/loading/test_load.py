@@ -139,7 +139,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 2.0}}, "by 'ntk'"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "are LlamaForCausalLM: .* Use a checkpoint of Llama"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "brings .auto_map .* is never run"),
         ({"model_type": "xglm", "head_dim": None}, "XGLMForCausalLM computes its attention by itself"),
@@ -334,7 +334,7 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "ori
     ("fields", "message"),
     [
         ({"rope_parameters": THETA | {"rope_type": "su"}}, "by 'su': the angles would depend on the longest sequence"),
-        ({"rope_parameters": THETA | {"rope_type": "longrope"} | LONG}, "by 'longrope'"),
+        ({"rope_parameters": THETA | {"rope_type": "ntk"} | LONG}, "by 'ntk'"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_parameters": None}, "by 'ntk'"),
         ({"rope_parameters": THETA | {"rope_type": "spiral"}}, "by 'spiral' .*none of default, linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta .* is 0.*; it must be above 0"),

@@ -23,7 +23,7 @@ from space_model.networks.transformers_network import (
     paged_attention,
 )
 from space_model.space_model import SpaceModel
-from space_model.testing import FAMILIES, OWN_ATTENTION, tiny_checkpoint
+from space_model.testing import FAMILIES, MORE_FAMILIES, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -79,7 +79,7 @@ def test_an_unknown_attention_keyword_is_refused_by_name(llama: Path) -> None:
         paged_attention(torch.nn.Identity(), query, key, key, torch.zeros(4), space_step=step)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OWN_ATTENTION])
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @torch.inference_mode()
 def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_path: Path) -> None:
     """Prefill in chunks, then SPACE rows of one sequence beside plain rows of another; chain and mask rows both."""

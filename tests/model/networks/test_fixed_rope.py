@@ -1,0 +1,110 @@
+"""Angles that depend on a sequence's length are those of the served window, as transformers computes them for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
+from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7], "long_factor": [1.0, 2.1, 3.3, 5.0, 6.0, 8.0],
+    "partial_rotary_factor": 0.75,
+}  # fmt: skip
+"""As Phi-4-mini's: three quarters of each head are rotated."""
+
+
+def ids_of(count: int) -> list[int]:
+    return [(7 * i + 3) % 100 + 16 for i in range(count)]
+
+
+@torch.inference_mode()
+def logits(model: SpaceModel, ids: list[int], *chunks: int) -> Tensor:
+    pages = list(range(-(-len(ids) // 16)))
+    kv, parts, start = model.allocate_kv(len(pages), 16), [], 0
+    for length in chunks or (len(ids),):
+        batch = ForwardBatch.build([Segment(ids[start : start + length], start, pages)], block_size=16, mask_ids=())
+        parts.append(model.logits(model.forward(batch, kv)[:length]))
+        start += length
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def dense(path: Path, ids: list[int]) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    found: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return found
+
+
+def assert_equal(found: Tensor, wanted: Tensor) -> None:
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+@pytest.fixture
+def dynamic(tmp_path: Path) -> Path:
+    return tiny_checkpoint(tmp_path, rope_parameters=DYNAMIC, window=64)
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Path:
+    own: dict[str, Any] = {"rope_parameters": LONG, "original_max_position_embeddings": 64}
+    return tiny_checkpoint(tmp_path, "phi3", window=256, **own)
+
+
+def test_a_dynamic_base_is_the_usual_one_in_the_trained_positions(dynamic: Path) -> None:
+    model = load_model(dynamic, dtype="float32")
+    assert model.facts.window == 64
+    assert_equal(logits(model, ids_of(64)), dense(dynamic, ids_of(64)))
+
+
+def test_beyond_them_it_is_that_of_the_window_asked_for_in_every_sequence(
+    dynamic: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = load_model(dynamic, dtype="float32", max_model_len=200)
+    assert "dynamic rotary positions (NTK) are served with the base of 200 positions in every sequence" in caplog.text
+    ids = ids_of(200)
+    whole = logits(model, ids)
+    assert_equal(whole, dense(dynamic, ids))  # of 200 tokens transformers takes the base of 200
+    assert torch.equal(logits(model, ids, 1, 5, 60, 134), whole)
+    with pytest.raises(InvalidSetting, match=r"must lie in 1\.\.256"):
+        load_model(dynamic, max_model_len=257)
+
+
+def test_short_factors_serve_the_original_length(long: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = load_model(long, dtype="float32")
+    assert model.facts.window == 64
+    assert "served with the short factors, for 64 positions; --max-model-len beyond 64 serves the long" in caplog.text
+    assert_equal(logits(model, ids_of(64)), dense(long, ids_of(64)))
+
+
+def test_long_factors_serve_every_sequence_of_a_longer_window(long: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = load_model(long, dtype="float32", max_model_len=100)
+    assert "served with the long factors, for 100 positions" in caplog.text
+    ids = ids_of(100)
+    whole, wanted = logits(model, ids), dense(long, ids)  # of more than 64 tokens transformers takes the long ones
+    assert_equal(whole, wanted)
+    assert torch.equal(logits(model, ids, 1, 5, 60, 34), whole)
+    assert_equal(logits(model, ids[:40]), wanted[:40])
+    with pytest.raises(InvalidSetting, match=r"must lie in 1\.\.256"):
+        load_model(long, max_model_len=257)
+
+
+def test_angles_by_layer_type_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    ropes = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    path = tiny_checkpoint(tmp_path, "gemma3", rope_parameters=ropes)
+    with pytest.raises(UnsupportedModel, match="by 'dynamic'"):
+        load_model(path)
