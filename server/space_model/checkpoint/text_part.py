@@ -104,11 +104,13 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
     if text.dtype is None:
         text.dtype = config.dtype
     text.name_or_path = config.name_or_path
-    if MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) is None:
+    is_unpublished = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) is None
+    if is_unpublished:
         base = _text_model(config, text)
         if base is not None:
             AutoModelForCausalLM.register(type(text), _with_head(base, type(text)), exist_ok=True)
-    if get_checkpoint_conversion_mapping(text.model_type) is None:
+    is_own = type(text).__module__ == type(config).__module__ or is_unpublished  # no family with checkpoints of its own
+    if is_own and get_checkpoint_conversion_mapping(text.model_type) is None:
         inner = [one for one in get_checkpoint_conversion_mapping(config.model_type) or () if _is_inner(one)]
         if inner:
             register_checkpoint_conversion_mapping(text.model_type, inner)

@@ -26,6 +26,7 @@ from space_kernels.linear.experts import RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.activations import ACT2CLS
 from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.pytorch_utils import Conv1D
 
@@ -367,6 +368,13 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
     _replace_children(base, num_threads, weights, frozenset(router_linears(base)))
 
 
+_ACTIVATIONS = (
+    *{entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()},
+    *(nn.SiLU, nn.GELU, BloomGelu),
+)
+"""Classes of activations, torch's and transformers'."""
+
+
 def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: frozenset[nn.Module]) -> None:
     """As `make_row_invariant`; `plain`: linears that are not quantised."""
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
@@ -379,7 +387,7 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
             weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
             setattr(base, name, cpu_linear(weight.t().contiguous(), bias, weights=weights))
             let_go(weight)
-        elif isinstance(child, nn.SiLU | nn.GELU | BloomGelu) or type(child).__module__ == "transformers.activations":
+        elif isinstance(child, _ACTIVATIONS):
             setattr(base, name, row_invariant(child, num_threads))
         elif is_experts(child):
             setattr(base, name, experts_for(child, partial(row_invariant, num_threads=num_threads), weights))

@@ -372,6 +372,8 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
             joined.append(kept)
         in_front = self._contexts.of(self.keys_seen[0], self.values_seen[0])
         keys, values = (torch.cat([a.to(b.dtype), b], dim=1)[None] for a, b in zip(in_front, joined, strict=True))
+        if copies == 1:  # repeat_interleave would copy
+            return keys, values
         return keys.repeat_interleave(copies, 1), values.repeat_interleave(copies, 1)
 
 
