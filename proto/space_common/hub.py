@@ -183,7 +183,7 @@ def _link(place: Path, blob: Path) -> None:
 
 AT_ONCE = 8  # concurrent file downloads
 
-SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model")
+SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model", "*.tiktoken")
 WEIGHTS = ("*.safetensors",)
 SECOND_COPIES = ("consolidated*.safetensors", "original/*", "metal/*", "onnx/*", "openvino/*")
 """Copies of the weights in other programs' formats; never downloaded."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from space_common.byte_level import byte_letters
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
@@ -286,7 +287,7 @@ def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool
     to."""
     masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
     specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
-    letter_of = _byte_letters()
+    letter_of = {byte: letter for letter, byte in byte_letters().items()}
     room = vocab_size - len(specials)
     letters = [letter_of[byte] for byte in (range(256) if room >= 256 else _ASCII)]
     more = [_word(number, letter_of[ord(" ")]) for number in range(room - len(letters))] if words else []
@@ -314,11 +315,3 @@ def _word(number: int, space: str) -> str:
         number, syllable = divmod(number, len(consonants) * len(vowels))
         syllables += consonants[syllable // len(vowels)] + vowels[syllable % len(vowels)]
     return space + syllables
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return the printable letter of each byte in byte-level tokenizers (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in letters]
-    return letters | {byte: chr(256 + n) for n, byte in enumerate(others)}

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
+from space_common.byte_level import byte_letters
 from space_common.files import read_text
 from space_common.grammar import GrammarError, GrammarProcess, compile_grammar, is_stuck, reason, tokenizer_of
 from space_common.special_tokens import further_tokens, named_tokens, token_text
+from space_common.tokenizer_files import TokenizerFileError, tokenizer_json
 from space_kernels.sampling.sampling_params import IdBits
 from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError
@@ -96,9 +98,12 @@ class TokenVocabulary:
 
 def _content(folder: Path) -> str:
     try:
-        return read_text(folder / "tokenizer.json")
-    except FileNotFoundError:
-        raise NoVocabulary("the checkpoint has no tokenizer.json") from None
+        file = tokenizer_json(folder)
+        if file is None:
+            raise NoVocabulary("the checkpoint has no tokenizer.json")
+        return read_text(file)
+    except TokenizerFileError as error:
+        raise NoVocabulary(str(error)) from error
     except (OSError, ValueError) as error:
         raise NoVocabulary(f"tokenizer.json cannot be read: {str(error)[:200]}") from error
 
@@ -133,14 +138,6 @@ def _kinds(decoder: dict[str, Any] | None) -> set[str]:
     if decoder["type"] == "Sequence":
         return set().union(*(_kinds(part) for part in decoder["decoders"]))
     return {decoder["type"]}
-
-
-def byte_letters() -> dict[str, int]:
-    """Return the printable letter that byte-level tokenizers write for each byte (GPT-2's table)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in letters.values()]
-    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _text(token: str, letters: dict[str, int] | None) -> bytes:

@@ -10,6 +10,7 @@ from space_common.default_model import DEFAULT_BASE
 from space_common.files import NotUtf8, read_text
 from space_common.gguf.find import GgufError, find_gguf
 from space_common.hub import Hub, HubError, is_hub_id
+from space_common.tokenizer_files import published_tokenizer
 
 from space_router.errors import ConfigError
 
@@ -28,8 +29,11 @@ def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
             folder = _folder(str(folder / base) if (folder / base).exists() else base, replace(hub, revision=None))
         except ConfigError as error:
             raise ConfigError(f"{folder} is a gated adapter whose base cannot be had: {error}") from error
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
+    for name, is_there in (
+        ("config.json", (folder / "config.json").is_file()),
+        ("tokenizer.json", published_tokenizer(folder) is not None),
+    ):
+        if not is_there:
             cure = "`spaceserve convert` makes a folder that has."
             if is_hub_id(model) and not Path(model).exists():
                 cure += f" If the repository has GGUF files, name one of them: --model {model}:FILE.gguf"

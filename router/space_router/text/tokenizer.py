@@ -10,20 +10,15 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
-from space_common.files import NotUtf8, decoded
+from space_common.byte_level import byte_letters
+from space_common.files import NotUtf8, read_text
 from space_common.special_tokens import further_tokens, named_tokens, token_text
+from space_common.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_router.errors import ConfigError
 from space_router.text.checkpoint import read_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable character -> byte. Printable bytes map to themselves."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenBytes:
@@ -35,7 +30,7 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         kinds = _kinds(json.loads(tokenizer.to_str()).get("decoder"))
         self._tokenizer = tokenizer
-        self._alphabet = byte_alphabet() if "ByteLevel" in kinds else None
+        self._alphabet = byte_letters() if "ByteLevel" in kinds else None
         self.strips_first_space = bool(kinds & {"Metaspace", "Strip"})
         if self._alphabet is None and not kinds & {"Metaspace", "Replace", "ByteFallback"}:
             raise ConfigError(
@@ -238,7 +233,8 @@ _NO_WORD = "☺"  # never merges with the text after it
 
 
 class Tokenizer:
-    """Encodes and decodes text. `content_hash`: sha256 of tokenizer.json, compared with the worker's."""
+    """Encodes and decodes text. `content_hash`: sha256 of tokenizer.json, or of the older
+    file in its place; compared with the worker's."""
 
     def __init__(
         self,
@@ -279,12 +275,13 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Load the tokenizer from the files in a folder. Raises ConfigError."""
-        file = folder / "tokenizer.json"
+        source = published_tokenizer(folder) or folder / "tokenizer.json"
         config, special_map = (read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
         defaults: Mapping[str, str] = {}
         try:
-            content = file.read_bytes()
-            text = decoded(content, file)
+            content = source.read_bytes()
+            file = tokenizer_json(folder) or source
+            text = read_text(file)
             inner = tokenizers.Tokenizer.from_str(text)
             if (parsed := _of_llama_class(text, config, folder)) is not None:
                 added = parsed["added_tokens"]
@@ -295,10 +292,10 @@ class Tokenizer:
                     special_map = {}
         except ConfigError:
             raise
-        except NotUtf8 as error:
+        except (NotUtf8, TokenizerFileError) as error:
             raise ConfigError(str(error)) from error
         except Exception as error:  # the library raises plain Exception for a malformed file
-            raise ConfigError(f"{file} cannot be read: {str(error)[:200]}.") from error
+            raise ConfigError(f"{source} cannot be read: {str(error)[:200]}.") from error
         digest = hashlib.sha256(content).hexdigest()
         return cls(inner, config, digest, special_map=special_map, defaults=defaults)
 

@@ -181,10 +181,12 @@ PUNCTUATION_AND_SPACE = frozenset(string.punctuation + string.whitespace)
 
 def load_tokenizer(model: str) -> Tokenizer:
     """Load the checkpoint's tokenizer. Raises CheckpointNotFound without a fast tokenizer."""
-    file = Checkpoint.open(model).folder / "tokenizer.json"
-    if not file.is_file():
+    checkpoint = Checkpoint.open(model)
+    file = checkpoint.tokenizer_file()
+    if file is None:
         raise CheckpointNotFound(
-            f"{file} does not exist. Save the tokenizer in its fast form, or run spaceserve convert."
+            f"{checkpoint.folder} has no tokenizer.json. Save the tokenizer in its fast form, or run `spaceserve "
+            "convert`."
         )
     return Tokenizer.from_file(str(file))
 
@@ -428,9 +430,11 @@ def _load(checkpoint: Checkpoint, facts: ModelFacts) -> PreTrainedModel:
 def _check_same_vocabulary(base: Checkpoint, draft: Checkpoint) -> None:
     vocabularies = []
     for checkpoint in (base, draft):
-        file = checkpoint.folder / "tokenizer.json"
-        if not file.is_file():
-            raise FlagError(f"{file} does not exist; a draft model's vocabulary must be known. Save it there.")
+        file = checkpoint.tokenizer_file()
+        if file is None:
+            raise FlagError(
+                f"{checkpoint.folder} has no tokenizer.json; a draft model's vocabulary must be known. Save it there."
+            )
         vocabularies.append(Tokenizer.from_file(str(file)).get_vocab())
     ours, theirs = vocabularies
     differing = [token for token in theirs if token in ours and ours[token] != theirs[token]]

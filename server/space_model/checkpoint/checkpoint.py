@@ -20,6 +20,7 @@ from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
+from space_common.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.translation import Translation, translate
@@ -179,7 +180,7 @@ TEXT_CONFIGS = ("text_config", "thinker_config", "llm_config", "language_config"
 """Fields of config.json that describe the text part of a model that also sees or hears."""
 
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 Fetch = Callable[[str], Path]
 """Returns the folder of a hub id, or the file `owner/repo:file`. Raises CheckpointNotFound."""
@@ -274,9 +275,17 @@ class Checkpoint:
         return None if kind in (None, "F32", "F16", "BF16") else kind
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Return a JSON file of the folder; empty if absent."""
-        file = self.folder / name
-        return read_object(file) if file.is_file() else {}
+        """Return a JSON file of the folder; empty if absent. tokenizer.json may be made of an older file."""
+        file = self.tokenizer_file() if name == "tokenizer.json" else self.folder / name
+        return read_object(file) if file is not None and file.is_file() else {}
+
+    def tokenizer_file(self) -> Path | None:
+        """Return tokenizer.json, made in the cache of an older file if there is only that; None if there is neither.
+        Raises CheckpointNotFound."""
+        try:
+            return tokenizer_json(self.folder)
+        except TokenizerFileError as error:
+            raise CheckpointNotFound(str(error)) from error
 
     def model_hash(self) -> str:
         """Hash config.json and the headers of the weights (names, dtypes, shapes, offsets), which is cheap."""
@@ -299,17 +308,22 @@ class Checkpoint:
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def tokenizer_hash(self) -> str:
-        """Return the sha256 of tokenizer.json, "" if there is none."""
-        file = self.folder / "tokenizer.json"
-        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        """Return the sha256 of tokenizer.json or of the older file in its place, "" if there is none."""
+        file = published_tokenizer(self.folder)
+        return "" if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Return the EOS ids of the generation config (else the config), as in transformers, and the tokenizer's EOS.
-        Ids outside the vocabulary are dropped."""
+        """Return the EOS ids of the generation config (else the config), as in transformers, and the tokenizer's EOS;
+        also the end of a turn where the generation config names ChatML (the first Qwen, whose code stops there). Ids
+        outside the vocabulary are dropped."""
         text = next((part for name in TEXT_CONFIGS if isinstance(part := self.config.get(name), dict)), {})
-        sources = (self.read_json("generation_config.json"), self.config, text)
+        generation = self.read_json("generation_config.json")
+        sources = (generation, self.config, text)
         said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
         ids = [*(said if isinstance(said, list) else [said]), tokenizer_eos(self.read_json)]
+        if generation.get("chat_format") == "chatml":
+            added = self.read_json("tokenizer.json").get("added_tokens") or ()
+            ids += [int(token["id"]) for token in added if token.get("content") == "<|im_end|>"]
         return tuple(dict.fromkeys(id for id in ids if id is not None and 0 <= id < vocab_size))
 
 

@@ -7,6 +7,7 @@ read; DST is written atomically."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from space_common.gguf.find import GgufError, find_gguf
+from space_common.tokenizer_files import TokenizerFileError, tokenizer_json
 from torch import Tensor
 from tqdm import tqdm
 
@@ -342,7 +344,12 @@ def _check_base(source: Checkpoint) -> bool:
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
-    """Write tokenizer.json from older files (tokenizer.model, vocab.json + merges.txt), if there are any."""
+    """Write tokenizer.json from older files (tokenizer.model, *.tiktoken, vocab.json and merges.txt), if any."""
+    with contextlib.suppress(TokenizerFileError):  # then transformers may know more
+        made = tokenizer_json(source)
+        if made is not None:
+            shutil.copyfile(made, folder / "tokenizer.json")
+            return
     if not any((source / name).is_file() for name in _TOKENIZERS):
         return
     from transformers import AutoTokenizer

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
+from space_common import kept_files
 from space_common.gguf import view
 from space_common.gguf.find import GgufError, find_gguf
 from space_common.gguf.reader import GgufFile
@@ -152,7 +153,7 @@ def test_a_cache_that_cannot_be_written_is_a_temporary_folder_of_this_user(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in a file
-    monkeypatch.setattr(view.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(kept_files.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     folder = view_folder(write())
     assert folder.parent == tmp_path / "tmp" / f"spaceserve-{os.getuid()}" / "gguf"
@@ -165,7 +166,7 @@ def test_a_temporary_folder_that_others_may_write_is_not_trusted(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(view.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kept_files.tempfile, "gettempdir", lambda: str(tmp_path))
     squatted = tmp_path / f"spaceserve-{os.getuid()}"
     squatted.mkdir()
     squatted.chmod(0o777)

@@ -6,6 +6,7 @@ import tokenizers
 from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, SPECIAL, sentencepiece_tokenizer, tiny_tokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from space_common.byte_level import byte_letters
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.text_stream import (
     Detokenizer,
@@ -17,7 +18,7 @@ from space_router.text.text_stream import (
     TextStream,
     TextToken,
 )
-from space_router.text.tokenizer import Tokenizer, byte_alphabet
+from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models
 
 TINY = tiny_tokenizer()
@@ -177,7 +178,7 @@ SKIPPED_ID = 1
 
 def tokenizer_of(pieces: list[bytes]) -> tuple[Tokenizer, list[int]]:
     """A byte-level vocabulary that has just these pieces, and their ids."""
-    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    letters = {byte: letter for letter, byte in byte_letters().items()}
     vocab = {token: place for place, token in enumerate(SPECIAL)}
     names = ["".join(letters[byte] for byte in piece) for piece in pieces]
     for name in names:

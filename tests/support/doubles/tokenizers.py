@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import tokenizers
-from space_router.text.tokenizer import Tokenizer, byte_alphabet
+from space_common.byte_level import byte_letters
+from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask_1|>")
@@ -18,7 +19,7 @@ _CONFIG = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[0]}
 
 def byte_level() -> tokenizers.Tokenizer:
     """Byte-level BPE of VOCAB_SIZE ids: specials, 256 bytes in order, then the merges."""
-    alphabet = sorted(byte_alphabet().items(), key=lambda entry: entry[1])
+    alphabet = sorted(byte_letters().items(), key=lambda entry: entry[1])
     vocab = {token: place for place, token in enumerate(SPECIAL)}
     vocab |= {character: FIRST_BYTE_ID + byte for character, byte in alphabet}
     for left, right in MERGES:
