@@ -24,7 +24,7 @@ import torch
 import transformers
 from published_models import CONFIGS as PUBLISHED
 from published_models import DENSE, write_published
-from quantized_testing import KINDS
+from quantized_testing import KINDS, MXFP4_EXPERTS
 from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -428,7 +428,8 @@ def _published() -> Iterator[str]:
 def _formats() -> dict[str, tuple[str, list[str]]]:
     """Return each quantised format's kernel library, and the variants that are tested."""
     found: dict[str, tuple[str, list[str]]] = {}
-    for kind, (_, section) in KINDS.items():
+    sections = {kind: section for kind, (_, section) in KINDS.items()} | {"experts of gpt-oss": MXFP4_EXPERTS}
+    for kind, section in sections.items():
         form = read_format({"quantization_config": section}, kind)
         if form is not None:
             found.setdefault(form.name, (form.library, []))[1].append(kind)

@@ -44,12 +44,37 @@ def write_quantized(
             continue
         parts, dense[name] = pack(tensor.float(), generator)
         packed |= {name.removesuffix("weight") + part: t.contiguous() for part, t in parts.items()}
-    for folder, contents, more in ((target, packed, {"quantization_config": dict(section)}), (plain, dense, {})):
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-        contents = {name: tensor.contiguous() for name, tensor in contents.items()}
-        save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((source / "config.json").read_text(encoding="utf-8")) | more
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _write(source, target, packed, {"quantization_config": dict(section)})
+    _write(source, plain, dense, {})
+
+
+MXFP4_EXPERTS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+"""The quantization_config of gpt-oss, which `write_mxfp4_experts` writes."""
+
+
+def write_mxfp4_experts(source: Path, target: Path, plain: Path) -> None:
+    """Write `source` (a dense gpt-oss) with its experts' weights as published to `target`, and dequantised to
+    `plain`."""
+    packed, dense = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = dense[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        parts, meant = _mxfp4(tensor.transpose(1, 2).reshape(-1, inputs).float(), None)
+        packed[f"{name}_blocks"] = parts["weight_packed"].view(experts, outputs, inputs // 32, 16)
+        packed[f"{name}_scales"] = parts["weight_scale"].view(experts, outputs, inputs // 32)
+        dense[name] = meant.view(experts, outputs, inputs).transpose(1, 2).contiguous().to(tensor.dtype)
+    _write(source, target, packed, {"quantization_config": MXFP4_EXPERTS})
+    _write(source, plain, dense, {})
+
+
+def _write(source: Path, folder: Path, tensors: Mapping[str, Tensor], more: Mapping[str, Any]) -> None:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    contents = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | more
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _words(values: Tensor, bits: int) -> Tensor:

@@ -5,6 +5,7 @@ GPTQ                W[o, i] = (q[i, o] - z[g, o]) · s[g, o]          g = g_idx[
 compressed-tensors  W[o, i] = (q[o, i] - z[o, g]) · s[o, g]          one g, one per row, per group, or per block
 fp8                 W[o, i] = q[o, i] · s[o // 128, i // 128]    one s per block, per row, or one
 nvfp4, mxfp4        W[o, i] = e2m1[q[o, i]] · s[o, i // 16 or 32]    nvfp4: s of eight bits times one for all; mxfp4: 2ⁿ
+experts in mxfp4    W[e, i, o] = e2m1[q[e, o, i]] · 2^n[e, o, i // 32]   as gpt-oss is published
 HQQ                 W = ((q - z) · s) in the weight's shape      groups are rows or columns of another shape
 bitsandbytes 4-bit  W = code[q] · absmax[n // block size]            n: the flat index; absmax may be quantised, too
 bitsandbytes 8-bit  W[o, i] = q[o, i] · s[o] / 127
@@ -69,7 +70,7 @@ Read = Callable[[str], Tensor]  # returns a module's tensor by its suffix, such 
 
 CURE = (
     "Use the checkpoint it was made from, or one in AWQ, GPTQ, AutoRound, compressed-tensors, fp8, ModelOpt FP8 or "
-    "NVFP4, HQQ or bitsandbytes format."
+    "NVFP4, MXFP4 (gpt-oss), HQQ or bitsandbytes format."
 )
 
 
@@ -87,9 +88,19 @@ class QuantizedFormat:
     parts: frozenset[str]  # tensor suffixes of a module besides `weight` and `bias`
     markers: frozenset[str]  # of these suffixes, those that only a module with a quantised weight has
     needless: frozenset[str] = frozenset()  # those that do not affect the weight: scales of activations, keys, values
+    before_part: str = "."  # what separates a module's path and the suffix of a tensor
+    weight: str = ".weight"  # what follows the path in the name of the dequantised weight
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         """Return the dequantised weight [out, in] float32 of a module with these tensors."""
+        raise NotImplementedError
+
+    def shape(self, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return a weight's shape by those of its parts, if `write` dequantises it a piece at a time; None: at once."""
+        return None
+
+    def write(self, read: Read, place: Tensor) -> None:
+        """Write a weight into `place`, which has its `shape`, on any device in any dtype."""
         raise NotImplementedError
 
     @property
@@ -321,6 +332,43 @@ class ModelOptFp4(QuantizedFormat):
         return q * (scale * read("weight_scale_2").float()).repeat_interleave(16, 1)
 
 
+@dataclass(frozen=True)
+class Mxfp4Experts(QuantizedFormat):
+    """Experts as gpt-oss is published: floats of four bits, two in a byte, and an exponent for each 32 inputs.
+
+    `blocks` [experts, outputs, inputs / 32, 16] and `scales` [experts, outputs, inputs / 32] are uint8; the weight is
+    [experts, inputs, outputs]. Routers, attention, embeddings and biases are not quantised.
+    """
+
+    name: str = "MXFP4"
+    library: str = ""
+    parts: frozenset[str] = frozenset({"blocks", "scales"})
+    markers: frozenset[str] = frozenset({"blocks"})
+    before_part: str = "_"
+    weight: str = ""
+
+    def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
+        experts, outputs, groups, _ = read("blocks").shape
+        found = torch.empty(experts, 32 * groups, outputs)
+        self.write(read, found)
+        return found
+
+    def shape(self, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
+        found = shape_of("blocks")
+        if len(found) != 4 or found[3] != 16 or shape_of("scales") != found[:3]:
+            raise ValueError(
+                f"it has {shape_of('scales')} scales for blocks of {found}, which are no experts of 32 numbers a scale"
+            )
+        return found[0], 32 * found[2], found[1]
+
+    def write(self, read: Read, place: Tensor) -> None:
+        blocks, scales = read("blocks"), read("scales")
+        for expert, (packed, exponents) in enumerate(zip(blocks, scales, strict=True)):
+            exponent = exponents.view(-1, 1).to(torch.int32) - 127
+            numbers = torch.ldexp(unpack_e2m1(packed.flatten(0, 1)), exponent)  # [out · groups, 32]
+            place[expert].copy_(numbers.view(len(packed), -1).T)
+
+
 _HQQ_PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
 """Bits of a number. The rows that a word has are as many apart as there are words, the first in the highest bits."""
 
@@ -406,6 +454,8 @@ def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
                 return _auto_round(settings, name)
             case "hqq":
                 return Hqq()
+            case "mxfp4":
+                return Mxfp4Experts()
             case "modelopt":
                 return _modelopt(settings, name)
             case "bitsandbytes":

@@ -78,12 +78,12 @@ class QuantizedWeights(WeightFiles):
             )
         self._parts = {path: frozenset(found[path]) for path in marked}
         self._aside = aside
-        self._names = sorted((set(files.names) - aside) | {f"{path}.weight" for path in marked})
+        self._names = sorted((set(files.names) - aside) | {path + form.weight for path in marked})
 
     def _split(self, name: str) -> tuple[str, str]:
         """Split a name into the module's path and the suffix."""
         for part in self.form.parts:
-            if name.endswith(f".{part}"):
+            if name.endswith(self.form.before_part + part):
                 return name[: -len(part) - 1], part
         path, _, part = name.rpartition(".")
         return path, part
@@ -110,20 +110,46 @@ class QuantizedWeights(WeightFiles):
         return sorted(name for name in self._aside - self._read if self._split(name)[1] not in self.form.needless)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape; a quantised one is dequantised for it."""
-        return tuple(self.whole(name).shape) if self.is_quantised(name) else super().shape(name)
+        """Return a tensor's shape; a quantised one may be dequantised for it."""
+        if not self.is_quantised(name):
+            return super().shape(name)
+        return self._known_shape(name) or tuple(self.whole(name).shape)
+
+    def _known_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return a quantised tensor's shape by the header; None: only by dequantising it."""
+        path = name.removesuffix(self.form.weight)
+        with self._weight(path):
+            return self.form.shape(lambda part: super(QuantizedWeights, self).shape(self._name_of(path, part)))
+
+    def _name_of(self, path: str, part: str) -> str:
+        return f"{path}{self.form.before_part}{part}"
 
     def whole(self, name: str) -> Tensor:
         """Return a tensor; quantised ones become float32."""
         if not self.is_quantised(name):
             return super().whole(name)
-        path = name.removesuffix(".weight")
+        path = name.removesuffix(self.form.weight)
         with self._weight(path):
             return self.form.dense(lambda part: self._part(path, part), self._parts[path])
 
     def _part(self, path: str, part: str) -> Tensor:
-        self._read.add(f"{path}.{part}")
-        return super().whole(f"{path}.{part}")
+        name = self._name_of(path, part)
+        self._read.add(name)
+        return super().whole(name)
+
+    def is_packed(self, name: str) -> bool:
+        return self.is_quantised(name) and self._known_shape(name) is not None
+
+    def read_into(self, name: str, place: Tensor) -> None:
+        path, read = name.removesuffix(self.form.weight), list[Tensor]()
+
+        def note(part: str) -> Tensor:
+            read.append(self._part(path, part))
+            return read[-1]
+
+        with self._weight(path):
+            self.form.write(note, place)
+        let_go(*read)
 
     @contextmanager
     def _weight(self, path: str) -> Iterator[None]:
@@ -159,7 +185,7 @@ class QuantizedWeights(WeightFiles):
         return self.whole(name)[:, part].clone() if self.is_quantised(name) else super().columns(name, part)
 
     def is_quantised(self, name: str) -> bool:
-        return name.endswith(".weight") and name.removesuffix(".weight") in self._parts
+        return name.endswith(self.form.weight) and name.removesuffix(self.form.weight) in self._parts
 
 
 @contextmanager

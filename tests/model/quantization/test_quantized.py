@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_testing import GROUP, KINDS, write_quantized
+from quantized_testing import GROUP, KINDS, write_mxfp4_experts, write_quantized
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.quantized_formats import Bitsandbytes
+from space_model.checkpoint.quantized_formats import Bitsandbytes, Mxfp4Experts
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading import load, whole_model
@@ -24,7 +24,8 @@ from space_model.model_error import UnsupportedModel
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_adapter
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 Pair = Callable[..., tuple[Path, Path]]
 
@@ -250,3 +251,66 @@ def test_packed_weights_are_transformers_own_and_dense_where_it_cannot(
     said = " ".join(record.getMessage() for record in caplog.records)
     assert ("stay packed; bitsandbytes multiplies by them" in said) == (error is None)
     assert ("needs another library, too" in said) == (error is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_gpt_oss_are_dequantised_to_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    experts, outputs, groups = 2, 8, 16
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.arange(256, dtype=torch.uint8).view(experts, outputs, groups)  # every exponent
+    found = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
+    Mxfp4Experts().write({"blocks": blocks, "scales": scales}.__getitem__, found)
+    assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype))
+
+
+@pytest.fixture
+def experts_pair(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A gpt-oss as it is published, and the same numbers in a dense checkpoint."""
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    write_mxfp4_experts(checkpoint_of("gpt_oss"), packed, plain)
+    return packed, plain
+
+
+@torch.inference_mode()
+def test_gpt_oss_as_published_says_what_transformers_says(experts_pair: tuple[Path, Path]) -> None:
+    packed, plain = experts_pair
+    found = load_model(packed, dtype="float32")
+    assert torch.equal(logits(found), logits(load_model(plain, dtype="float32")))
+    form = Mxfp4Config(dequantize=True)
+    dense = AutoModelForCausalLM.from_pretrained(packed, quantization_config=form, dtype=torch.float32)
+    ids = torch.randint(16, 128, (40,), generator=torch.Generator().manual_seed(0))
+    batch = ForwardBatch.build([Segment(ids.tolist(), 0, range(3))], block_size=16, mask_ids=())
+    given = found.logits(found.forward(batch, found.allocate_kv(3, 16))[:40])
+    torch.testing.assert_close(given, dense(ids[None], use_cache=False).logits[0], atol=1e-4, rtol=0)
+
+
+def test_the_shape_of_experts_is_known_without_their_numbers(experts_pair: tuple[Path, Path]) -> None:
+    packed, plain = experts_pair
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    wanted = load_file(plain / "model.safetensors")[name]
+    with open_weights(Checkpoint.open(packed)) as weights:
+        assert weights.shape(name) == tuple(wanted.shape)
+        assert weights.num_bytes == 0
+        assert torch.equal(weights.whole(name), wanted)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("scales", "is no MXFP4 weight: it has .* scales for blocks of"),
+        ("", "says that its weights .* MXFP4, and none"),
+    ],
+)
+def test_experts_of_other_shapes_are_named(part: str, message: str, experts_pair: tuple[Path, Path]) -> None:
+    packed, _ = experts_pair
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.gate_up_proj_scales"
+    if part:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    else:
+        tensors = {path: tensor for path, tensor in tensors.items() if not path.endswith(("_blocks", "_scales"))}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(packed)

@@ -1,0 +1,58 @@
+"""Layers as wide as those of published models, with random weights, have the logits of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_testing import write_mxfp4_experts
+from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.loading.load import load_model
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+WIDTHS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {  # gpt-oss-20b, with 8 of 32 experts
+        "hidden_size": 2880, "intermediate_size": 2880, "num_heads": 64, "kv_heads": 8, "head_dim": 64,
+        "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 128, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
+"""Fields of config.json as published, but for layers, experts and vocabulary."""
+
+
+def logits(model: SpaceModel, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
+    kv, parts, start = model.allocate_kv(-(-len(ids) // 16), 16), [], 0
+    for length in chunks:
+        segment = Segment(ids[start : start + length], start, range(kv.num_blocks))
+        parts.append(
+            model.logits(model.forward(ForwardBatch.build([segment], block_size=16, mask_ids=()), kv)[:length])
+        )
+        start += length
+    return torch.cat(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", WIDTHS)
+@torch.inference_mode()
+def test_two_layers_of_real_width_have_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "plain", family, num_masks=0, window=4096, **WIDTHS[family])
+    served = folder
+    if family == "gpt_oss":  # as it is published
+        served, source, folder = tmp_path / "packed", folder, tmp_path / "dequantised"
+        write_mxfp4_experts(source, served, folder)
+    ids = torch.randint(16, 128, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    wanted = dense(torch.tensor([ids]), use_cache=False).logits[0]
+    del dense
+    model = load_model(served, dtype="float32")
+    whole = logits(model, ids, (200,))
+    assert float((whole - wanted).abs().max() / wanted.abs().max()) < 2e-5
+    assert torch.equal(logits(model, ids, (1, 2, 60, 120, 17)), whole)
