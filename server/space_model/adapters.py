@@ -42,6 +42,7 @@ from space_model.geometry.forward_batch import GatedRows
 from space_model.heads import BaseSpec, DraftHeadWeights, OutputHead, load_draft_head
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
 from space_model.model_facts import AdapterFacts, HeadFacts
+from space_model.networks.latent_heads import is_absorbed
 from space_model.recurrent_head import RecurrentHead, RecurrentHeadWeights, load_recurrent_head
 from space_model.released_adapters import AdapterFormat, MaskInputs
 
@@ -163,6 +164,11 @@ class GatedLora:
             except AttributeError:
                 linear = None
             sizes = getattr(linear, "out_features", None), getattr(linear, "in_features", None)
+            if linear is not None and is_absorbed(model, path):
+                raise InvalidSpaceSection(
+                    f"The adapter adapts {path}, by which latent attention (MLA) multiplies queries instead of the "
+                    "keys of all tokens. Train it on other linears."
+                )
             if linear is None or None in sizes:  # linears with packed weights have sizes, too
                 raise InvalidSpaceSection(f"The adapter adapts {path}, which is no linear of the model's {layers}.")
             if (b.shape[0], a.shape[1]) != sizes:

@@ -88,6 +88,7 @@ class ModelFacts:
     fp8_kv: bool = False  # the KV cache is 8-bit
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
     head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head
+    latent_dim: int | None = None  # of latent attention (MLA): numbers of a key that are its value; None: all others
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property

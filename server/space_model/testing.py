@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import decoder_layers, read_config
+from space_model.networks.latent_heads import is_absorbed
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
 FIRST_MASK = 4  # ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)
@@ -42,6 +43,14 @@ _YARN = {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 64,
     }
+}  # fmt: skip
+
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.707, "mscale_all_dim": 0.9,
+        "original_max_position_embeddings": 64,
+    },
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -74,9 +83,11 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _LONGROPE,
         "original_max_position_embeddings": 256,
     },
+    "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
+    "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
 }
-"""Families that compute their attention themselves (`bloom` has linear biases), and one whose angles depend on the
-served window."""
+"""Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the
+served window, and latent attention (MLA): queries from one linear, as in V2-Lite, or from two."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
@@ -185,6 +196,9 @@ def _name_heads(fields: dict[str, Any]) -> None:
         kv_heads = fields.pop("num_key_value_heads")
         if kind == "falcon":
             fields["num_kv_heads"] = kv_heads
+    if "kv_lora_rank" in fields:  # every head has keys of its own, until they are compressed
+        del fields["head_dim"]
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
 
 
 _ASCII = [10, *range(32, 127)]
@@ -251,7 +265,7 @@ def random_gated_lora(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and name.startswith(f"{model.base_model_prefix}.{layers}.")
-        and (linears is None or name.rpartition(".")[2] in linears)
+        and (name.rpartition(".")[2] in linears if linears else not is_absorbed(model, name))
     }
     return GatedLora(normal(num_masks, model.config.hidden_size, 2.0), pairs, scale=2.0)
 

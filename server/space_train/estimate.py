@@ -47,11 +47,13 @@ class ModelCost:
         model = trainee.decoder.model
         config = model.config
         heads = int(config.num_attention_heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        _, _, key_dim = family.sizes(config)
+        if family.latent_dim(config) is not None:
+            key_dim = (int(config.qk_head_dim) + int(config.v_head_dim)) // 2  # expanded, while training
         adapted = 0 if trainee.adapters is None else sum(pair.numel() for pair in trainee.adapters.pairs)
         head = 0 if trainee.head is None else trainee.head.w1.numel() + trainee.head.w2.numel()
         body = sum(_active(module, config) for module in model.base_model.modules())
-        attention = 4 * heads * head_dim * int(config.num_hidden_layers)
+        attention = 4 * heads * key_dim * int(config.num_hidden_layers)
         output, recurrent, drafted = trainee.decoder.embedding.numel(), 0, 0
         if trainee.recurrent is not None:
             recurrent = trainee.recurrent.w1.numel() + trainee.recurrent.w2.numel()
@@ -169,6 +171,8 @@ class ModelShape:
         experts = next((key for key in ("num_experts", "num_local_experts") if getattr(config, key, None)), None)
         if experts is not None:
             raise UnknownShape(f"{name} has experts ({experts} in config.json); only dense decoders are estimated.")
+        if family.latent_dim(config) is not None:
+            raise UnknownShape(f"{name} has latent attention (MLA); only decoders with plain keys are estimated.")
         wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         missing = [key for key in wanted if getattr(config, key, None) is None]
         if missing:

@@ -72,6 +72,13 @@ def test_gated_drafts_leave_the_base_s_text(model: str, cell: Cell, subject_of: 
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(**FEW | {"model": ("own-deepseek_v3",)})[::3], ids=name_of)
+def test_gated_drafts_leave_the_text_of_a_base_with_latent_attention(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "cell"), cover(), ids=name_of)
 def test_gated_drafts_leave_the_base_s_text_under_every_two_conditions(

@@ -183,6 +183,25 @@ def test_it_is_so_with_families_that_attend_by_themselves_or_turn_by_length(
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+LATENT: dict[str, tuple[object, ...]] = {
+    "model": ("deepseek_v2", "deepseek_v3"), "layout": ("k5", "mixed"), "processor": ("none", "repetition"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(2, **LATENT, temperature=(0.0, 0.8)), ids=name_of)
+def test_it_is_so_with_latent_attention(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **LATENT, temperature=(0.0, 0.8)), ids=name_of)
+@pytest.mark.parametrize(("kv_dtype", "weights"), [("fp8", "plain"), ("auto", "int4")])
+def test_it_is_so_with_latent_attention_in_other_formats(
+    model: str, cell: Cell, kv_dtype: str, weights: str, subject_of: Subjects
+) -> None:
+    dtype = cell.dtype if weights == "plain" else "bfloat16"
+    check_cell(subject_of(model, dtype, weights=weights, kv_dtype=kv_dtype), cell)
+
+
 ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_LAWS}
 
 

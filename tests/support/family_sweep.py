@@ -79,6 +79,8 @@ _MULTIMODAL_ROPE = (
 )  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
@@ -97,11 +99,17 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "janus_vqgan": {"projection_dim": 64, "num_embeddings": 16}, "janus_vision_model": {"projection_dim": 64},
     "hunyuan_vl_text": {"rope_parameters": _SECTIONS | {"mrope_section": [2, 3, 3]}},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+    **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in _LATENT},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 24},
+    "longcat_flash": {
+        "num_key_value_heads": 4, "head_dim": 8, "num_layers": 2, "num_hidden_layers": None, "qk_head_dim": 24,
+        "zero_expert_num": 2, "moe_topk": 3,
+    },
 }  # fmt: skip
 """Overrides by family; None: the family's own default."""
 
 
-_NAMES_LOST = frozenset({"qianfan_ocr"})
+_NAMES_LOST = frozenset({"kimi_k25", "qianfan_ocr"})
 """Families that transformers does not write with the names that it reads."""
 
 
@@ -290,8 +298,9 @@ EQUAL = 1e-5
 """Relative to the largest logit, in float32: rounding over all layers, and two orders of magnitude below a real fault.
 """
 
-ONLY_WITH = dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`") | {
-    "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`"
+ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention (MLA); GPU: by torch's attention") | {
+    **dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`"),
+    "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
 }
 """What a family needs on a GPU."""
 

@@ -13,18 +13,18 @@ from space_kernels.paging.step_rows import StepRows
 
 
 class QKV(NamedTuple):
-    """The queries, keys and values of a step's rows in one layer; R is padded."""
+    """The queries, keys and values of a step's rows in one layer; R is padded. E is D unless a backend says more."""
 
     query: Tensor  # [R, H, D]
     key: Tensor  # [R, G, D]
-    value: Tensor  # [R, G, D]
+    value: Tensor  # [R, G, E]
 
 
 class KVPages(NamedTuple):
-    """One layer's part of the paged KV cache: [num_blocks, G, block_size, D] each."""
+    """One layer's part of the paged KV cache."""
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [num_blocks, G, block_size, D]
+    values: Tensor  # [num_blocks, G, block_size, E]; of latent attention the keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,17 @@ class AttentionSpec:
     alibi: Alibi | None = None
     sinks: Tensor | None = field(default=None, compare=False)
     """[H] float32: a score of each head that adds to its sum of weights, as of a key whose value is 0."""
+    is_latent: bool = False
+    """Multi-head latent attention (MLA): the first E numbers of a key are its value, and have no pages of their own."""
 
 
-def refuse_alibi(spec: AttentionSpec, backend: str) -> None:
-    """Raises ValueError if the spec has linear biases, which `backend` does not compute."""
+def refuse_rare(spec: AttentionSpec, backend: str) -> None:
+    """Raises ValueError if the spec has linear biases or is latent attention, which `backend` does not compute."""
     if spec.alibi is not None:
         raise ValueError(f"Attention {backend!r} has no linear biases (ALiBi); use --attention torch.")
+    if spec.is_latent:
+        raise ValueError(f"Attention {backend!r} has no latent attention (MLA); use --attention torch.")
 
 
 Attention = Callable[[QKV, KVPages, StepRows, AttentionSpec], Tensor]
-"""`space_attention` of one backend, or its variant for pages that already hold the step's keys: returns [R, H, D]."""
+"""`space_attention` of one backend, or its variant for pages that already hold the step's keys: returns [R, H, E]."""

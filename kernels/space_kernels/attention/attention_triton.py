@@ -81,7 +81,7 @@ import triton.language as tl
 from torch import Tensor
 
 from space_kernels.attention import attention_kernels as kernels
-from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_alibi
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_rare
 from space_kernels.attention.attention_kernels import (
     ONE_SPLIT,
     PARALLEL,
@@ -207,7 +207,7 @@ def _launch(
     split: int | None = SPLIT,
     tile: AttentionTile | None = None,
 ) -> None:
-    refuse_alibi(spec, "triton")
+    refuse_rare(spec, "triton")
     query, key, value = qkv
     num_heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     pattern = tables.pattern

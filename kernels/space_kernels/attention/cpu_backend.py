@@ -104,7 +104,7 @@ class CompiledAttention:
         """Return [R, H, D]; padding rows are 0."""
         _, num_heads, dim = qkv.query.shape
         kv_heads = pages.keys.shape[1]
-        if not attends(pages.keys.dtype, dim):
+        if spec.is_latent or not attends(pages.keys.dtype, dim):
             return space_attention(qkv, pages, rows, spec)
         query, key, value = qkv.query.contiguous(), qkv.key.contiguous(), qkv.value.contiguous()
         out = torch.zeros_like(query)

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_alibi
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_rare
 from space_kernels.attention.library_parts import WITHOUT_SINKS, OwnPart, PrefixRows, Ragged, Reach
 from space_kernels.paging.step_rows import StepRows
 
@@ -84,7 +84,7 @@ def space_attention(
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
     keys and values. Raises ValueError for an unsupported block size, and for a window no longer than a mask group.
     """
-    refuse_alibi(spec, "flash-attn")
+    refuse_rare(spec, "flash-attn")
     if spec.sinks is not None:
         raise ValueError(WITHOUT_SINKS.format(library="flash-attn"))
     query = qkv.query

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_alibi
+from space_kernels.attention.attention import QKV, AttentionSpec, KVPages, refuse_rare
 from space_kernels.attention.library_parts import WITHOUT_SINKS, OwnPart, PrefixRows, mask_groups, natural
 from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 
@@ -47,7 +47,7 @@ def space_attention(
     `own`: our operations beside the library; None: those of the device. `is_stored`: the pages already hold the step's
     keys and values. Raises ValueError for a window no longer than a mask group.
     """
-    refuse_alibi(spec, "flashinfer")
+    refuse_rare(spec, "flashinfer")
     if spec.sinks is not None:
         raise ValueError(WITHOUT_SINKS.format(library="flashinfer"))
     query = qkv.query

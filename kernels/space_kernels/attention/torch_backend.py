@@ -16,7 +16,7 @@ _FLOOR = -1e30
 
 
 def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
-    """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, D].
+    """Write the chain rows' keys and values into the pages, then let every row attend. Returns [R, H, E].
 
     Pages have the dtype of the rows, or float8_e4m3fn: keys and values are then rounded to fp8, except the masks of a
     row's own group.
@@ -29,14 +29,14 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
     """
     query, key, value = qkv
     num_rows, num_heads, head_dim = query.shape
-    kv_heads = pages.keys.shape[1]
+    kv_heads, value_dim = pages.keys.shape[1], value.shape[2]
     plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, spec.window))
 
     chain = rows.num_chain_rows
     kept_keys, kept_values = as_kept(pages.keys), as_kept(pages.values)
-    for kept, new in ((kept_keys, key), (kept_values, value)):
-        written = to_keep(new[:chain].reshape(-1, head_dim), pages.keys.dtype)
-        kept.view(-1, head_dim).index_copy_(0, plan.writes, written)
+    for kept, new in [(kept_keys, key)] if spec.is_latent else [(kept_keys, key), (kept_values, value)]:
+        written = to_keep(new[:chain].reshape(-1, new.shape[2]), pages.keys.dtype)
+        kept.view(-1, new.shape[2]).index_copy_(0, plan.writes, written)
 
     queries = query.reshape(-1, head_dim)
     outputs = []
@@ -46,20 +46,29 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
         softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None, sinks=spec.sinks)
         biases = None if spec.alibi is None else _Biases(spec.alibi, rows, bucket)
         for block in bucket.blocks:
-            keys = kept_keys.view(-1, block.run * head_dim).index_select(0, block.index)
-            values = kept_values.view(-1, block.run * head_dim).index_select(0, block.index)
-            shape = (block.num_sequences * kv_heads, KEY_BLOCK, head_dim)
+            keys = _fetched(kept_keys, block, kv_heads)
+            values = keys[..., :value_dim] if spec.is_latent else _fetched(kept_values, block, kv_heads)
             bias = None if biases is None else biases.of_block(block)
-            softmax.add(widened(keys.view(shape)), widened(values.view(shape)), block.bound, bias)
+            softmax.add(keys, values, block.bound, bias)
         if bucket.step_keys is not None:
-            shape = (bucket.shape[0] * kv_heads, -1, head_dim)
-            keys = key.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
-            values = value.reshape(-1, head_dim).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0)
+            num_groups = bucket.shape[0] * kv_heads
+            keys, values = (
+                new.reshape(-1, width).index_select(0, bucket.step_keys).nan_to_num_(0.0, 0.0, 0.0).float()
+                for new, width in ((key, head_dim), (value, value_dim))
+            )
             bias = None if biases is None else biases.of_masks()
-            softmax.add(keys.view(shape).float(), values.view(shape).float(), bucket.step_bound, bias)
+            keys, values = keys.view(num_groups, -1, head_dim), values.view(num_groups, -1, value_dim)
+            softmax.add(keys, values, bucket.step_bound, bias)
         outputs.append(softmax.result())
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, plan.outputs).view(num_rows, num_heads, head_dim).to(query.dtype)
+    return joined.index_select(0, plan.outputs).view(num_rows, num_heads, value_dim).to(query.dtype)
+
+
+def _fetched(kept: Tensor, block: KeyBlock, kv_heads: int) -> Tensor:
+    """Return a block's keys or values from the pages [num_blocks, G, block_size, D]: [n·G, KEY_BLOCK, D] float32."""
+    dim = kept.shape[3]
+    found = kept.view(-1, block.run * dim).index_select(0, block.index)
+    return widened(found.view(block.num_sequences * kv_heads, KEY_BLOCK, dim))
 
 
 class _Biases:

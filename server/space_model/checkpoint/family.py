@@ -47,11 +47,15 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
         raise UnsupportedModel(
             f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
         )
-    if getattr(config, "kv_lora_rank", None):
+    if getattr(config, "kv_lora_rank", None) and not getattr(config, "qk_rope_head_dim", None):
         raise UnsupportedModel(
-            f"Models of type {kind!r} have multi-head latent attention (MLA, kv_lora_rank in config.json), whose keys "
-            "and values have different sizes; pages hold keys and values of one size. Use a model with grouped-query "
-            "attention."
+            f"{name} has multi-head latent attention (MLA, kv_lora_rank in config.json) and no qk_rope_head_dim, and "
+            f"transformers' models of type {kind!r} compress no keys. Fetch the config.json of the original checkpoint."
+        )
+    if kind == "longcat_flash":
+        raise UnsupportedModel(
+            f"Models of type {kind!r} attend twice in each decoder layer; layers that attend once are served. Use a "
+            "checkpoint of another family with latent attention, such as DeepSeek-V3."
         )
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in OWN_ATTENTION:
         raise UnsupportedModel(
@@ -237,8 +241,10 @@ def head_softcap(config: PreTrainedConfig) -> float | None:
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return query heads, key-value heads, head dimension."""
+    """Return query heads, key-value heads, head dimension, as attention over the pages has them."""
     heads = int(config.num_attention_heads)
+    if (latent := latent_dim(config)) is not None:
+        return heads, 1, latent + int(config.qk_rope_head_dim)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     if getattr(config, "new_decoder_architecture", False):
         kv_heads = int(config.num_kv_heads)  # Falcon
@@ -246,6 +252,18 @@ def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
         kv_heads = 1  # GPTBigCode, Falcon
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, kv_heads, int(head_dim)
+
+
+def latent_dim(config: PreTrainedConfig) -> int | None:
+    """Return how many numbers of a key are its value in multi-head latent attention (MLA); None: it is no such."""
+    rank = getattr(config, "kv_lora_rank", None)
+    return int(rank) if rank else None
+
+
+def kv_numbers(config: PreTrainedConfig) -> int:
+    """Return the numbers that the pages of one layer hold for each token."""
+    _, kv_heads, head_dim = sizes(config)
+    return kv_heads * head_dim * (2 if latent_dim(config) is None else 1)
 
 
 def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -161,7 +161,9 @@ def load_model(
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
-        kv_bytes_per_token=2 * int(config.num_hidden_layers) * kv_heads * head_dim * (number.itemsize, 1)[fp8_kv],
+        kv_bytes_per_token=int(config.num_hidden_layers)
+        * family.kv_numbers(model.config)
+        * (number.itemsize, 1)[fp8_kv],
         attention="",  # the operations set this below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
@@ -169,6 +171,7 @@ def load_model(
         weights=weights,
         fp8_kv=fp8_kv,
         head=HeadFacts.of(recurrent_head if section.adapter is None else loaded[0].recurrent_head),
+        latent_dim=family.latent_dim(config),
         num_ranks=num_ranks,
     )
     try:
@@ -180,6 +183,11 @@ def load_model(
         raise InvalidSetting(
             f"{checkpoint.name} has attention with linear biases (ALiBi), which attention {ops.attention!r} does not "
             "have: give --attention torch."
+        )
+    if facts.latent_dim is not None and ops.attention not in ("compiled", "torch"):
+        raise InvalidSetting(
+            f"{checkpoint.name} has latent attention (MLA), which attention {ops.attention!r} does not have: give "
+            "--attention torch."
         )
     facts = replace(facts, attention=ops.attention)
     give_back_freed()  # by reading the tokenizer

@@ -15,7 +15,8 @@ from space_model.model_facts import ModelFacts
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values by layer: [num_blocks, kv_heads, block_size, head_dim] each."""
+    """Keys and values by layer: [num_blocks, kv_heads, block_size, head_dim] each. In latent attention values are a
+    part of the keys, and their tensors the same."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -35,7 +36,8 @@ class PagedKV:
             count = facts.num_layers if num_layers is None else num_layers
             return [torch.zeros(shape, dtype=facts.kv_dtype, device=facts.device) for _ in range(count)]
 
-        return cls(pages(), pages(), num_blocks, block_size)
+        keys = pages()
+        return cls(keys, keys if facts.latent_dim is not None else pages(), num_blocks, block_size)
 
 
 class Network(Protocol):

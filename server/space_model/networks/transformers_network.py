@@ -36,6 +36,7 @@ from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
 from space_model.model_error import UnsupportedModel
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
+from space_model.networks.latent_heads import EXPANSION, LatentHeads
 from space_model.networks.network import PagedKV
 from space_model.stored_weights import release, table_of, weight_of
 
@@ -218,7 +219,7 @@ def paged_attention(
     space_step: AttentionStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """query [1, H, R, D], key and value [1, G, R, D] -> [1, R, H, D].
+    """query [1, H, R, D], key [1, G, R, D] and value [1, G, R, E] -> [1, R, H, E].
 
     `sliding_window`: not given by families that leave it to the mask, which here means the config's (Phi-MoE).
     """
@@ -234,8 +235,12 @@ def paged_attention(
             f"{type(module).__name__} attends to later tokens, too: the model is no causal language model, and writes "
             "no text. Use a checkpoint of one."
         )
+    latent: LatentHeads | None = module.__dict__.get("latent_heads")
+    if latent is not None:
+        query = latent.queries(query)
     _, heads, _, size = space_step.kv.keys[0].shape
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1] == size or key.shape[1] != heads:
+    value_size = size if latent is None else latent.latent_dim
+    if not query.shape[-1] == key.shape[-1] == size or value.shape[-1] != value_size or key.shape[1] != heads:
         raise UnsupportedModel(
             f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "
             f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
@@ -262,9 +267,10 @@ def paged_attention(
             softcap,
             alibi,
             sinks.detach().float() if isinstance(sinks, Tensor) else None,
+            latent is not None,
         ),
     )
-    return out[None], None
+    return (out if latent is None else latent.outputs(out))[None], None
 
 
 def _window_of_mask(module: nn.Module, layer: int) -> int | None:
@@ -379,7 +385,10 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
     """As `make_row_invariant`; `plain`: linears that are not quantised."""
     for name in [name for name, _ in base.named_children()]:  # names only: replaced modules must be freed
         child = base.get_submodule(name)
-        if type(child) is nn.Linear:
+        if name == EXPANSION and "latent_heads" in base.__dict__:
+            setattr(base, name, base.__dict__["latent_heads"].row_invariant(child))
+            release(child)
+        elif type(child) is nn.Linear:
             form = "plain" if child in plain else weights
             setattr(base, name, cpu_linear(weight_of(child), child.bias, weights=form))
             release(child)

@@ -35,6 +35,7 @@ from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
 from space_model.networks.experts_module import is_experts, is_transposed, router_linears
+from space_model.networks.latent_heads import expansions
 from space_model.networks.own_attention.attach import usual_attention
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
@@ -83,6 +84,10 @@ class Made:
 
     exact: Tensor  # in the wide dtype
     usual: Tensor  # transformers', in the serving dtype
+
+    def beside(self, other: Made) -> Made:
+        """Return both parts' outputs as one, joined in the last dimension."""
+        return Made(torch.cat([self.exact, other.exact], -1), torch.cat([self.usual, other.usual], -1))
 
 
 @dataclass
@@ -453,14 +458,14 @@ def _held(
     int4 and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
-    routers = frozenset(router_linears(layer))
+    plain = frozenset((*router_linears(layer), *expansions(layer)))
     try:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if dtype is not narrow and (dense := _dense(child, narrow, dtype)) is not None:
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
-            form = "plain" if module in routers else weights
+            form = "plain" if module in plain else weights
             rounds = stored_of(module) is not None or form in ("int8", "int4")
             for name, weight in _made(module, dtype, form):
                 swaps.put(module._parameters, name, weight)

@@ -100,13 +100,19 @@ def differences(
 
     yield comparison.compare("the embedding", network.enter(batch)[:count], wanted.entry)
     for layer in wanted.layers:
-        for made in (layer.keys, layer.values):
-            refuse_other_heads(f"Layer {layer.number}", made.exact.shape, facts)
-        _fill(kv, wanted.contexts.of(layer.keys.exact, layer.values.exact), pages)
+        made = {"keys": layer.keys, "values": layer.values}
+        context = [*wanted.contexts.of(layer.keys.exact, layer.values.exact)]
+        if facts.latent_dim is not None:  # transformers caches the latent as keys, and the rotated part as values
+            made = {"keys": layer.keys.beside(layer.values)}
+            context = [torch.cat(context, dim=-1)]
+        for one in made.values():
+            refuse_other_heads(f"Layer {layer.number}", one.exact.shape, facts)
+        kept = dict(zip(made, (kv.keys[0], kv.values[0]), strict=False))
+        _fill([*kept.values()], context, pages)
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
         name = f"layer {layer.number} of {facts.num_layers}"
-        for what, kept, made in (("keys", kv.keys[0], layer.keys), ("values", kv.values[0], layer.values)):
-            yield comparison.compare(f"{name} ({what})", _read(kept, pages, start, count), made, kept=True)
+        for what, stored in kept.items():
+            yield comparison.compare(f"{name} ({what})", _read(stored, pages, start, count), made[what], kept=True)
         yield comparison.compare(name, out, layer.out, is_routed=layer.is_routed)
     yield comparison.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
     if wanted.logits is not None:
@@ -159,9 +165,9 @@ def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
     return PagedKV(one.keys * facts.num_layers, one.values * facts.num_layers, num_blocks, _BLOCK)
 
 
-def _fill(kv: PagedKV, context: tuple[Tensor, Tensor], pages: list[int]) -> None:
+def _fill(stored: Sequence[Tensor], context: Sequence[Tensor], pages: list[int]) -> None:
     """Store keys and values [G, P, D] of the positions from 0 on."""
-    for kept, rows in zip((kv.keys[0], kv.values[0]), context, strict=True):
+    for kept, rows in zip(stored, context, strict=True):
         heads, length, width = rows.shape
         used = -(-length // _BLOCK)
         padded = torch.cat([rows, rows.new_zeros(heads, used * _BLOCK - length, width)], dim=1)

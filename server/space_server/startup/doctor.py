@@ -37,6 +37,7 @@ from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelErr
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
 from space_model.released_adapters import AdapterFormat
+from transformers import PreTrainedConfig
 
 from space_server.config import ModelSource, parse
 from space_server.machine.memory import NotEnoughMemory
@@ -287,8 +288,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         f"({asked.dtype_reason}){kept}; {drafts}",
     )
     yield from adapters
-    num_heads, kv_heads, head_dim = family.sizes(model)
-    yield _attention(config, device, asked.dtype, num_heads, kv_heads, head_dim)
+    yield _attention(config, device, asked.dtype, model)
     trained = family.positions(model) or 0
     window = config.max_model_len or trained
     if window < 1:
@@ -355,9 +355,8 @@ def _download(model: str, missing: Missing) -> Finding:
     return Finding("model", "note", fact)
 
 
-def _attention(
-    config: WorkerSettings, device: torch.device, dtype: torch.dtype, num_heads: int, kv_heads: int, head_dim: int
-) -> Finding:
+def _attention(config: WorkerSettings, device: torch.device, dtype: torch.dtype, model: PreTrainedConfig) -> Finding:
+    num_heads, kv_heads, head_dim = family.sizes(model)
     need = AttentionNeed.on(
         device,
         num_heads=num_heads,
@@ -367,6 +366,7 @@ def _attention(
         block_size=config.block_size,
         exact=config.exact,
         fp8_kv=config.kv_dtype == "fp8",
+        is_latent=family.latent_dim(model) is not None,
     )
     try:
         check_cpu_kernels(config, device, dtype)

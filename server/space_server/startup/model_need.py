@@ -25,6 +25,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.meta_tensors import MetaModel
 from space_model.loading.whole_model import check_plain, open_weights, stays_packed
 from space_model.model_error import CheckpointNotFound, InvalidSetting
+from space_model.networks.latent_heads import EXPANSION
 from space_model.networks.llama_parts import FAMILIES
 from space_model.precision import choose_device, choose_dtype, choose_weights
 from space_proto import worker_pb2 as pb
@@ -202,7 +203,7 @@ class ModelNeed:
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_drafting_bytes(file, hidden, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
-            kv_bytes_per_token=2 * layers * kv_heads * head_dim * (1 if fp8_kv else dtype.itemsize) // num_ranks,
+            kv_bytes_per_token=layers * family.kv_numbers(config) * (1 if fp8_kv else dtype.itemsize) // num_ranks,
             window=window,
             dtype=dtype,
             device=device,
@@ -392,7 +393,7 @@ def _drafting_bytes(file: Path, hidden: int, dtype: torch.dtype) -> int:
 def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) -> int:
     """Count weights that can be held in 8 bits: of linears without the output head. On a CPU only bfloat16 ones: others
     stay in memory until packed."""
-    names = ("embed", "lm_head", "norm", "bias")
+    names = ("embed", "lm_head", "norm", "bias", EXPANSION)
     return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from space_model.adapters import GatedLora
+from space_model.networks.latent_heads import is_absorbed
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -88,7 +89,8 @@ class Adapters(nn.Module):
     """The adapters of one model, and the input embeddings of its masks."""
 
     def __init__(self, model: PreTrainedModel, *, rank: int, alpha: float, num_masks: int) -> None:
-        """Put an adapter on every linear of the decoder layers of `model`, in place."""
+        """Put an adapter on every linear of the decoder layers of `model`, in place, but those that latent attention
+        (MLA) applies to queries instead of keys."""
         super().__init__()
         self.gate, self.rank, self.alpha = Gate(), rank, alpha
         hidden, device = int(model.config.hidden_size), model.get_input_embeddings().weight.device
@@ -96,7 +98,7 @@ class Adapters(nn.Module):
         linears = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and ".layers." in f".{name}"
+            if isinstance(module, nn.Linear) and ".layers." in f".{name}" and not is_absorbed(model, name)
         }
         self._adapted: dict[str, AdaptedLinear] = {}
         for name, linear in linears.items():

@@ -114,7 +114,7 @@ def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_p
         torch.testing.assert_close(found, expect(long[: 49 + g] + masks)[49 + g :], atol=2e-4, rtol=0)
 
 
-INVARIANT_FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2", "glm4_moe", "gpt_oss"]
+INVARIANT_FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2", "glm4_moe", "gpt_oss", "deepseek_v2"]
 LENGTH = 280  # beyond one key block
 BLOCK = 16
 

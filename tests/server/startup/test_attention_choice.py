@@ -324,3 +324,12 @@ def test_the_router_and_the_worker_know_the_same_names() -> None:
         known.parse("best")
     with pytest.raises(SystemExit):
         parse(["--listen", "h:1", "--attention", "best"])
+
+
+def test_a_model_with_latent_attention_takes_torch_s_and_says_why_not_another() -> None:
+    latent = dataclasses.replace(NEED, kv_heads=1, head_dim=48, is_latent=True)
+    choice = choose_attention("auto", FACTS, block_size=16, need=latent, clock=Clock())
+    assert choice.name == "torch"
+    assert "no latent attention (MLA)" in choice.absent["triton"]
+    with pytest.raises(UnusableAttention, match=r"triton: has no latent attention \(MLA\).*use --attention torch"):
+        choose_attention("triton", FACTS, block_size=16, need=latent)

@@ -1,4 +1,4 @@
-"""Which families compute their attention themselves, and what each of them needs to attend over pages."""
+"""Which families compute their attention themselves, or compress keys, and what each needs to attend over pages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from space_model.checkpoint import family
+from space_model.model_error import UnsupportedModel
+from space_model.networks.latent_heads import EXPANSION, LatentHeads
 from space_model.networks.own_attention import bloom, falcon, mpt, scores
 from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
 
@@ -67,6 +70,8 @@ def usual_attention(model: PreTrainedModel) -> str:
 
 def attach(model: PreTrainedModel) -> None:
     """Let the model's attention modules use our paged attention while a step runs; other families are left alone."""
+    if family.latent_dim(model.config) is not None:
+        _attach_latent(model)
     own = FAMILIES.get(model.config.model_type)
     if own is None:
         return
@@ -84,6 +89,26 @@ def attach(model: PreTrainedModel) -> None:
                 own.prepare(module)
             if own.method is not None and own.forward is not None:
                 setattr(module, own.method, MethodType(_stand_in(own.method, own.forward), module))
+
+
+def _attach_latent(model: PreTrainedModel) -> None:
+    """Let the model's latent attention (MLA) hand over compressed keys while a step runs."""
+    current = CurrentStep.of(model.base_model)
+    found = [module for module in model.modules() if hasattr(module, EXPANSION) and hasattr(module, "expand_kv")]
+    if not found:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has multi-head latent attention (MLA, kv_lora_rank in config.json), and no module "
+            f"of it expands compressed keys (expand_kv) by a {EXPANSION}, so they cannot be paged."
+        )
+    for module in found:
+        current.share_with(module)
+        module.__dict__["latent_heads"] = LatentHeads(module)
+        module.__dict__["expand_kv"] = MethodType(_stand_in("expand_kv", _compressed), module)
+
+
+def _compressed(module: nn.Module, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand in for `expand_kv`: latent [1, 1, R, L], turned [1, 1, R, rope] -> key [1, 1, R, L + rope], value."""
+    return torch.cat([latent, turned], dim=-1), latent
 
 
 def _stand_in(name: str, ours: Forward) -> Forward:
