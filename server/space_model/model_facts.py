@@ -18,6 +18,14 @@ def number_format(dtype: torch.dtype, weights: str, *, fp8_kv: bool) -> str:
     return f"{form} with {' and '.join(small)}" if small else form
 
 
+class LayerKV(NamedTuple):
+    """A layer's keys and values in the pages."""
+
+    kv_heads: int
+    head_dim: int
+    source: int  # the layer whose pages it reads; its own number: it has pages, and writes them
+
+
 class _Head(Protocol):
     @property
     def num_drafts(self) -> int: ...
@@ -67,7 +75,7 @@ class ModelFacts:
     hidden_size: int
     num_layers: int
     num_heads: int
-    kv_heads: int
+    kv_heads: int  # of layers that differ, as in `family.sizes`
     head_dim: int
     window: int  # maximum positions of one sequence
     dtype: torch.dtype  # of weights and KV cache, unless a field below says otherwise
@@ -89,6 +97,7 @@ class ModelFacts:
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
     head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head
     latent_dim: int | None = None  # of latent attention (MLA): numbers of a key that are its value; None: all others
+    kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property
@@ -104,6 +113,10 @@ class ModelFacts:
             return "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
         library = cpu_library() if self.dtype is torch.bfloat16 else None
         return "torch" if library is None else library.kind
+
+    def kv_of(self, layer: int) -> LayerKV:
+        """Return what the pages hold of one layer."""
+        return self.kv_layers[layer] if self.kv_layers else LayerKV(self.kv_heads, self.head_dim, layer)
 
     @property
     def kv_dtype(self) -> torch.dtype:

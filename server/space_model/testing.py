@@ -85,9 +85,22 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
-}
-"""Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the
-served window, and latent attention (MLA): queries from one linear, as in V2-Lite, or from two."""
+    "gemma4": {
+        "model_type": "gemma4_text", "sliding_window": 24, "num_hidden_layers": 4, "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_moe": {
+        "model_type": "gemma4_text", "sliding_window": 24, "num_hidden_layers": 3, "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": 64,
+    },
+}  # fmt: skip
+"""Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
+window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. Layers of Gemma 4 differ in
+their heads: the small ones have embeddings for every layer, and the last layers read the keys and values of earlier
+ones; in the large ones keys are values, too, and some have experts."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}

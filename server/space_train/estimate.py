@@ -46,8 +46,7 @@ class ModelCost:
     def of(cls, trainee: Trainee) -> ModelCost:
         model = trainee.decoder.model
         config = model.config
-        heads = int(config.num_attention_heads)
-        _, _, key_dim = family.sizes(config)
+        heads, _, key_dim = family.sizes(config)
         if family.latent_dim(config) is not None:
             key_dim = (int(config.qk_head_dim) + int(config.v_head_dim)) // 2  # expanded, while training
         adapted = 0 if trainee.adapters is None else sum(pair.numel() for pair in trainee.adapters.pairs)
@@ -177,15 +176,15 @@ class ModelShape:
         missing = [key for key in wanted if getattr(config, key, None) is None]
         if missing:
             raise UnknownShape(f"The config of {name} has no {missing[0]}; only Llama-like decoders are estimated.")
-        heads = int(config.num_attention_heads)
+        heads, kv_heads, head_dim = family.sizes(config)
         return cls(
             name=name,
             vocab_size=int(config.vocab_size),
             hidden_size=int(config.hidden_size),
             num_layers=int(config.num_hidden_layers),
             num_heads=heads,
-            num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             intermediate_size=int(config.intermediate_size),
             tied=bool(config.tie_word_embeddings),
         )

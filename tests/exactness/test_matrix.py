@@ -218,6 +218,22 @@ def test_it_is_so_with_attention_sinks(model: str, cell: Cell, subject_of: Subje
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+UNEQUAL_LAYERS: dict[str, tuple[object, ...]] = {"model": ("gemma4", "gemma4_moe"), "layout": ("k5", "mixed")}
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **UNEQUAL_LAYERS, **FEW_LAWS), ids=name_of)
+def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_LAWS), ids=name_of)
+def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of

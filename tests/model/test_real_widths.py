@@ -23,6 +23,16 @@ WIDTHS: dict[str, dict[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 4096,
         },
     },
+    "gemma4": {  # transformers' defaults, with the embeddings per layer and the shared keys and values of E2B
+        "hidden_size": 2304, "intermediate_size": 9216, "num_heads": 8, "kv_heads": 4, "head_dim": 256,
+        "global_head_dim": 512, "hidden_size_per_layer_input": 256, "sliding_window": 128,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4_moe": {  # the same, with 8 experts of the 128 of 26B-A4B, and keys that are values, too
+        "hidden_size": 2304, "intermediate_size": 2112, "num_heads": 8, "kv_heads": 4, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 2, "moe_intermediate_size": 704, "num_experts": 8,
+        "top_k_experts": 4, "sliding_window": 128,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 
@@ -42,7 +52,7 @@ def logits(model: SpaceModel, ids: list[int], chunks: tuple[int, ...]) -> Tensor
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", WIDTHS)
 @torch.inference_mode()
-def test_two_layers_of_real_width_have_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+def test_layers_of_real_width_have_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "plain", family, num_masks=0, window=4096, **WIDTHS[family])
     served = folder
     if family == "gpt_oss":  # as it is published

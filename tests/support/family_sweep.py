@@ -80,6 +80,10 @@ _MULTIMODAL_ROPE = (
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_GEMMA_4 = {
+    "global_head_dim": 32, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
@@ -105,6 +109,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 8, "num_layers": 2, "num_hidden_layers": None, "qk_head_dim": 24,
         "zero_expert_num": 2, "moe_topk": 3,
     },
+    "gemma4_text": _GEMMA_4 | {"num_kv_shared_layers": 2}, "gemma4_unified_text": _GEMMA_4,
 }  # fmt: skip
 """Overrides by family; None: the family's own default."""
 
@@ -301,6 +306,10 @@ EQUAL = 1e-5
 ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention (MLA); GPU: by torch's attention") | {
     **dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`"),
     "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        "GPU: with heads of size 512 (`global_head_dim`) with `--attention torch`",
+    ),
 }
 """What a family needs on a GPU."""
 

@@ -17,7 +17,7 @@ from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 MOST_TOGETHER = 32
 """Maximum rows of one sequence that are processed together."""
 
-WIDEST_HEAD = 256
+WIDEST_HEAD = 512
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ struct Rows {
 };
 
 struct Heads {
-    int64_t query, kv, dim;  // dim a multiple of 16, at most 256
+    int64_t query, kv, dim;  // dim a multiple of 16, at most 512
 };
 
 struct Attention {

@@ -341,8 +341,7 @@ class AssistedDecoder:
             self._draft.generation_config.num_assistant_tokens = num_draft_tokens
             self._draft.generation_config.num_assistant_tokens_schedule = "constant"
         self.draft_weight_bytes = sum({p.data_ptr(): p.nbytes for p in self._draft.parameters()}.values())
-        layers = int(self._draft.config.num_hidden_layers)
-        self.draft_kv_bytes_per_token = layers * family.kv_numbers(self._draft.config) * facts.dtype.itemsize
+        self.draft_kv_bytes_per_token = family.kv_numbers(self._draft.config) * facts.dtype.itemsize
 
     def plain(self, prompt: Sequence[int], max_tokens: int) -> AssistedAnswer:
         """Decode without drafts in transformers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
+from space_model.model_facts import LayerKV
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 OWN_ATTENTION = frozenset(
@@ -56,6 +57,16 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
         raise UnsupportedModel(
             f"Models of type {kind!r} attend twice in each decoder layer; layers that attend once are served. Use a "
             "checkpoint of another family with latent attention, such as DeepSeek-V3."
+        )
+    if kind == "diffusion_gemma_text":
+        raise UnsupportedModel(
+            f"Models of type {kind!r} write blocks of tokens by diffusion, not one token after another. Use a "
+            "checkpoint of Gemma 4."
+        )
+    if getattr(config, "altup_num_inputs", 1) > 1:
+        raise UnsupportedModel(
+            f"Models of type {kind!r} carry several versions of every row from layer to layer, and predict all from "
+            "one (AltUp, altup_num_inputs in config.json); steps have one. Use a checkpoint of Gemma 3 or Gemma 4."
         )
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in OWN_ATTENTION:
         raise UnsupportedModel(
@@ -108,29 +119,39 @@ def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
 
 
 def _refuse_heads(name: str, kind: str, config: PreTrainedConfig) -> None:
-    found = {field: _field(config, field) for field in ("num_attention_heads", "num_key_value_heads", "head_dim")}
-    for field, count in found.items():
-        if isinstance(count, list | tuple | dict):
-            raise UnsupportedModel(
-                f"Models of type {kind!r} as in {name} have {field} that differs by layer; pages hold the keys and "
-                "values of all layers alike. Use a model whose layers have the same heads."
-            )
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise UnsupportedModel(
-                f"{field} in the config.json of {name} is {count!r}; it must be a whole number above 0."
-            )
+    if isinstance(_field(config, "num_attention_heads"), list | tuple | dict):
+        raise UnsupportedModel(
+            f"Models of type {kind!r} as in {name} have num_attention_heads that differs by layer, which is not "
+            "served. Use a model whose layers have as many query heads."
+        )
     hidden = _field(config, "hidden_size")
-    heads, kv_heads, head_dim = found.values()
-    if heads and kv_heads and heads % kv_heads:
-        raise UnsupportedModel(
-            f"The config.json of {name} has {heads} heads (num_attention_heads) for {kv_heads} key-value heads "
-            "(num_key_value_heads), which do not divide them. Fetch the config.json of the original checkpoint."
-        )
-    if heads and hidden and not head_dim and hidden % heads:
-        raise UnsupportedModel(
-            f"The config.json of {name} has a hidden_size of {hidden} for {heads} heads (num_attention_heads), which "
-            "do not divide it, and no head_dim. Fetch the config.json of the original checkpoint."
-        )
+    for one in _each_layer(config) or [config]:
+        found = {field: _field(one, field) for field in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+        for field, count in found.items():
+            if count is not None and (not isinstance(count, int) or count < 1):
+                raise UnsupportedModel(
+                    f"{field} in the config.json of {name} is {count!r}; it must be a whole number above 0."
+                )
+        heads, kv_heads, head_dim = found.values()
+        if heads and kv_heads and heads % kv_heads:
+            raise UnsupportedModel(
+                f"The config.json of {name} has {heads} heads (num_attention_heads) for {kv_heads} key-value heads "
+                "(num_key_value_heads), which do not divide them. Fetch the config.json of the original checkpoint."
+            )
+        if heads and hidden and not head_dim and hidden % heads:
+            raise UnsupportedModel(
+                f"The config.json of {name} has a hidden_size of {hidden} for {heads} heads (num_attention_heads), "
+                "which do not divide it, and no head_dim. Fetch the config.json of the original checkpoint."
+            )
+
+
+def _each_layer(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return the config of each layer, if layers differ in their keys and values; else none."""
+    differ = any(
+        isinstance(_field(config, field), list | tuple | dict) for field in ("num_key_value_heads", "head_dim")
+    )
+    by_layer: Any = getattr(config, "per_layer_config", None) if differ else None
+    return [] if by_layer is None else [by_layer[number] for number in range(int(config.num_hidden_layers))]
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:
@@ -241,7 +262,13 @@ def head_softcap(config: PreTrainedConfig) -> float | None:
 
 
 def sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return query heads, key-value heads, head dimension, as attention over the pages has them."""
+    """Return query heads, key-value heads, head dimension, as attention over the pages has them; of layers that differ,
+    those of the widest heads."""
+    layers = _each_layer(config)
+    return max((_sizes(one) for one in layers), key=lambda found: (found[2], found[1])) if layers else _sizes(config)
+
+
+def _sizes(config: PreTrainedConfig) -> tuple[int, int, int]:
     heads = int(config.num_attention_heads)
     if (latent := latent_dim(config)) is not None:
         return heads, 1, latent + int(config.qk_rope_head_dim)
@@ -260,10 +287,30 @@ def latent_dim(config: PreTrainedConfig) -> int | None:
     return int(rank) if rank else None
 
 
+def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
+    """Return what the pages hold of each layer; empty if layers are alike and each has keys and values of its own."""
+    modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
+    layers = _each_layer(config)
+    if not layers and "reuse" not in modes:
+        return ()
+    count = int(config.num_hidden_layers)
+    shapes = [_sizes(one)[1:] for one in layers or [config] * count]
+    stored: dict[str, int] = {}  # kind of layer -> the last one whose keys and values others read
+    found = []
+    for number, shape in enumerate(shapes):
+        mode = modes[number] if modes else None
+        if mode == "store":
+            stored[config.layer_types[number]] = number
+        found.append(LayerKV(*shape, number if mode != "reuse" else stored[config.layer_types[number]]))
+    return tuple(found)
+
+
 def kv_numbers(config: PreTrainedConfig) -> int:
-    """Return the numbers that the pages of one layer hold for each token."""
+    """Return the numbers that the pages of all layers hold for each token."""
+    if layers := kv_layers(config):
+        return sum(2 * one.kv_heads * one.head_dim for number, one in enumerate(layers) if one.source == number)
     _, kv_heads, head_dim = sizes(config)
-    return kv_heads * head_dim * (2 if latent_dim(config) is None else 1)
+    return int(config.num_hidden_layers) * kv_heads * head_dim * (2 if latent_dim(config) is None else 1)
 
 
 def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:

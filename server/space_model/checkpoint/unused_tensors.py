@@ -114,9 +114,10 @@ def _reason(name: str, model: PreTrainedModel, text: frozenset[str] | None) -> s
     for pattern, reason in MAY_BE_LEFT_OUT:
         if re.search(pattern, name):
             return reason
-    for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():
-        if re.search(pattern, name):
-            return f"as transformers does for {type(model).__name__}"
+    for part in (model, model.base_model):
+        for pattern in getattr(part, "_keys_to_ignore_on_load_unexpected", None) or ():
+            if re.search(pattern, name):
+                return f"as transformers does for {type(part).__name__}"
     layers = int(model.config.num_hidden_layers)
     further = int(getattr(model.config, "num_nextn_predict_layers", 0) or 0)
     layer = _LAYER.search(name)

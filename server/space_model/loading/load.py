@@ -161,9 +161,7 @@ def load_model(
         model_hash=checkpoint.model_hash(),
         tokenizer_hash=checkpoint.tokenizer_hash(),
         has_draft_head=draft_head is not None,
-        kv_bytes_per_token=int(config.num_hidden_layers)
-        * family.kv_numbers(model.config)
-        * (number.itemsize, 1)[fp8_kv],
+        kv_bytes_per_token=family.kv_numbers(model.config) * (number.itemsize, 1)[fp8_kv],
         attention="",  # the operations set this below
         num_threads=torch.get_num_threads(),
         acceptance=section.acceptance,
@@ -172,6 +170,7 @@ def load_model(
         fp8_kv=fp8_kv,
         head=HeadFacts.of(recurrent_head if section.adapter is None else loaded[0].recurrent_head),
         latent_dim=family.latent_dim(config),
+        kv_layers=family.kv_layers(model.config),
         num_ranks=num_ranks,
     )
     try:

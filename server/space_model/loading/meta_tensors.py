@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 class MetaModel(TorchFunctionMode):
     """In the block, a model made on the meta device draws no initial values, and has its positions on the CPU.
 
-    `torch.arange` gives the positions, and `torch.tensor` the factors, from which rotary angles and masks are computed:
-    these buffers then have values, as transformers has `torch.linspace` give them there. Enter it before the block that
-    sets the device.
+    `torch.arange` gives the positions, `torch.tensor` the factors, and `torch.zeros` of float32 the rest, from which
+    rotary angles and masks are computed: these buffers then have values, as transformers has `torch.linspace` give them
+    there. Enter it before the block that sets the device.
     """
 
     def __torch_function__(
@@ -35,6 +35,8 @@ class MetaModel(TorchFunctionMode):
             if isinstance(target, Tensor) and target.is_meta:
                 return target
         gives = func is torch.arange or (func is torch.tensor and bool(args) and isinstance(args[0], list) and args[0])
+        if func is torch.zeros and named.get("dtype") is torch.float32:  # no weight: those have the model's dtype
+            gives = len(args) == 1 and isinstance(args[0], int)
         if gives and _is_meta(named.get("device")):  # an empty list asks for the current device
             named = {**named, "device": "cpu"}
         return func(*args, **named)

@@ -15,8 +15,9 @@ from space_model.model_facts import ModelFacts
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values by layer: [num_blocks, kv_heads, block_size, head_dim] each. In latent attention values are a
-    part of the keys, and their tensors the same."""
+    """Keys and values by layer: [num_blocks, kv_heads, block_size, head_dim] each. Layers may differ in heads and head
+    size, and a layer that shares the keys and values of another has that one's. In latent attention values are a part
+    of the keys, and their tensors the same."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -28,13 +29,19 @@ class PagedKV:
         return KVPages(self.keys[number], self.values[number])
 
     @classmethod
-    def allocate(cls, facts: ModelFacts, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedKV:
-        """Allocate blocks of zeros; every page is touched now, so that lack of memory fails here."""
-        shape = (num_blocks, facts.kv_heads, block_size, facts.head_dim)
+    def allocate(cls, facts: ModelFacts, num_blocks: int, block_size: int, *, in_turn: bool = False) -> PagedKV:
+        """Allocate blocks of zeros; every page is touched now, so that lack of memory fails here. `in_turn`: layers
+        with as many heads of one size have the same pages, for one layer at a time."""
+        layers = [facts.kv_of(number) for number in range(facts.num_layers)]
 
         def pages() -> list[Tensor]:
-            count = facts.num_layers if num_layers is None else num_layers
-            return [torch.zeros(shape, dtype=facts.kv_dtype, device=facts.device) for _ in range(count)]
+            made: dict[object, Tensor] = {}
+            for layer in layers:
+                place = layer[:2] if in_turn else layer.source
+                if place not in made:
+                    shape = (num_blocks, layer.kv_heads, block_size, layer.head_dim)
+                    made[place] = torch.zeros(shape, dtype=facts.kv_dtype, device=facts.device)
+            return [made[layer[:2] if in_turn else layer.source] for layer in layers]
 
         keys = pages()
         return cls(keys, keys if facts.latent_dim is not None else pages(), num_blocks, block_size)

@@ -27,6 +27,7 @@ from space_kernels.linear.gated_delta import GatedDelta
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2CLS
+from transformers.cache_utils import KVSharingDict
 from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.pytorch_utils import Conv1D
 
@@ -63,16 +64,16 @@ class GatedLinear(nn.Module):
         self._deltas, self._gate = dict(deltas), gate
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, R, in] -> [1, R, out]"""
+        """[1, R, in] -> [1, R, out], or both without the first dimension (a linear that chooses experts)"""
         y: Tensor = self.linear(x)
         for run in self._gate.runs:
             delta = self._deltas.get(run.adapter)
             if delta is not None:
-                if x.shape[:-1] != (1, self._gate.num_rows):
+                if x.shape[:-1] not in ((1, self._gate.num_rows), (self._gate.num_rows,)):
                     raise RuntimeError(
                         f"An adapted linear was given {tuple(x.shape)} in a step of {self._gate.num_rows}."
                     )
-                delta.add_to(y[0], x[0], run.slice)
+                delta.add_to(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), run.slice)
         return y
 
 
@@ -235,17 +236,6 @@ def paged_attention(
             f"{type(module).__name__} attends to later tokens, too: the model is no causal language model, and writes "
             "no text. Use a checkpoint of one."
         )
-    latent: LatentHeads | None = module.__dict__.get("latent_heads")
-    if latent is not None:
-        query = latent.queries(query)
-    _, heads, _, size = space_step.kv.keys[0].shape
-    value_size = size if latent is None else latent.latent_dim
-    if not query.shape[-1] == key.shape[-1] == size or value.shape[-1] != value_size or key.shape[1] != heads:
-        raise UnsupportedModel(
-            f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "
-            f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
-            "hold keys and values of one size, the same in all layers."
-        )
     sinks = others.pop("s_aux", None)
     asked = {name for name, value in others.items() if value is not None and value is not False}
     unknown = sorted(asked - _MEANINGLESS_HERE)
@@ -255,11 +245,23 @@ def paged_attention(
             f"The attention of {type(module).__name__} asks for {what}, which paged attention does not do."
         )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    pages = space_step.kv.layer(layer)
+    latent: LatentHeads | None = module.__dict__.get("latent_heads")
+    if latent is not None:
+        query = latent.queries(query)
+    _, heads, _, size = pages.keys.shape
+    value_size = size if latent is None else latent.latent_dim
+    if not query.shape[-1] == key.shape[-1] == size or value.shape[-1] != value_size or key.shape[1] != heads:
+        raise UnsupportedModel(
+            f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "
+            f"{value.shape[-1]}, where config.json says {heads} of size {size} (num_key_value_heads, head_dim): pages "
+            "hold keys and values of one size."
+        )
     window = _window_of_mask(module, layer) if isinstance(sliding_window, EllipsisType) else sliding_window
     space_step.layers_seen.append(layer)
     out = space_step.attention(
         QKV(*(part[0].transpose(0, 1) for part in (query, key, value))),
-        space_step.kv.layer(layer),
+        pages,
         space_step.batch.rows,
         AttentionSpec(
             float(query.shape[-1] ** -0.5 if scaling is None else scaling),
@@ -299,6 +301,7 @@ class TransformersNetwork:
         self._embedding = table_of(base.get_input_embeddings())
         self._gate = gate
         self._current = CurrentStep.of(base)
+        self._shared = KVSharingDict() if "reuse" in (getattr(base.config, "kv_sharing_modes", None) or ()) else None
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
@@ -323,7 +326,8 @@ class TransformersNetwork:
         return given[0]
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] -> [R, hidden]: one layer alone. Raises UnsupportedModel if it does not use our attention."""
+        """[R, hidden] -> [R, hidden]: one layer alone; one that shares keys and values after the one that makes them.
+        Raises UnsupportedModel if it does not use our attention."""
         made: list[Tensor] = []
 
         def run_one(at: int, rows: Tensor, run: RunLayer) -> Tensor:
@@ -352,12 +356,12 @@ class TransformersNetwork:
 
     def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: AttentionStep | None = None) -> Tensor:
         with each_layer(self.base, around):
-            return self._run(batch, step)
+            return self._run(batch, step, **({} if self._shared is None else {"shared_kv_states": self._shared}))
 
-    def _run(self, batch: ForwardBatch, step: AttentionStep | None) -> Tensor:
+    def _run(self, batch: ForwardBatch, step: AttentionStep | None, **others: object) -> Tensor:
         ids, positions = batch.ids[None], batch.positions[None]
         with self._current.running(step):
-            named = {**self._current.keywords, "space_step": step}
+            named = {**self._current.keywords, **others, "space_step": step}
             out = self.base(input_ids=ids, position_ids=positions, use_cache=False, **named)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden

@@ -11,7 +11,7 @@ part that a norm's epsilon shows, and that the residual does not hide the layer'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,7 +157,7 @@ class _Walk:
         self._wide = torch.float64 if facts.dtype is torch.float32 else torch.float32
         _, layers = family.decoder_layers(self._base)
         self._layers = list(layers)
-        self._checked = set(_checked(self._layers))
+        self._checked = set(with_sources(_checked(self._layers), facts))
         modules = (*model.base_model.modules(), model.config)
         capped = any(getattr(module, "attn_logit_softcapping", None) is not None for module in modules)
         self._contexts = Contexts(facts, self._rows.start, _windows(model), capped=capped)
@@ -173,7 +173,7 @@ class _Walk:
         given: dict[int, Tensor] = {}
         exact_out: dict[int, Tensor] = {}
         usual_out: dict[int, Tensor] = {}
-        cache = [_ContextLayer(self._contexts) for _ in range(parts)]
+        cache = [_ContextLayer(self._contexts, number) for number in range(parts)]
         entries: list[Tensor] = []
         norms: list[Tensor] = []
         logits: list[Tensor | None] = []
@@ -208,7 +208,13 @@ class _Walk:
             rows=rows,
             entry=Made(*entries),
             layers=[
-                LayerRows(n, given[n], Made(exact_out[n], usual_out[n]), *cache[n].made(), _is_routed(self._layers[n]))
+                LayerRows(
+                    n,
+                    given[n],
+                    Made(exact_out[n], usual_out[n]),
+                    *cache[self._facts.kv_of(n).source].made(),
+                    is_routed=_is_routed(self._layers[n]),
+                )
                 for n in sorted(self._checked)
             ],
             norm_given=given[parts],
@@ -285,8 +291,10 @@ class _Walk:
                 self._rounded.take(head.weight)
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
-        for module in self._model.modules():
-            if module not in inside and module is not embedding and module is not head:
+        for name, module in self._model.named_modules():
+            if name.endswith("embed_tokens_per_layer"):  # Gemma 4's, as large as all others together
+                swaps.put(module._parameters, "weight", module.get_parameter("weight")[:FREQUENT_IDS].to(dtype))
+            elif module not in inside and module is not embedding and module is not head:
                 swaps.widen(module, self._dtype, dtype)
         try:
             with self._rounded:
@@ -321,10 +329,10 @@ class Contexts:
             size[::8] = torch.logspace(0.3, 1.2, len(size[::8]), device=keys.device)
         return self.kept(self._like(keys, 1) * size[:, None]), self.kept(self._like(values, 2) * loudness[:, None])
 
-    def copies(self, keys: Tensor) -> int:
+    def copies(self, keys: Tensor, layer: int) -> int:
         """Return how often a family hands over each key head in turn: Falcon as often as it has queries for it.
         keys [1, heads, R, head dim]"""
-        copies, rest = divmod(keys.shape[1], self._facts.kv_heads)
+        copies, rest = divmod(keys.shape[1], self._facts.kv_of(layer).kv_heads)
         return copies if copies and not rest and self._facts.num_heads == keys.shape[1] else 1
 
     @property
@@ -352,8 +360,9 @@ class Contexts:
 class _ContextLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a cache: the context, then the rows' keys and values, first wide, then in the serving dtype."""
 
-    def __init__(self, contexts: Contexts) -> None:
+    def __init__(self, contexts: Contexts, number: int) -> None:
         super().__init__()
+        self._number = number
         self.keys_seen: list[Tensor] = []
         self.values_seen: list[Tensor] = []
         self._contexts = contexts
@@ -370,7 +379,7 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         joined = []
-        copies = self._contexts.copies(key_states)
+        copies = self._contexts.copies(key_states, self._number)
         for seen, states in ((self.keys_seen, key_states[0, ::copies]), (self.values_seen, value_states[0, ::copies])):
             kept = self._contexts.kept(states).to(states.dtype) if self._contexts.has_fp8 else states
             seen.append(states if not seen else kept)
@@ -541,3 +550,8 @@ def first_of_kinds(layers: Sequence[nn.Module]) -> list[int]:
     for number, layer in enumerate(layers):
         kinds.setdefault(tuple((type(m), getattr(m, "sliding_window", None)) for m in layer.modules()), number)
     return list(kinds.values())
+
+
+def with_sources(numbers: Iterable[int], facts: ModelFacts) -> list[int]:
+    """Return the layers, ascending, with those whose keys and values they read."""
+    return sorted({one for number in numbers for one in (number, facts.kv_of(number).source)})

@@ -30,10 +30,10 @@ from transformers import PreTrainedModel
 from space_model.checkpoint import family
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_error import UnsupportedModel
-from space_model.model_facts import ModelFacts
+from space_model.model_facts import LayerKV, ModelFacts
 from space_model.networks.network import Network, PagedKV
 from space_model.networks.transformers_network import TransformersNetwork
-from space_model.verification.layer_reference import Made, Reference, first_of_kinds
+from space_model.verification.layer_reference import Made, Reference, first_of_kinds, with_sources
 
 FACTOR = 2.0  # allowed ratio of a part's deviation to transformers', apart from the two terms above
 
@@ -60,10 +60,10 @@ class Difference:
 def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
     """Raises UnsupportedModel unless every kind of layer uses transformers' AttentionInterface, over the KV cache."""
     batch = ForwardBatch.build([Segment(range(4), 0, [0])], block_size=_BLOCK, mask_ids=(), device=facts.device)
-    network, kv = TransformersNetwork(model.base_model), _pages_of_one_layer(facts, 1)
+    network, kv = TransformersNetwork(model.base_model), PagedKV.allocate(facts, 1, _BLOCK, in_turn=True)
     _, layers = family.decoder_layers(model.base_model)
     hidden = network.enter(batch)
-    for number in first_of_kinds(list(layers)):
+    for number in with_sources(first_of_kinds(list(layers)), facts):
         network.layer(number, hidden, batch, kv)
 
 
@@ -92,7 +92,7 @@ def differences(
     batch = ForwardBatch.build(
         [Segment(wanted.rows.ids, start, pages)], block_size=_BLOCK, mask_ids=(), device=facts.device
     )
-    kv = _pages_of_one_layer(facts, len(pages))
+    kv = PagedKV.allocate(facts, len(pages), _BLOCK, in_turn=True)
     comparison = _Comparison(facts, wanted)
 
     def padded(rows: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def differences(
             made = {"keys": layer.keys.beside(layer.values)}
             context = [torch.cat(context, dim=-1)]
         for one in made.values():
-            refuse_other_heads(f"Layer {layer.number}", one.exact.shape, facts)
-        kept = dict(zip(made, (kv.keys[0], kv.values[0]), strict=False))
+            refuse_other_heads(f"Layer {layer.number}", one.exact.shape, facts.kv_of(layer.number))
+        kept = dict(zip(made, kv.layer(layer.number), strict=False))
         _fill([*kept.values()], context, pages)
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
         name = f"layer {layer.number} of {facts.num_layers}"
@@ -121,13 +121,13 @@ def differences(
         yield comparison.compare("the output head", found, wanted.logits)
 
 
-def refuse_other_heads(part: str, shape: Sequence[int], facts: ModelFacts) -> None:
+def refuse_other_heads(part: str, shape: Sequence[int], layer: LayerKV) -> None:
     """Raises UnsupportedModel unless keys and values [G, R, D] have the heads of config.json."""
-    if (shape[0], shape[2]) != (facts.kv_heads, facts.head_dim):
+    if (shape[0], shape[2]) != (layer.kv_heads, layer.head_dim):
         raise UnsupportedModel(
             f"{part} has {shape[0]} heads of keys or values, of size {shape[2]}, where config.json says "
-            f"{facts.kv_heads} of size {facts.head_dim} (num_key_value_heads, head_dim): pages hold keys and values of "
-            "one size, the same in all layers."
+            f"{layer.kv_heads} of size {layer.head_dim} (num_key_value_heads, head_dim): pages hold keys and values of "
+            "one size."
         )
 
 
@@ -157,12 +157,6 @@ def _off(found: Tensor, exact: Tensor) -> Tensor:
     """[…, R, n] -> [R]: the mean square of the difference, relative to that of the exact row."""
     rows, right = (x.double().movedim(-2, 0).flatten(1) for x in (found, exact))
     return (rows - right).pow(2).mean(1) / right.pow(2).mean(1).clamp_min(1e-60)
-
-
-def _pages_of_one_layer(facts: ModelFacts, num_blocks: int) -> PagedKV:
-    """Return a KV cache of one layer, which all layers use in turn."""
-    one = PagedKV.allocate(facts, num_blocks, _BLOCK, num_layers=1)
-    return PagedKV(one.keys * facts.num_layers, one.values * facts.num_layers, num_blocks, _BLOCK)
 
 
 def _fill(stored: Sequence[Tensor], context: Sequence[Tensor], pages: list[int]) -> None:

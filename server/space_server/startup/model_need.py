@@ -167,7 +167,7 @@ class ModelNeed:
         """`drafting`: files beside the weights; `form`: of a quantized checkpoint; `num_ranks` share the model, and the
         result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet."""
         num_heads, kv_heads, head_dim = family.sizes(config)
-        layers, hidden, vocab = int(config.num_hidden_layers), int(config.hidden_size), int(config.vocab_size)
+        hidden, vocab = int(config.hidden_size), int(config.vocab_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
         if form is not None and not stays_packed(form, device):
             weights = num_weights(config) * dtype.itemsize
@@ -203,7 +203,7 @@ class ModelNeed:
             head=vocab * hidden * dtype.itemsize // num_ranks if on_cpu else 0,
             drafting=sum(_drafting_bytes(file, hidden, dtype) for file in drafting if not unread or file.is_file()),
             step=rows * row * dtype.itemsize // num_ranks + logits * vocab * SAMPLING_BYTES,
-            kv_bytes_per_token=layers * family.kv_numbers(config) * (1 if fp8_kv else dtype.itemsize) // num_ranks,
+            kv_bytes_per_token=family.kv_numbers(config) * (1 if fp8_kv else dtype.itemsize) // num_ranks,
             window=window,
             dtype=dtype,
             device=device,

@@ -108,9 +108,8 @@ class Decoder(nn.Module):
     @property
     def heads_per_key(self) -> int:
         """Query heads that share a key head."""
-        config = self.model.config
-        heads = int(config.num_attention_heads)
-        return heads // int(getattr(config, "num_key_value_heads", None) or heads)
+        heads, kv_heads, _ = family.sizes(self.model.config)
+        return heads // kv_heads
 
     @property
     def frozen_output(self) -> FrozenOutput | None:

@@ -13,7 +13,7 @@ import torch
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, made_up_step, run
 from space_kernels.attention.alibi import Alibi, Bias
 from space_kernels.attention.attention import Attention, AttentionSpec
-from space_kernels.attention.cpu_backend import CompiledAttention
+from space_kernels.attention.cpu_backend import WIDEST_HEAD, CompiledAttention
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.build import cpu_library
 from torch import Tensor
@@ -130,6 +130,14 @@ def test_bfloat16_is_as_near_as_its_roundings(
     for number, (chain, masks) in enumerate(outputs(step, attention, window=window, softcap=softcap)):
         wanted = dense(step, number, window=window, softcap=softcap)
         # weights are rounded to bfloat16 as values are
+        torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_widest_heads_are_as_near_as_their_roundings(attention: Attention, window: int | None) -> None:
+    step = made([SHORT, SPACE], head_dim=WIDEST_HEAD, dtype=torch.bfloat16)
+    for number, (chain, masks) in enumerate(outputs(step, attention, window=window)):
+        wanted = dense(step, number, window=window, softcap=None)
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
 
 
