@@ -85,6 +85,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
+    "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
     "gemma4": {
         "model_type": "gemma4_text", "sliding_window": 24, "num_hidden_layers": 4, "global_head_dim": 32,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,

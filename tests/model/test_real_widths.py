@@ -15,6 +15,14 @@ from space_model.testing import tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
 WIDTHS: dict[str, dict[str, Any]] = {
     "gpt_oss": {  # gpt-oss-20b, with 8 of 32 experts
         "hidden_size": 2880, "intermediate_size": 2880, "num_heads": 64, "kv_heads": 8, "head_dim": 64,
@@ -32,6 +40,24 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size": 2304, "intermediate_size": 2112, "num_heads": 8, "kv_heads": 4, "head_dim": 256,
         "global_head_dim": 512, "num_global_key_value_heads": 2, "moe_intermediate_size": 704, "num_experts": 8,
         "top_k_experts": 4, "sliding_window": 128,
+    },
+    "deepseek_v2": {  # DeepSeek-V2-Lite, with 8 of 64 experts
+        **_LATENT, "hidden_size": 2048, "intermediate_size": 10944, "num_heads": 16, "moe_intermediate_size": 1408,
+        "n_routed_experts": 8, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0, "topk_method": "greedy", "rope_parameters": {
+            **_LATENT["rope_parameters"], "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
+    },
+    "deepseek_v3": {  # one layer of DeepSeek-V3, with 8 of 256 experts
+        **_LATENT, "hidden_size": 7168, "intermediate_size": 18432, "num_heads": 128, "q_lora_rank": 1536,
+        "num_layers": 1, "moe_intermediate_size": 2048, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe_lite": {  # GLM-4.7-Flash, with 8 of 64 experts
+        **_LATENT, "hidden_size": 2048, "intermediate_size": 10240, "num_heads": 20, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "v_head_dim": 256, "moe_intermediate_size": 1536, "n_routed_experts": 8, "n_group": 1,
+        "num_experts_per_tok": 4, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""

@@ -17,7 +17,7 @@ from space_kernels.paging.step_rows import Ints, RowPattern, StepRows
 MOST_TOGETHER = 32
 """Maximum rows of one sequence that are processed together."""
 
-WIDEST_HEAD = 512
+WIDEST_HEAD = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +101,15 @@ class CompiledAttention:
         self._library = library
 
     def __call__(self, qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpec) -> Tensor:
-        """Return [R, H, D]; padding rows are 0."""
-        _, num_heads, dim = qkv.query.shape
-        kv_heads = pages.keys.shape[1]
-        if spec.is_latent or not attends(pages.keys.dtype, dim):
+        """Return [R, H, E]; padding rows are 0."""
+        num_rows, num_heads, dim = qkv.query.shape
+        kv_heads, value_dim = pages.keys.shape[1], qkv.value.shape[2]
+        if not (attends(pages.keys.dtype, dim) and attends(pages.keys.dtype, value_dim)):
             return space_attention(qkv, pages, rows, spec)
-        query, key, value = qkv.query.contiguous(), qkv.key.contiguous(), qkv.value.contiguous()
-        out = torch.zeros_like(query)
-        heads = HeadsStruct(num_heads, kv_heads, dim)
+        query, key = qkv.query.contiguous(), qkv.key.contiguous()
+        value = key if spec.is_latent else qkv.value.contiguous()
+        out = query.new_zeros(num_rows, num_heads, value_dim)
+        heads = HeadsStruct(num_heads, kv_heads, dim, value_dim)
         slopes = None if spec.alibi is None else spec.alibi.on(query.device)
         attention = AttentionStruct(
             query.data_ptr(),
@@ -116,8 +117,9 @@ class CompiledAttention:
             value.data_ptr(),
             num_heads * dim,
             kv_heads * dim,
+            kv_heads * value.shape[2],
             pages.keys.data_ptr(),
-            pages.values.data_ptr(),
+            (pages.keys if spec.is_latent else pages.values).data_ptr(),
             pages.keys.shape[2],
             out.data_ptr(),
             spec.scale,

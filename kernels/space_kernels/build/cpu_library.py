@@ -150,10 +150,25 @@ class RowsStruct(Structure):
     )
 
 
+class HeadRowsStruct(Structure):
+    """`HeadRows` of cpu/linear.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_head", c_int64),
+        ("x_row", c_int64),
+        ("y", c_void_p),
+        ("y_head", c_int64),
+        ("y_row", c_int64),
+        ("heads", c_int64),
+        ("rows", c_int64),
+    )
+
+
 class HeadsStruct(Structure):
     """`Heads` of cpu/attention.h."""
 
-    _fields_ = (("query", c_int64), ("kv", c_int64), ("dim", c_int64))
+    _fields_ = (("query", c_int64), ("kv", c_int64), ("dim", c_int64), ("value_dim", c_int64))
 
 
 class AttentionStruct(Structure):
@@ -165,6 +180,7 @@ class AttentionStruct(Structure):
         ("value", c_void_p),
         ("query_stride", c_int64),
         ("kv_stride", c_int64),
+        ("value_stride", c_int64),
         ("key_pages", c_void_p),
         ("value_pages", c_void_p),
         ("block_size", c_int64),
@@ -411,6 +427,7 @@ class CpuLibrary:
         self.panel_bytes = function("panel_bytes", c_int64, c_int, result=c_int64)
         self.padded = function("padded", c_int64, result=c_int64)
         self.linear = function("linear", POINTER(LinearStruct), POINTER(MatmulStruct), c_int)
+        self.linear_each = function("linear_each", POINTER(LinearStruct), POINTER(HeadRowsStruct), c_int)
         self.look_up = function("look_up", POINTER(TableStruct), c_void_p, c_int64, c_void_p)
         self.norm = function("norm", c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int)
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)

@@ -35,6 +35,10 @@ void EXPORT(linear)(const Linear* weight, const Matmul* matmul, int num_threads)
     multiply(*weight, *matmul, num_threads);
 }
 
+void EXPORT(linear_each)(const Linear* weights, const HeadRows* heads, int num_threads) {
+    multiply_each(weights, *heads, num_threads);
+}
+
 // Writes these rows of the table to `to` [count, width].
 void EXPORT(look_up)(const Table* table, const int64_t* rows, int64_t count, bf16* to) {
     for (int64_t n = 0; n < count; ++n) look_up(*table, rows[n], to + n * table->width);

@@ -39,7 +39,7 @@ Lanes bound_up_to(int64_t n) { return load(FENCE.bound + LANES - within(n)); }
 // The online softmax of one query head of one row: greatest score, sum of weights, weighted values.
 struct State {
     float peak, sum;
-    float* out;         // [dim]
+    float* out;         // [value dim]
     const bf16* query;  // [dim]
     const Laid* laid;   // the query, prepared for multiplication
     float slope, position;
@@ -52,7 +52,7 @@ struct Block {
     int64_t count;
     int64_t position;  // of its first key
     Held* keys;    // [16-groups][dim/2] columns, or null
-    Held* values;  // [keys/2][dim/16] columns, or null
+    Held* values;  // [keys/2][value dim/16] columns, or null
 };
 
 #if defined(__AVX512F__)
@@ -267,13 +267,14 @@ void weigh(State* const* state, const Block& block, const Laid (*weights)[BLOCK]
 
 // Adds the block to COUNT rows together; keys that a row does not see have weight 0.
 template <int COUNT>
-void join(State* const* state, const Seen* seen, const Block& block, const Attention& a, int64_t dim) {
+void join(State* const* state, const Seen* seen, const Block& block, const Attention& a, const Heads& heads) {
+    const int64_t dim = heads.value_dim;
     float scores[COUNT][BLOCK], shrink[COUNT];
     Laid weights[COUNT][BLOCK];
     int64_t from = seen[0].from, to = seen[0].to;
     for (int i = 1; i < COUNT; ++i) from = std::min(from, seen[i].from), to = std::max(to, seen[i].to);
     const int64_t first = from / LANES * LANES;
-    for (int64_t j = first; j < to; j += LANES) score<COUNT>(block, state, seen, j, a, dim, scores);
+    for (int64_t j = first; j < to; j += LANES) score<COUNT>(block, state, seen, j, a, heads.dim, scores);
     for (int i = 0; i < COUNT; ++i) {
         State& one = *state[i];
         Lanes top = same(FLOOR);
@@ -299,19 +300,20 @@ void join(State* const* state, const Seen* seen, const Block& block, const Atten
 }
 
 template <int COUNT>
-void join_rest(int count, State* const* state, const Seen* seen, const Block& block, const Attention& a, int64_t dim) {
+void join_rest(int count, State* const* state, const Seen* seen, const Block& block, const Attention& a,
+               const Heads& heads) {
     if constexpr (COUNT > 0) {
-        if (count == COUNT) return join<COUNT>(state, seen, block, a, dim);
-        join_rest<COUNT - 1>(count, state, seen, block, a, dim);
+        if (count == COUNT) return join<COUNT>(state, seen, block, a, heads);
+        join_rest<COUNT - 1>(count, state, seen, block, a, heads);
     }
 }
 
 // Adds the block to every state; state i sees `seen[i]` of it.
-void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a, int64_t dim,
-              const bf16* none) {
+void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& block, const Attention& a,
+              const Heads& heads, const bf16* none) {
     block.value[block.count] = none;
-    if (block.keys) lay_out_keys(block, dim);
-    if (block.values) lay_out_values(block, dim);
+    if (block.keys) lay_out_keys(block, heads.dim);
+    if (block.values) lay_out_values(block, heads.value_dim);
     if (!block.keys)
         for (int64_t j = block.count; j % LANES; ++j) block.key[j] = none;
     State* abreast[ABREAST];
@@ -321,21 +323,22 @@ void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& 
         if (seen[i].from >= seen[i].to) continue;
         abreast[count] = &states[i], sight[count] = seen[i];
         if (++count < ABREAST) continue;
-        join<ABREAST>(abreast, sight, block, a, dim);
+        join<ABREAST>(abreast, sight, block, a, heads);
         count = 0;
     }
-    join_rest<ABREAST - 1>(count, abreast, sight, block, a, dim);
+    join_rest<ABREAST - 1>(count, abreast, sight, block, a, heads);
 }
+
+bool is_latent(const Attention& a) { return a.key_pages == a.value_pages; }
 
 // Prefetches a head's keys and values at positions [begin, end): a page is too short for the hardware prefetcher.
 void fetch(const Heads& heads, const Attention& a, const int64_t* pages, int64_t head, int64_t begin, int64_t end) {
     while (begin < end) {
         const int64_t slot = begin % a.block_size, count = std::min(a.block_size - slot, end - begin);
-        const int64_t at = ((pages[begin / a.block_size] * heads.kv + head) * a.block_size + slot) * heads.dim;
-        for (int64_t i = 0; i < count * heads.dim; i += 32) {
-            __builtin_prefetch(a.key_pages + at + i);
-            __builtin_prefetch(a.value_pages + at + i);
-        }
+        const int64_t at = (pages[begin / a.block_size] * heads.kv + head) * a.block_size + slot;
+        for (int64_t i = 0; i < count * heads.dim; i += 32) __builtin_prefetch(a.key_pages + at * heads.dim + i);
+        for (int64_t i = 0; i < count * heads.value_dim && !is_latent(a); i += 32)
+            __builtin_prefetch(a.value_pages + at * heads.value_dim + i);
         begin += count;
     }
 }
@@ -356,12 +359,13 @@ void store_rows(const Rows& rows, const Heads& heads, const Attention& a, int64_
         const int64_t sequence = rows.owner[row], position = rows.starts[sequence] + rows.offsets[row];
         const int64_t page = rows.pages[sequence * rows.most_pages + position / a.block_size];
         for (int64_t head = 0; head < heads.kv; ++head) {
-            const int64_t to = ((page * heads.kv + head) * a.block_size + position % a.block_size) * heads.dim;
-            const int64_t from = row * a.kv_stride + head * heads.dim;
-            for (int64_t d = 0; d < heads.dim; d += LANES) {
-                store(a.key_pages + to + d, finite(load(a.key + from + d)));
-                store(a.value_pages + to + d, finite(load(a.value + from + d)));
-            }
+            const int64_t to = (page * heads.kv + head) * a.block_size + position % a.block_size;
+            const bf16* key = a.key + row * a.kv_stride + head * heads.dim;
+            for (int64_t d = 0; d < heads.dim; d += LANES)
+                store(a.key_pages + to * heads.dim + d, finite(load(key + d)));
+            const bf16* value = a.value + row * a.value_stride + head * heads.value_dim;
+            for (int64_t d = 0; d < heads.value_dim && !is_latent(a); d += LANES)
+                store(a.value_pages + to * heads.value_dim + d, finite(load(value + d)));
         }
     }
 }
@@ -371,17 +375,19 @@ void store_rows(const Rows& rows, const Heads& heads, const Attention& a, int64_
 //  row c1    [0 ................ reach)
 //  row m1    [0 .............. reach)                           [m1]
 //  row m2    [0 .............. reach)                           [m1 m2]
-void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item) {
+void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item, int64_t parts) {
     static thread_local Scratch scratch;
-    const int64_t tile = item / heads.kv, head = item % heads.kv, dim = heads.dim;
+    const int64_t part = item % parts, tile = item / parts / heads.kv, head = item / parts % heads.kv;
+    const int64_t dim = heads.dim, value_dim = heads.value_dim;
     const int64_t* members = rows.tile_rows + rows.tile_bounds[tile];
     const int64_t count = rows.tile_bounds[tile + 1] - rows.tile_bounds[tile];
-    const int64_t sharing = heads.query / heads.kv;
+    const int64_t all = heads.query / heads.kv, first_query = head * all + all * part / parts;
+    const int64_t sharing = head * all + all * (part + 1) / parts - first_query;
     const int64_t sequence = rows.owner[members[0]], start = rows.starts[sequence];
     const int64_t* pages = rows.pages + sequence * rows.most_pages;
 
-    scratch.keys.resize(BLOCK * dim), scratch.values.resize(BLOCK * dim), scratch.none.assign(dim, 0);
-    scratch.out.assign(count * sharing * dim, 0.0f);
+    scratch.keys.resize(BLOCK * dim), scratch.values.resize(BLOCK * value_dim), scratch.none.assign(dim + value_dim, 0);
+    scratch.out.assign(count * sharing * value_dim, 0.0f);
     scratch.states.clear(), scratch.seen.resize(count * sharing), scratch.queries.resize(count * sharing * dim);
     int64_t furthest = 0, oldest = INT64_MAX;
     for (int64_t m = 0; m < count; ++m) {
@@ -389,13 +395,14 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         furthest = std::max(furthest, start + rows.reach[row]);
         oldest = std::min(oldest, a.window ? start + rows.offsets[row] + 1 - a.window : 0);
         for (int64_t q = 0; q < sharing; ++q) {
-            const bf16* query = a.query + row * a.query_stride + (head * sharing + q) * dim;
-            const int64_t place = (m * sharing + q) * dim;
-            Laid* laid = scratch.queries.data() + place;
+            const bf16* query = a.query + row * a.query_stride + (first_query + q) * dim;
+            const int64_t place = m * sharing + q;
+            Laid* laid = scratch.queries.data() + place * dim;
             for (int64_t d = 0; d < dim; d += 2) lay_pair(query + d, laid + d);
-            const float slope = a.slopes ? a.slopes[head * sharing + q] : 0.0f;
+            const float slope = a.slopes ? a.slopes[first_query + q] : 0.0f;
             const float position = float(start + rows.offsets[row]);
-            scratch.states.push_back({FLOOR, 0.0f, scratch.out.data() + place, query, laid, slope, position});
+            float* out = scratch.out.data() + place * value_dim;
+            scratch.states.push_back({FLOOR, 0.0f, out, query, laid, slope, position});
         }
     }
     const bool many = count * sharing > FEW;
@@ -406,9 +413,10 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         const int64_t size = std::min<int64_t>(BLOCK, furthest - begin);
         for (int64_t j = 0; j < size;) {  // page by page, or a part of a larger one
             const int64_t position = begin + j, page = pages[position / a.block_size], slot = position % a.block_size;
-            int64_t at = ((page * heads.kv + head) * a.block_size + slot) * dim;
-            for (int64_t n = std::min(a.block_size - slot, size - j); n; --n, ++j, at += dim)
-                block.key[j] = a.key_pages + at, block.value[j] = a.value_pages + at;
+            const int64_t at = (page * heads.kv + head) * a.block_size + slot, step = is_latent(a) ? dim : value_dim;
+            const bf16 *key = a.key_pages + at * dim, *value = a.value_pages + at * step;
+            for (int64_t n = std::min(a.block_size - slot, size - j); n; --n, ++j, key += dim, value += step)
+                block.key[j] = key, block.value[j] = value;
         }
         block.count = size, block.position = begin;
         if (begin + BLOCK < furthest)
@@ -422,7 +430,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
                             std::clamp<int64_t>(start + rows.reach[row] - begin, 0, size)};
             for (int64_t q = 0; q < sharing; ++q) scratch.seen[m * sharing + q] = seen;
         }
-        join_all(scratch.states, scratch.seen, block, a, dim, scratch.none.data());
+        join_all(scratch.states, scratch.seen, block, a, heads, scratch.none.data());
     }
     for (int64_t m = 0; m < count;) {  // mask groups in turn; those longer than a block in parts
         const int64_t group = rows.peers[members[m]];
@@ -434,13 +442,13 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
         while (end < count && rows.peers[members[end]] == group) ++end;
         for (int64_t begin = group; begin <= members[end - 1]; begin += BLOCK) {
             const int64_t size = std::min<int64_t>(BLOCK, members[end - 1] + 1 - begin);
-            scratch.mask_keys.resize(2 * BLOCK * dim);
+            scratch.mask_keys.resize(BLOCK * (dim + value_dim));
             for (int64_t j = 0; j < size; ++j) {
-                bf16 *key = scratch.mask_keys.data() + 2 * j * dim, *value = key + dim;
-                for (int64_t d = 0; d < dim; d += LANES) {
+                bf16 *key = scratch.mask_keys.data() + j * (dim + value_dim), *value = is_latent(a) ? key : key + dim;
+                for (int64_t d = 0; d < dim; d += LANES)
                     store(key + d, finite(load(a.key + (begin + j) * a.kv_stride + head * dim + d)));
-                    store(value + d, finite(load(a.value + (begin + j) * a.kv_stride + head * dim + d)));
-                }
+                for (int64_t d = 0; d < value_dim && !is_latent(a); d += LANES)
+                    store(value + d, finite(load(a.value + (begin + j) * a.value_stride + head * value_dim + d)));
                 block.key[j] = key, block.value[j] = value;
             }
             block.count = size, block.position = start + rows.offsets[begin];
@@ -452,18 +460,18 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
                                 std::clamp<int64_t>(row + 1 - begin, 0, size)};
                 for (int64_t q = 0; q < sharing; ++q) scratch.seen[i * sharing + q] = seen;
             }
-            join_all(scratch.states, scratch.seen, block, a, dim, scratch.none.data());
+            join_all(scratch.states, scratch.seen, block, a, heads, scratch.none.data());
         }
         m = end;
     }
     for (int64_t m = 0; m < count; ++m)
         for (int64_t q = 0; q < sharing; ++q) {
             const State& state = scratch.states[m * sharing + q];
-            bf16* out = a.out + (members[m] * heads.query + head * sharing + q) * dim;
-            const float sink = a.sinks ? std::exp(a.sinks[head * sharing + q] - state.peak) : 0.0f;
+            bf16* out = a.out + (members[m] * heads.query + first_query + q) * value_dim;
+            const float sink = a.sinks ? std::exp(a.sinks[first_query + q] - state.peak) : 0.0f;
             const Lanes share = same(1.0f / (state.sum + sink));
             // + 0: a masked partner may have set the sign of a zero
-            for (int64_t d = 0; d < dim; d += LANES) store(out + d, add(mul(load(state.out + d), share), zeros()));
+            for (int64_t d = 0; d < value_dim; d += LANES) store(out + d, add(mul(load(state.out + d), share), zeros()));
         }
 }
 

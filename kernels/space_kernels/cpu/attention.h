@@ -26,14 +26,15 @@ struct Rows {
 };
 
 struct Heads {
-    int64_t query, kv, dim;  // dim a multiple of 16, at most 512
+    int64_t query, kv, dim, value_dim;  // dimensions: multiples of 16
 };
 
 struct Attention {
     bf16 *query, *key;  // rows of heads, with the strides below
     const bf16* value;
-    int64_t query_stride, kv_stride;
-    bf16 *key_pages, *value_pages;  // [blocks, kv heads, block size, dim]
+    int64_t query_stride, kv_stride, value_stride;
+    bf16 *key_pages, *value_pages;  // [blocks, kv heads, block size, dim or value dim]; the same: latent attention,
+                                    // whose values are the first numbers of the keys
     int64_t block_size;
     bf16* out;  // [rows, query heads · dim]
     float scale;
@@ -48,7 +49,7 @@ struct Attention {
 // Store keys and values of chain rows [first, last); values that are not finite are stored as 0.
 void store_rows(const Rows& rows, const Heads& heads, const Attention& a, int64_t first, int64_t last);
 
-// Compute item n of num_tiles · kv heads.
-void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item);
+// Compute item n of num_tiles · kv heads · parts; parts: of the query heads that share keys.
+void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64_t item, int64_t parts);
 
 }  // namespace KIND

@@ -97,6 +97,15 @@ struct Matmul {
     int64_t low_stride;
 };
 
+// Rows of several heads, each of which has a linear of its own; strides between heads, and between rows.
+struct HeadRows {
+    const bf16* x;
+    int64_t x_head, x_row;
+    bf16* y;
+    int64_t y_head, y_row;
+    int64_t heads, rows;
+};
+
 // Compute panels [first, last) of weights that are not in groups, with A·x known. For SWIGLU panels are pairs, gate and
 // up: both bounds are even. fresh: this is the thread's first piece of this job.
 void multiply(const Linear& w, const Matmul& p, int64_t first, int64_t last, bool fresh);

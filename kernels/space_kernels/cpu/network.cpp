@@ -72,6 +72,21 @@ void multiply(const Linear& w, const Matmul& p, int num_threads) {
     });
 }
 
+void multiply_each(const Linear* weights, const HeadRows& p, int num_threads) {
+    auto one = [&](int64_t head, int threads) {
+        const Linear& w = weights[head];
+        multiply(w, {p.x + head * p.x_head, p.rows, p.x_row, p.y + head * p.y_head, p.y_row, false, Then::NOTHING},
+                 threads);
+    };
+    if (p.heads < num_threads) {
+        for (int64_t head = 0; head < p.heads; ++head) one(head, num_threads);
+        return;
+    }
+    share_out(num_threads, p.heads, [&](int64_t first, int64_t last, bool) {
+        for (int64_t head = first; head < last; ++head) one(head, 1);
+    });
+}
+
 void norm(const bf16* x, const bf16* weight, int64_t num_rows, int64_t width, float eps, bf16* out, int num_threads) {
     each_row(num_threads, num_rows, width,
              [&](int64_t row) { norm_row(x + row * width, weight, width, eps, out + row * width); });
@@ -95,8 +110,12 @@ void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, co
 }
 
 void attend(const Rows& rows, const Heads& heads, const Attention& a, int num_threads) {
-    share_out(num_threads, rows.num_tiles * heads.kv, [&](int64_t first, int64_t last, bool) {
-        for (int64_t item = first; item < last; ++item) attend_item(rows, heads, a, item);
+    constexpr int64_t LEAST_HEADS = 8;  // of a part: each lays out the keys for itself
+    const int64_t whole = std::max<int64_t>(1, rows.num_tiles * heads.kv);
+    const int64_t most = std::max<int64_t>(1, heads.query / heads.kv / LEAST_HEADS);
+    const int64_t parts = std::clamp<int64_t>((2 * num_threads + whole - 1) / whole, 1, most);
+    share_out(num_threads, rows.num_tiles * heads.kv * parts, [&](int64_t first, int64_t last, bool) {
+        for (int64_t item = first; item < last; ++item) attend_item(rows, heads, a, item, parts);
     });
 }
 
@@ -111,13 +130,13 @@ void layer_forward(const Network& net, int64_t number, const Rows& rows, const B
         p.gated = gated.data(), p.num_gated = b.num_gated, p.low = b.low, p.low_stride = b.low_stride;
         multiply(linear, p, num_threads);
     };
-    const auto [num_query, num_kv, dim] = net.heads;
+    const auto [num_query, num_kv, dim, value_dim] = net.heads;
     const int64_t num_rows = rows.num_rows, width = (num_query + 2 * num_kv) * dim, joined = num_query * dim;
     norm(b.x, layer.attention_norm, num_rows, net.hidden, net.eps, b.normed, num_threads);
     matmul(layer.query_key_value, &LayerDeltas::query_key_value,
            {b.normed, num_rows, net.hidden, b.fused, width, false, Then::NOTHING});
 
-    const Attention a{b.fused, b.fused + joined, b.fused + joined + num_kv * dim, width, width, layer.key_pages,
+    const Attention a{b.fused, b.fused + joined, b.fused + joined + num_kv * dim, width, width, width, layer.key_pages,
                       layer.value_pages, net.block_size, b.attended, net.scale, 0.0f, layer.window};
     turn_and_store(rows, net.heads, a, layer.query_norm, layer.key_norm, net.eps, net.cos, net.sin, num_threads);
     attend(rows, net.heads, a, num_threads);

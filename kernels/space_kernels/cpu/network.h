@@ -61,6 +61,9 @@ bool forward(const Network& network, const Rows& rows, const Buffers& buffers, i
 // The whole matmul, by num_threads threads; A·x of gated rows first.
 void multiply(const Linear& w, const Matmul& p, int num_threads);
 
+// A whole matmul for each head, by the linear of the same number; heads are shared out.
+void multiply_each(const Linear* weights, const HeadRows& p, int num_threads);
+
 // For all rows: norm queries and keys (unless null), apply the rotary embedding (unless cos is null), store chain rows.
 // cos, sin [positions, dim/2]
 void turn_and_store(const Rows& rows, const Heads& heads, const Attention& a, const bf16* query_norm,

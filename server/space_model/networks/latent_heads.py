@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from space_kernels.linear.cpu_linear import cpu_linear
+from space_kernels.linear.head_linears import HeadLinears
 from torch import Tensor, nn
 
 from space_model.stored_weights import numbers_of
@@ -38,14 +38,14 @@ class LatentHeads:
         """[1, H, R, nope + rope] -> [1, H, R, L + rope]"""
         plain, turned = torch.split(query, self._sizes, dim=-1)
         expansion = getattr(self._module, EXPANSION)
-        if isinstance(expansion, HeadLinears):
-            return torch.cat([expansion.queries(plain), turned], dim=-1)
+        if isinstance(expansion, Expansion):
+            return expansion.queries(plain[0], turned[0])[None]
         return torch.cat([plain @ self._numbers(expansion, query.dtype)[:, : self._sizes[0]], turned], dim=-1)
 
     def outputs(self, attended: Tensor) -> Tensor:
         """[R, H, L] -> [R, H, value]"""
         expansion = getattr(self._module, EXPANSION)
-        if isinstance(expansion, HeadLinears):
+        if isinstance(expansion, Expansion):
             return expansion.outputs(attended)
         by_head = attended.transpose(0, 1) @ self._numbers(expansion, attended.dtype)[:, self._sizes[0] :].mT
         return by_head.transpose(0, 1)
@@ -60,9 +60,9 @@ class LatentHeads:
             self._dense = expansion(identity).T.contiguous().view(self._shape)
         return self._dense
 
-    def row_invariant(self, expansion: nn.Module) -> HeadLinears:
+    def row_invariant(self, expansion: nn.Module) -> Expansion:
         """Return what replaces the expanding linear on a CPU."""
-        return HeadLinears(numbers_of(expansion).view(self._shape), self._sizes[0])
+        return Expansion(numbers_of(expansion).view(self._shape), self._sizes[0])
 
 
 def is_absorbed(model: nn.Module, path: str) -> bool:
@@ -78,20 +78,26 @@ def expansions(model: nn.Module) -> Iterator[nn.Module]:
             yield module.get_submodule(EXPANSION)
 
 
-class HeadLinears(nn.Module):
-    """Both parts of the expansion head by head, as row-invariant linears. They are held as plain numbers."""
+class Expansion(nn.Module):
+    """Both parts of the expansion, head by head, as row-invariant linears. They are held as plain numbers."""
 
     def __init__(self, weight: Tensor, key_dim: int) -> None:
         """weight [H, nope + value, L]; `key_dim`: nope."""
         super().__init__()
-        self.keys = nn.ModuleList(cpu_linear(head[:key_dim].t().contiguous(), None) for head in weight)
-        self.values = nn.ModuleList(cpu_linear(head[key_dim:].contiguous(), None) for head in weight)
+        self.keys = HeadLinears([head[:key_dim].t() for head in weight])
+        self.values = HeadLinears([head[key_dim:] for head in weight])
 
-    def queries(self, query: Tensor) -> Tensor:
-        """[1, H, R, nope] -> [1, H, R, L]"""
-        return torch.stack([linear(rows) for linear, rows in zip(self.keys, query[0], strict=True)])[None]
+    def queries(self, plain: Tensor, turned: Tensor) -> Tensor:
+        """[H, R, nope], [H, R, rope] -> [H, R, L + rope], in memory row by row"""
+        num_heads, num_rows, turned_dim = turned.shape
+        joined = plain.new_empty(num_rows, num_heads, self.keys.out_features + turned_dim).transpose(0, 1)
+        joined[..., self.keys.out_features :] = turned
+        self.keys(plain, joined[..., : self.keys.out_features])
+        return joined
 
     def outputs(self, attended: Tensor) -> Tensor:
         """[R, H, L] -> [R, H, value]"""
-        by_head = attended.transpose(0, 1)
-        return torch.stack([linear(rows) for linear, rows in zip(self.values, by_head, strict=True)], dim=1)
+        num_rows, num_heads, _ = attended.shape
+        out = attended.new_empty(num_rows, num_heads, self.values.out_features)
+        self.values(attended.transpose(0, 1), out.transpose(0, 1))
+        return out

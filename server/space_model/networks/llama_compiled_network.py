@@ -88,7 +88,7 @@ class CompiledLlama(LlamaParts):
         super().__init__(source)
         self._library = library
         rotary = source.base.rotary_emb
-        self._heads = HeadsStruct(source.num_heads, source.kv_heads, source.head_dim)
+        self._heads = HeadsStruct(source.num_heads, source.kv_heads, source.head_dim, source.head_dim)
         self._angles = RotaryTable(rotary.inv_freq.float(), float(rotary.attention_scaling))
         self._layers = [_take_apart(source, library, *layer) for layer in source.layers()]
         self._mask_embeddings = [masks.to(self._embedding.dtype).contiguous() for masks in self._mask_embeddings]
@@ -259,6 +259,7 @@ class CompiledLlama(LlamaParts):
             here,
             here + num_heads * size,
             here + (num_heads + kv_heads) * size,
+            width,
             width,
             width,
             keys.data_ptr(),
