@@ -32,7 +32,7 @@ class AttentionNeed:
     capability: tuple[int, int] | None  # compute capability of a GPU; None: no GPU
     exact: bool = False  # a row's bits must not depend on the rest of the batch
     fp8_kv: bool = False  # the KV cache is fp8
-    is_latent: bool = False  # values are a part of the keys (MLA)
+    odd_values: bool = False  # values are a part of the keys (MLA), or of another size
 
     @classmethod
     def on(
@@ -46,11 +46,11 @@ class AttentionNeed:
         block_size: int,
         exact: bool = False,
         fp8_kv: bool = False,
-        is_latent: bool = False,
+        odd_values: bool = False,
     ) -> AttentionNeed:
         """Build with the compute capability of the device."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, fp8_kv, is_latent)
+        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, fp8_kv, odd_values)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -73,7 +73,7 @@ class Backend:
     row_invariant: bool = False  # a row's bits do not depend on the rest of the batch (torch: only on a CPU)
     takes_stored: bool = False  # can attend pages that already hold the step's keys: see `attend`
     fp8_kv: bool = False  # supports an fp8 KV cache
-    latent: bool = False  # supports values that are a part of the keys (MLA)
+    odd_values: bool = False  # supports values that are a part of the keys (MLA), or of another size
     captures: bool = True  # can be captured in a CUDA graph whose sequence lengths the host does not know
     limits: str = ""  # other limits, in one line
     carrier: str | None = None  # another distribution that contains the package
@@ -98,8 +98,8 @@ class Backend:
                 )
                 major, minor = need.capability
                 return f"runs on compute capability {ranges}; this GPU has {major}.{minor}"
-        if need.is_latent and not self.latent:
-            return "has no latent attention (MLA), as the model has: use --attention torch"
+        if need.odd_values and not self.odd_values:
+            return "has no latent attention (MLA) and no values of another size than keys: use --attention torch"
         if need.dtype not in self.dtypes:
             taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"takes {taken}; the model is held in {str(need.dtype).removeprefix('torch.')}: use --dtype bfloat16"
@@ -198,7 +198,7 @@ BACKENDS: Mapping[str, Backend] = {
             heads=range(1, 1 << 20),
             row_invariant=True,
             fp8_kv=True,
-            latent=True,
+            odd_values=True,
             captures=False,
             limits="what the CPU runs; on a GPU the reference, not fast, and its plan is made on the host",
         ),

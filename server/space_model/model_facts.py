@@ -24,6 +24,12 @@ class LayerKV(NamedTuple):
     kv_heads: int
     head_dim: int
     source: int  # the layer whose pages it reads; its own number: it has pages, and writes them
+    value_size: int | None = None  # numbers of a value; None: as many as of a key
+
+    @property
+    def value_dim(self) -> int:
+        """Return the numbers of a value."""
+        return self.head_dim if self.value_size is None else self.value_size
 
 
 class _Head(Protocol):
@@ -113,6 +119,11 @@ class ModelFacts:
             return "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
         library = cpu_library() if self.dtype is torch.bfloat16 else None
         return "torch" if library is None else library.kind
+
+    @property
+    def has_odd_values(self) -> bool:
+        """Return whether values are a part of the keys, or of another size."""
+        return self.latent_dim is not None or any(one.value_dim != one.head_dim for one in self.kv_layers)
 
     def kv_of(self, layer: int) -> LayerKV:
         """Return what the pages hold of one layer."""

@@ -86,6 +86,10 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"model_type": "deepseek_v2", "q_lora_rank": None, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
     "deepseek_v3": {"model_type": "deepseek_v3", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
     "glm4_moe_lite": {"model_type": "glm4_moe_lite", "q_lora_rank": 48, **_SIGMOID_ROUTED, **_MOE, **_LATENT},
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash", "v_head_dim": 32, "sliding_window": 24, "n_routed_experts": 8,
+        "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1, **_MOE,
+    },
     "gemma4": {
         "model_type": "gemma4_text", "sliding_window": 24, "num_hidden_layers": 4, "global_head_dim": 32,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
@@ -99,9 +103,10 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
-window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. Layers of Gemma 4 differ in
-their heads: the small ones have embeddings for every layer, and the last layers read the keys and values of earlier
-ones; in the large ones keys are values, too, and some have experts."""
+window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
+size than keys, and sliding layers with twice as many heads of both. Layers of Gemma 4 differ in their heads: the small
+ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
+keys are values, too, and some have experts."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}

@@ -184,7 +184,8 @@ def test_it_is_so_with_families_that_attend_by_themselves_or_turn_by_length(
 
 
 LATENT: dict[str, tuple[object, ...]] = {
-    "model": ("deepseek_v2", "deepseek_v3"), "layout": ("k5", "mixed"), "processor": ("none", "repetition"),
+    "model": ("deepseek_v2", "deepseek_v3", "mimo_v2_flash"), "layout": ("k5", "mixed"),
+    "processor": ("none", "repetition"),
 }  # fmt: skip
 
 

@@ -104,7 +104,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": {"rope_parameters": _SECTIONS | {"mrope_section": [2, 3, 3]}},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     **{kind: {"num_key_value_heads": 4, "head_dim": 8} for kind in _LATENT},
-    "mistral4": {"num_key_value_heads": 4, "head_dim": 24},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 24}, "mimo_v2_flash": {"v_head_dim": 24},
     "longcat_flash": {
         "num_key_value_heads": 4, "head_dim": 8, "num_layers": 2, "num_hidden_layers": None, "qk_head_dim": 24,
         "zero_expert_num": 2, "moe_topk": 3,
@@ -304,6 +304,7 @@ EQUAL = 1e-5
 """
 
 ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention (MLA); GPU: by torch's attention") | {
+    "mimo_v2_flash": "values of another size than keys; GPU: by torch's attention",
     **dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`"),
     "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
     **dict.fromkeys(

@@ -291,6 +291,10 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
     """Return what the pages hold of each layer; empty if layers are alike and each has keys and values of its own."""
     modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
     layers = _each_layer(config)
+    if config.model_type == "mimo_v2_flash":  # sliding layers have twice as many heads of keys and values
+        _, kv_heads, head_dim = _sizes(config)
+        counts = [kv_heads * (2 if kind == "sliding_attention" else 1) for kind in config.layer_types]
+        return tuple(LayerKV(count, head_dim, n, int(config.v_head_dim)) for n, count in enumerate(counts))
     if not layers and "reuse" not in modes:
         return ()
     count = int(config.num_hidden_layers)
@@ -308,9 +312,15 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
 def kv_numbers(config: PreTrainedConfig) -> int:
     """Return the numbers that the pages of all layers hold for each token."""
     if layers := kv_layers(config):
-        return sum(2 * one.kv_heads * one.head_dim for number, one in enumerate(layers) if one.source == number)
+        own = [one for number, one in enumerate(layers) if one.source == number]
+        return sum(one.kv_heads * (one.head_dim + one.value_dim) for one in own)
     _, kv_heads, head_dim = sizes(config)
     return int(config.num_hidden_layers) * kv_heads * head_dim * (2 if latent_dim(config) is None else 1)
+
+
+def has_odd_values(config: PreTrainedConfig) -> bool:
+    """Return whether values are a part of the keys (MLA), or of another size, which few kinds of attention have."""
+    return latent_dim(config) is not None or any(one.value_dim != one.head_dim for one in kv_layers(config))
 
 
 def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:

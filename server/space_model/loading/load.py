@@ -183,10 +183,10 @@ def load_model(
             f"{checkpoint.name} has attention with linear biases (ALiBi), which attention {ops.attention!r} does not "
             "have: give --attention torch."
         )
-    if facts.latent_dim is not None and ops.attention not in ("compiled", "torch"):
+    if facts.has_odd_values and ops.attention not in ("compiled", "torch"):
+        what = "values of another size than keys" if facts.latent_dim is None else "latent attention (MLA)"
         raise InvalidSetting(
-            f"{checkpoint.name} has latent attention (MLA), which attention {ops.attention!r} does not have: give "
-            "--attention torch."
+            f"{checkpoint.name} has {what}, which attention {ops.attention!r} does not have: give --attention torch."
         )
     facts = replace(facts, attention=ops.attention)
     give_back_freed()  # by reading the tokenizer

@@ -34,17 +34,18 @@ class PagedKV:
         with as many heads of one size have the same pages, for one layer at a time."""
         layers = [facts.kv_of(number) for number in range(facts.num_layers)]
 
-        def pages() -> list[Tensor]:
+        def pages(*, values: bool = False) -> list[Tensor]:
             made: dict[object, Tensor] = {}
             for layer in layers:
                 place = layer[:2] if in_turn else layer.source
                 if place not in made:
-                    shape = (num_blocks, layer.kv_heads, block_size, layer.head_dim)
+                    dim = layer.value_dim if values else layer.head_dim
+                    shape = (num_blocks, layer.kv_heads, block_size, dim)
                     made[place] = torch.zeros(shape, dtype=facts.kv_dtype, device=facts.device)
             return [made[layer[:2] if in_turn else layer.source] for layer in layers]
 
         keys = pages()
-        return cls(keys, keys if facts.latent_dim is not None else pages(), num_blocks, block_size)
+        return cls(keys, keys if facts.latent_dim is not None else pages(values=True), num_blocks, block_size)
 
 
 class Network(Protocol):

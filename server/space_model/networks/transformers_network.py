@@ -250,7 +250,7 @@ def paged_attention(
     if latent is not None:
         query = latent.queries(query)
     _, heads, _, size = pages.keys.shape
-    value_size = size if latent is None else latent.latent_dim
+    value_size = pages.values.shape[3] if latent is None else latent.latent_dim
     if not query.shape[-1] == key.shape[-1] == size or value.shape[-1] != value_size or key.shape[1] != heads:
         raise UnsupportedModel(
             f"{type(module).__name__} has {key.shape[1]} heads of keys, of size {key.shape[-1]}, and values of size "

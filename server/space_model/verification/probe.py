@@ -105,8 +105,10 @@ def differences(
         if facts.latent_dim is not None:  # transformers caches the latent as keys, and the rotated part as values
             made = {"keys": layer.keys.beside(layer.values)}
             context = [torch.cat(context, dim=-1)]
-        for one in made.values():
-            refuse_other_heads(f"Layer {layer.number}", one.exact.shape, facts.kv_of(layer.number))
+        here = facts.kv_of(layer.number)
+        for what, one in made.items():
+            size = here.value_dim if what == "values" else here.head_dim
+            refuse_other_heads(f"Layer {layer.number}", one.exact.shape, here._replace(head_dim=size))
         kept = dict(zip(made, kv.layer(layer.number), strict=False))
         _fill([*kept.values()], context, pages)
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]

@@ -141,7 +141,7 @@ def choose_attention(
             block_size=block_size,
             exact=exact,
             fp8_kv=facts.fp8_kv,
-            is_latent=facts.latent_dim is not None,
+            odd_values=facts.has_odd_values,
         )
     if asked != "auto":
         backend = backend_named(asked, need, installed=installed, backends=backends)

@@ -366,7 +366,7 @@ def _attention(config: WorkerSettings, device: torch.device, dtype: torch.dtype,
         block_size=config.block_size,
         exact=config.exact,
         fp8_kv=config.kv_dtype == "fp8",
-        is_latent=family.latent_dim(model) is not None,
+        odd_values=family.has_odd_values(model),
     )
     try:
         check_cpu_kernels(config, device, dtype)

@@ -327,7 +327,7 @@ def test_the_router_and_the_worker_know_the_same_names() -> None:
 
 
 def test_a_model_with_latent_attention_takes_torch_s_and_says_why_not_another() -> None:
-    latent = dataclasses.replace(NEED, kv_heads=1, head_dim=48, is_latent=True)
+    latent = dataclasses.replace(NEED, kv_heads=1, head_dim=48, odd_values=True)
     choice = choose_attention("auto", FACTS, block_size=16, need=latent, clock=Clock())
     assert choice.name == "torch"
     assert "no latent attention (MLA)" in choice.absent["triton"]

@@ -92,6 +92,19 @@ def test_the_weights_are_counted_as_they_will_be_held(tmp_path: Path, dtype: str
     assert need.drafting > 0
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mimo_v2_flash"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_of_compressed_keys_and_unequal_values_are_counted_as_they_are(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(tmp_path, family, num_masks=0)
+    config = parse(["--listen", "h:1", "--model", str(folder), "--device", "cpu", "--dtype", dtype])
+    need, model = ModelNeed.asked(config, ModelSource(config).checkpoint()), load_model(folder, dtype=dtype)
+    kv = model.allocate_kv(3, 16)
+    pages = {tensor.data_ptr(): tensor.nbytes for tensor in (*kv.keys, *kv.values)}
+    assert need.kv_bytes_per_token == model.facts.kv_bytes_per_token == sum(pages.values()) // (3 * 16)
+
+
 def test_a_recurrent_head_needs_its_weights_and_the_rows_of_its_vocabulary(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path, num_masks=0, head_drafts=5, draft_vocab=60)
     config = parse(["--model", str(folder), "--listen", "h:1", "--dtype", "float32"])
