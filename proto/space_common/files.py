@@ -45,3 +45,20 @@ def decoded(content: bytes, name: str | Path) -> str:
 def read_text(file: Path) -> str:
     """Return the text of a file. Raises NotUtf8, OSError."""
     return decoded(file.read_bytes(), file)
+
+
+LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LORA_FILES = (LORA_CONFIG, LORA_WEIGHTS)
+"""Of an ordinary LoRA adapter, as peft saves it."""
+
+
+def hash_lora(folder: Path) -> str:
+    """Return the sha256 over the names, sizes and bytes of a LoRA's files. Raises OSError."""
+    digest = hashlib.sha256()
+    for name in LORA_FILES:
+        file = folder / name
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

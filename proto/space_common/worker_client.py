@@ -64,6 +64,7 @@ class SequenceRequest:
     num_logprobs: int = 0
     num_prompt_logprobs: int | None = None
     adapter: str = ""  # that drafts
+    lora: str = ""  # hash of the LoRA, which the worker has loaded; "": none
     prediction: tuple[int, ...] = ()  # what the output is expected to be
     traceparent: str = ""
     slots_ahead: int = 10  # an automatic client grants them behind the known ids; few shorten the chain
@@ -211,6 +212,7 @@ class WorkerClient:
             num_logprobs=request.num_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs,
             adapter=request.adapter,
+            lora=request.lora,
             prediction=request.prediction,
             traceparent=request.traceparent,
         )
@@ -401,7 +403,7 @@ class GrpcWorker:
             self._unsent = []
         while True:
             report = self._next().report
-            if report.stepped or report.sequences or report.released:
+            if report.stepped or report.sequences or report.released or report.loras:
                 return report
 
     def _next(self) -> pb.WorkerMessage:

@@ -248,6 +248,16 @@ class WorkerSettings:
             "help": "a gated adapter that drafts for requests naming it; repeatable",
         },
     )
+    lora: tuple[tuple[str, str], ...] = field(  # name and folder of each
+        default=(),
+        metadata={
+            "default": None,
+            "action": "append",
+            "parse": _adapter,
+            "metavar": "NAME=FOLDER",
+            "help": "an ordinary LoRA adapter, as peft saved it, for requests naming it; repeatable",
+        },
+    )
     synthetic_acceptance: tuple[float, ...] | None = flag(
         None,
         "for measuring without trained masks: when a request comes again, its drafts from mask 1 to 5 are accepted "
@@ -358,14 +368,15 @@ class WorkerSettings:
         for each in worker_flags():
             if isinstance(each.default, bool):
                 options[each.name] = options[each.name] == "on"
-        options["adapter"] = tuple(options["adapter"] or ())
+        options["adapter"], options["lora"] = tuple(options["adapter"] or ()), tuple(options["lora"] or ())
         # Ranks must load the same model: with several, the default has no fallback.
         options["model_is_named"] = options["model"] is not None or options["tensor_parallel"] > 1
         options["model"] = options["model"] or default_model.NAME
         settings = cls(**options)
-        names = [name for name, _ in settings.adapter]
+        names = [name for name, _ in (*settings.adapter, *settings.lora)]
         if twice := [name for name in names if names.count(name) > 1]:
-            parser.error(f"argument --adapter: there are two adapters named {twice[0]}")
+            flag_name = "--lora" if twice[0] in dict(settings.lora) else "--adapter"
+            parser.error(f"argument {flag_name}: there are two adapters named {twice[0]}")
         try:
             if settings.tracing:
                 check_tracing(os.environ)

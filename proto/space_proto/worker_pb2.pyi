@@ -166,6 +166,8 @@ class Command(_message.Message):
     EXTEND_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    LOAD_LORA_FIELD_NUMBER: _builtins.int
+    UNLOAD_LORA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """exactly once, first: accepts the worker's Hello"""
@@ -186,6 +188,14 @@ class Command(_message.Message):
     def drain(self) -> Global___Drain:
         """finish what runs, then stop the process"""
 
+    @_builtins.property
+    def load_lora(self) -> Global___LoadLora:
+        """let sequences be admitted with this LoRA"""
+
+    @_builtins.property
+    def unload_lora(self) -> Global___UnloadLora:
+        """no sequence uses it any more"""
+
     def __init__(
         self,
         *,
@@ -194,12 +204,14 @@ class Command(_message.Message):
         extend: Global___Extend | None = ...,
         release: Global___Release | None = ...,
         drain: Global___Drain | None = ...,
+        load_lora: Global___LoadLora | None = ...,
+        unload_lora: Global___UnloadLora | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "release", b"release", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "release", b"release", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain", "load_lora", "unload_lora"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -259,6 +271,7 @@ class Admit(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     NUM_FORCED_DRAFTS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
@@ -278,6 +291,8 @@ class Admit(_message.Message):
     """name of the gated adapter that drafts, one of Hello.adapters; "": the checkpoint's own masks. The text is the same with each"""
     num_forced_drafts: _builtins.int
     """mask drafts that every decode step of this sequence verifies, whatever they cost; no other source drafts. 0: the worker chooses, up to max_draft_length"""
+    lora: _builtins.str
+    """hash of the LoRA that acts on all its rows, loaded before; "": none. Keys and values depend on it"""
     traceparent: _builtins.str
     """W3C trace context of the span that the worker's own is to be under; "": nobody follows this sequence"""
     @_builtins.property
@@ -317,11 +332,12 @@ class Admit(_message.Message):
         adapter: _builtins.str = ...,
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         num_forced_drafts: _builtins.int = ...,
+        lora: _builtins.str = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "lora", b"lora", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
@@ -570,6 +586,54 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class LoadLora(_message.Message):
+    """Load an ordinary LoRA adapter. The worker answers in StepReport.loras."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """sha256 of its files, which is its name from now on"""
+    folder: _builtins.str
+    """on the worker's machine, as peft saved it"""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "hash", b"hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadLora: _TypeAlias = LoadLora  # noqa: Y015
+
+@_typing.final
+class UnloadLora(_message.Message):
+    """Forget a LoRA. It may be loaded again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """not loaded: ignored"""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadLora: _TypeAlias = UnloadLora  # noqa: Y015
+
+@_typing.final
 class Drain(_message.Message):
     """Finish all sequences, then exit 0. New Admits are handed back: FINISH_RETURNED."""
 
@@ -660,6 +724,7 @@ class Hello(_message.Message):
     LAYS_OUT_MASKS_FIELD_NUMBER: _builtins.int
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -725,6 +790,10 @@ class Hello(_message.Message):
     def synthetic_acceptance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """not empty: drafts are accepted at these rates by mask depth; speed says nothing of the checkpoint's masks"""
 
+    @_builtins.property
+    def loras(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lora]:
+        """ordinary LoRAs that were loaded at start"""
+
     def __init__(
         self,
         *,
@@ -755,11 +824,12 @@ class Hello(_message.Message):
         lays_out_masks: _builtins.bool = ...,
         instruction_set: _builtins.str = ...,
         mask_format: _builtins.str = ...,
+        loras: _abc.Iterable[Global___Lora] | None = ...,
         num_head_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,6 +874,36 @@ class Adapter(_message.Message):
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
+class Lora(_message.Message):
+    """An ordinary LoRA: it changes the text of sequences that are admitted with it, and their keys and values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """as given at start"""
+    hash: _builtins.str
+    """sha256 of its files"""
+    rank: _builtins.int
+    """the largest of its linears"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        hash: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "name", b"name", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lora: _TypeAlias = Lora  # noqa: Y015
+
+@_typing.final
 class Refusal(_message.Message):
     """Why the worker will not serve this router."""
 
@@ -837,6 +937,7 @@ class StepReport(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     ENERGY_FIELD_NUMBER: _builtins.int
+    LORAS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     report_no: _builtins.int
     """1, 2, 3, ... on this stream, without gaps"""
@@ -860,6 +961,10 @@ class StepReport(_message.Message):
     def energy(self) -> _containers.RepeatedCompositeFieldContainer[Global___Energy]:
         """by sensor of the worker's machine, now and then; none without a sensor"""
 
+    @_builtins.property
+    def loras(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoraReport]:
+        """answers to LoadLora"""
+
     def __init__(
         self,
         *,
@@ -869,11 +974,12 @@ class StepReport(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         stats: Global___StepStats | None = ...,
         energy: _abc.Iterable[Global___Energy] | None = ...,
+        loras: _abc.Iterable[Global___LoraReport] | None = ...,
         leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "leaving", b"leaving", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "leaving", b"leaving", "loras", b"loras", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -908,6 +1014,36 @@ class Energy(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Energy: _TypeAlias = Energy  # noqa: Y015
+
+@_typing.final
+class LoraReport(_message.Message):
+    """How the loading of a LoRA went."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """of LoadLora"""
+    error: _builtins.str
+    """why it cannot be served; "": it can"""
+    rank: _builtins.int
+    """the largest of its linears"""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        error: _builtins.str = ...,
+        rank: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "hash", b"hash", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraReport: _TypeAlias = LoraReport  # noqa: Y015
 
 @_typing.final
 class SequenceReport(_message.Message):

@@ -82,6 +82,11 @@ class ServeConfig:
     FOLDER: a gated checkpoint, with or without base weights, or what peft saved plus mask_embeddings.safetensors beside
     it; behind uno: or i-dlm:, what Uno or I-DLM released. Adapters change how many drafts are accepted, never the text,
     so they share the prefix cache"""
+    lora: tuple[tuple[str, str], ...] = _own_model((), ADAPTERS, repeatable=True)
+    """an ordinary LoRA adapter, a folder that peft saved, for requests with NAME as their `model`; repeatable, or
+    separated by commas. It changes the text; many can be in one batch, and drafts stay exact. The files are copied at
+    start, so that a request ends on the weights that it began with. On a CPU; not DoRA, embeddings or
+    modules_to_save"""
     dtype: str = _own_model("auto", one_of("auto", "float32", "bfloat16", "float16"))
     """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
     where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's
@@ -388,12 +393,26 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             f"--space-num-masks {config.space_num_masks} does not fit {len(config.space_mask_ids)} --space-mask-ids: "
             "give one shared id, or one per mask."
         )
+    check_lora_names(config)
     if config.model_name in dict(config.adapter):
         raise ConfigError(
             f"--adapter {config.model_name}=...: the model itself is called so. Give the adapter another name, or the "
             "model with --served-model-name."
         )
     return config
+
+
+def check_lora_names(config: ServeConfig) -> None:
+    """Raise ConfigError for a LoRA that is called like the model or an adapter, or that cannot be served so."""
+    for name, folder in config.lora:
+        if name == config.model_name or name in dict(config.adapter):
+            what = "the model" if name == config.model_name else "an adapter"
+            raise ConfigError(f"--lora {name}={folder}: {what} is called so, too. Give the LoRA another name.")
+    if config.lora and config.tensor_parallel > 1:
+        raise ConfigError(
+            f"--lora does not go with --tensor-parallel {config.tensor_parallel}: merge the LoRA into its base "
+            "(peft: merge_and_unload), and serve the result."
+        )
 
 
 def _gpus_of_workers(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -151,6 +151,13 @@ class Metrics:
         self.accepted_tokens_by_source_total = counter(
             "accepted_tokens_by_source_total", "Draft tokens accepted, by their source", source=SOURCES
         )
+        # Labelled by the LoRAs that requests can name; the engine creates the label values as they are loaded.
+        self.lora_drafted_tokens_total = counter(
+            "lora_drafted_tokens_total", "Draft tokens verified for requests with a LoRA", lora=()
+        )
+        self.lora_accepted_tokens_total = counter(
+            "lora_accepted_tokens_total", "Draft tokens accepted for requests with a LoRA, inside the cut", lora=()
+        )
         self.draft_length = fast_histogram(
             "draft_length", "Drafts laid out for one sequence in one decode step", _DRAFTS
         )

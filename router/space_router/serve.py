@@ -23,7 +23,9 @@ from space_router.app import create_app
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
+from space_router.engine.loras import LoraNotFound
 from space_router.engine.request.worker_messages import WorkerModelFacts
+from space_router.errors import ConfigError
 from space_router.grpc_api.server import GrpcServer
 from space_router.http_server.http_connection import FLUSH_SECONDS, uvicorn_config
 from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
@@ -70,7 +72,10 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
     """Start the workers and serve on the socket; return the exit code. `say` gets one line per stage."""
     metrics = Metrics()
     async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
-        engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
+        try:
+            engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
+        except LoraNotFound as missing:
+            raise ConfigError(f"{missing}.") from None
         tracer = None
         if config.tracing == "on":
             tracer = face_scope.enter_context(exporting("spaceserve", os.environ))

@@ -22,6 +22,10 @@ class InvalidSpaceSection(ModelError):
     """The masks or the draft head, as declared by the checkpoint or a flag, do not fit it."""
 
 
+class InvalidLora(ModelError):
+    """A LoRA adapter that cannot be served with this model."""
+
+
 class InvalidSetting(ModelError):
     """A load_model setting that this checkpoint or machine does not support."""
 

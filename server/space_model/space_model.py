@@ -10,6 +10,7 @@ from torch import Tensor
 from space_model.adapters import Drafting
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
+from space_model.lora import LoadedLoras
 from space_model.model_facts import ModelFacts
 from space_model.networks.network import Network, PagedKV
 from space_model.recurrent_head import RecurrentHead
@@ -26,11 +27,14 @@ class SpaceModel:
         head: OutputHead | ShardedHead,
         drafting: Drafting,
         recurrent_heads: Mapping[int | None, RecurrentHead],
+        loras: LoadedLoras | None = None,
     ) -> None:
-        """`recurrent_heads`: by adapter; None: the checkpoint's own."""
+        """`recurrent_heads`: by adapter; None: the checkpoint's own. `loras`: None: it takes
+        none."""
         self.facts = facts
         self.drafting, self._recurrent_heads = drafting, recurrent_heads
         self._network, self._head = network, head
+        self.loras = loras
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head trained with this adapter's masks; None: with the checkpoint's own masks."""

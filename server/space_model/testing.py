@@ -268,6 +268,33 @@ def released_adapter(
     return path
 
 
+def tiny_lora(
+    path: Path,
+    base: Path,
+    *,
+    rank: int = 4,
+    seed: int = 1,
+    linears: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """Write a random ordinary LoRA for the checkpoint `base` to the folder `path`, as peft saves it. `linears`: last
+    path components of the adapted linears; None: all. `config`: further fields of adapter_config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(Checkpoint.open(base)))
+    pairs = random_gated_lora(model, num_masks=1, rank=rank, seed=seed, linears=linears).pairs
+    weights: dict[str, torch.Tensor] = {}
+    for name, (a, b) in pairs.items():
+        weights[f"base_model.model.{name}.lora_A.weight"] = a.to(dtype)
+        weights[f"base_model.model.{name}.lora_B.weight"] = b.to(dtype)
+    save_file(weights, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
+    fields |= {"lora_alpha": 2 * rank, "target_modules": sorted({name.rpartition(".")[2] for name in pairs})}
+    (path / "adapter_config.json").write_text(json.dumps(fields | config, indent=1), encoding="utf-8")
+    return path
+
+
 def random_gated_lora(
     model: PreTrainedModel, *, num_masks: int, rank: int, seed: int, linears: tuple[str, ...] | None = None
 ) -> GatedLora:

@@ -202,6 +202,7 @@ def _load(
         max_model_len=config.max_model_len,
         num_threads=threads,
         adapters=source.adapters(),
+        loras=dict(config.lora),
         ranks=ranks,
     )
     if model.facts.device.type == "cpu":
@@ -287,10 +288,11 @@ def build_worker(
         device_steps=steps != "host",
         eager=steps == "eager",
         grammars=_grammars(source.checkpoint(), facts),
+        loras=model.loras if isinstance(model, SpaceModel) else None,
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s recurrent_head=%d "
-        "adapters=%s "
+        "adapters=%s loras=%s "
         "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
         facts.name,
         facts.number_format,
@@ -303,6 +305,7 @@ def build_worker(
         facts.has_draft_head,
         facts.most_head_drafts,
         ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
+        ",".join(name for name, _ in config.lora) or "none",
         num_blocks,
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,

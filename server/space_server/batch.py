@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
+from types import MappingProxyType
 
 import numpy as np
 from space_kernels.paging.step_rows import Ints
 from space_kernels.sampling.noise import request_key
 from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_model.lora import LoadedLora
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
 
@@ -102,6 +104,7 @@ class RunningSequence:
     num_prompt_logprobs: int | None = None  # the same for prompt ids
     counts: TokenCounts | None = None  # of `ids`, where a penalty is set
     adapter: int | None = None  # adapter whose masks draft; None: the checkpoint's own
+    lora: int | None = None  # number of the LoRA of all its rows; None: the weights alone
     num_masks: int = 0  # masks per group that the adapter or checkpoint has
     num_head_drafts: int = 0  # drafts that its recurrent head makes; 0: there is none
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
@@ -195,6 +198,7 @@ class RunningBatch:
         self._ended: set[int] = set()  # reported as ended, not released yet
         self._released: list[int] = []  # to be acknowledged
         self._failed: list[pb.SequenceReport] = []  # to be reported
+        self._loras: list[pb.LoraReport] = []  # to be reported
 
     def __len__(self) -> int:
         return len(self._running)
@@ -246,10 +250,19 @@ class RunningBatch:
         """Acknowledge the release of a forgotten sequence whose pages are no longer used."""
         self._released.append(seq_id)
 
+    def lora_loaded(self, report: pb.LoraReport) -> None:
+        """Report how the loading of a LoRA went."""
+        self._loras.append(report)
+
     @property
     def has_news(self) -> bool:
         """Whether something is to be reported without a step."""
-        return bool(self._released or self._failed)
+        return bool(self._released or self._failed or self._loras)
+
+    def take_loras(self) -> list[pb.LoraReport]:
+        """Return the LoRAs to report; each is returned once."""
+        loras, self._loras = self._loras, []
+        return loras
 
     def take_news(self) -> tuple[list[int], list[pb.SequenceReport]]:
         """Return the releases to acknowledge and the failures to report; each is returned once."""
@@ -329,9 +342,10 @@ def admit(
     block_size: int,
     max_drafts: int,
     sources: DraftSources | None = None,
+    loras: Mapping[str, LoadedLora] = MappingProxyType({}),
 ) -> RunningSequence:
     """Build the sequence that an Admit message describes. Raises AdmissionError. `max_drafts`: the worker's own bound.
-    `sources`: draft sources besides masks; by default only the message's prediction."""
+    `sources`: draft sources besides masks; by default only the message's prediction. `loras`: that are loaded."""
     sources = sources or DraftSources()
     ids = list(message.ids)
     _check_ids(ids, message, facts)
@@ -359,6 +373,8 @@ def admit(
             f"{limits.max_tokens}, window {limits.window}."
         )
     _check_prediction(message.prediction, facts)
+    if message.lora and message.lora not in loras:
+        raise AdmissionError(f"The LoRA {message.lora[:12]} is not loaded here.")
     adapter, num_masks = _masks(message.adapter, facts)
     num_head_drafts = facts.head_of(adapter).num_drafts if sources.head else 0
     sampling_params = _sampling_params(message.sampling, message.limits, facts.vocab_size)
@@ -390,6 +406,7 @@ def admit(
         num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
         counts=counts,
         adapter=adapter,
+        lora=loras[message.lora].number if message.lora else None,
         num_masks=num_masks,
         num_head_drafts=num_head_drafts,
         drafter=drafter,

@@ -172,7 +172,8 @@ class RouterSession:
 
     def sent(self, message: pb.WorkerMessage) -> None:
         """Record that this message was sent."""
-        if message.report.stepped or message.report.sequences or message.report.released:
+        report = message.report
+        if report.stepped or report.sequences or report.released or report.loras:
             with self._news:
                 self._num_unsent -= 1
                 self._news.notify()

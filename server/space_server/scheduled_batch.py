@@ -70,7 +70,8 @@ class ScheduledSequence:
         ids = sequence.ids[start : start + self.num_pending]
         if num_drafts := self.layout.num_drafts:
             ids += sequence.drafts[:num_drafts]
-        return Segment(ids, start, sequence.page_numbers, self.layout, sequence.adapter, sequence.seq_id)
+        own = sequence.adapter, sequence.seq_id, sequence.lora
+        return Segment(ids, start, sequence.page_numbers, self.layout, *own)
 
 
 @dataclass(frozen=True, slots=True)

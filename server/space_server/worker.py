@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from space_model.free_memory import is_out_of_memory
+from space_model.lora import LoadedLora, LoadedLoras
+from space_model.model_error import InvalidLora
 from space_model.networks.network import PagedKV
 from space_proto import worker_pb2 as pb
 
@@ -16,6 +19,7 @@ from space_server.device_runner.device_runner import DeviceRunner
 from space_server.drafts import (
     BY_HEAD,
     Acceptance,
+    AcceptanceShape,
     DraftSource,
     DraftSources,
     head_shapes_by_adapter,
@@ -43,6 +47,9 @@ MAX_PREFILL_ROWS = 512  # prompt tokens per step (the prefill chunk) until a rou
 SOURCE_DRAFTS = 8  # default draft bound per step where other sources than masks propose drafts
 
 _log = logging.getLogger(__name__)
+
+Shapes = dict[int | None, AcceptanceShape]
+"""By adapter."""
 
 
 class ProtocolError(Exception):
@@ -72,6 +79,7 @@ class Worker:
         device_steps: bool = False,
         eager: bool = False,
         grammars: Grammars | None = None,
+        loras: LoadedLoras | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
@@ -80,7 +88,7 @@ class Worker:
         that mixes prompt tokens with decoding sequences. `cost`: the measured step-cost model, which keeps learning.
         `kv`: KV cache to use; None: allocate one. `device_steps`: sequences past prefill keep their state on the
         device, and their next step is launched before the last one is read. `eager`: no CUDA graphs. `grammars`: the
-        grammar compiler; None: requests with a grammar are refused.
+        grammar compiler; None: requests with a grammar are refused. `loras`: of the model; None: it takes none.
         """
         facts = model.facts
         self.facts = facts
@@ -97,10 +105,9 @@ class Worker:
         self.draining = False
         self.cost = cost or StepCost.typical(facts.device.type)
         self._prefill_seconds = prefill_seconds
-        self._shapes = shapes_by_adapter(facts)
-        self._shapes_in_grammars = shapes_by_adapter(facts)  # drafts inside a grammar are accepted more often
-        self._head_shapes = head_shapes_by_adapter(facts)
-        self._head_shapes_in_grammars = head_shapes_by_adapter(facts)
+        self._loras = loras
+        # By LoRA and by whether a grammar constrains the text, whose drafts are then accepted more often.
+        self._shapes: dict[tuple[str, bool], tuple[Shapes, Shapes]] = {}
         self.waiting = Waiting(grammars)
         self._clock = clock
         self._ended: float | None = None  # end of the last step, if work remained after it
@@ -138,6 +145,8 @@ class Worker:
         self._leaving: list[int] = []  # released, but still used by a step in flight
         self.waiting.clear()
         self.batch = RunningBatch()
+        if self._loras is not None:
+            self._loras.unload_unnamed()
         self._started = False
         self._max_prefill_rows = self._default_prefill_rows
         self._draft_bound = self.max_draft_length
@@ -173,6 +182,7 @@ class Worker:
             step_cost_source=self.cost.origin.source,
             step_cost_reason=self.cost.origin.reason,
             mask_format=next((adapter.format for adapter in facts.adapters if not adapter.name), ""),
+            loras=[pb.Lora(name=one.name, hash=digest, rank=one.rank) for digest, one in self._loaded_loras.items()],
             adapters=[
                 pb.Adapter(
                     name=adapter.name,
@@ -202,6 +212,10 @@ class Worker:
                     self._extend(command.extend)
             case "release":
                 self._release(command.release.seq_id)
+            case "load_lora":
+                self._load_lora(command.load_lora)
+            case "unload_lora":
+                self._unload_lora(command.unload_lora.hash)
             case "drain":
                 self.draining = True
             case _:
@@ -253,19 +267,53 @@ class Worker:
                 block_size=self.block_size,
                 max_drafts=self._draft_bound,
                 sources=self._sources,
+                loras=self._loaded_loras,
             )
             refused = self.waiting.why_refused(sequence) if sequence.waits else None
             if refused is not None:
                 self.batch.fail(sequence.seq_id, refused)
                 return
-            shapes = self._shapes_in_grammars if sequence.waits else self._shapes
-            sequence.acceptance = Acceptance(shapes[sequence.adapter])
-            head_shapes = self._head_shapes_in_grammars if sequence.waits else self._head_shapes
-            sequence.head_acceptance = Acceptance(head_shapes[sequence.adapter])
+            kind = message.lora, sequence.waits
+            if kind not in self._shapes:
+                self._shapes[kind] = shapes_by_adapter(self.facts), head_shapes_by_adapter(self.facts)
+            of_masks, of_heads = self._shapes[kind]
+            sequence.acceptance = Acceptance(of_masks[sequence.adapter])
+            sequence.head_acceptance = Acceptance(of_heads[sequence.adapter])
             self.batch.add(sequence)
             if sequence.waits:
                 ignores_eos = not message.limits.eos_ids
                 self.waiting.add(sequence, message.sampling.grammar, ignores_eos=ignores_eos)
+
+    @property
+    def _loaded_loras(self) -> Mapping[str, LoadedLora]:
+        return {} if self._loras is None else self._loras.loaded
+
+    def _load_lora(self, message: pb.LoadLora) -> None:
+        """Load a LoRA and report it. Its steps wait meanwhile."""
+        report = pb.LoraReport(hash=message.hash)
+        try:
+            if self._loras is None:
+                raise InvalidLora("This worker takes no LoRAs.")
+            self._loras.load(Path(message.folder), digest=message.hash)
+            report.rank = self._loaded_loras[message.hash].rank
+        except InvalidLora as error:
+            report.error = str(error)
+        except Exception as error:
+            if not is_out_of_memory(error) and is_lost(self.facts.device):
+                raise
+            _log.exception("the LoRA in %s could not be loaded", message.folder)
+            report.error = failure_message("The LoRA could not be loaded", error)
+        if report.error:
+            _log.warning("LoRA %s is not loaded: %s", message.hash[:12], report.error)
+        self.batch.lora_loaded(report)
+
+    def _unload_lora(self, digest: str) -> None:
+        number = self._loaded_loras[digest].number if digest in self._loaded_loras else None
+        if number is not None and any(sequence.lora == number for sequence in self.batch):
+            raise ProtocolError(f"The router unloads the LoRA {digest[:12]}, with which a sequence runs.")
+        if self._loras is not None:
+            self._loras.unload(digest)
+        self._shapes = {kind: shapes for kind, shapes in self._shapes.items() if kind[0] != digest}
 
     def _extend(self, extend: pb.Extend) -> None:
         if (sequence := self.batch.get(extend.seq_id)) is None:
@@ -333,6 +381,7 @@ class Worker:
         released, failed = self.batch.take_news()
         report.released.extend(released)
         report.sequences.extend(failed)
+        report.loras.extend(self.batch.take_loras())
         report.stepped = any(step.outputs for step in steps)
         if report.stepped:
             count_steps(report.stats, steps, self.cost)
@@ -341,7 +390,7 @@ class Worker:
         if report.stepped:
             waited = sum(runner.waited for runner in runners) - waited
             report.stats.host_seconds = max(0.0, ended - started - waited)
-        return report if report.stepped or report.sequences or report.released else None
+        return report if report.stepped or report.sequences or report.released or report.loras else None
 
     def interrupted(self) -> None:
         """Exclude the time until the next step from the measured pauses between steps."""

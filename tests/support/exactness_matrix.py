@@ -237,6 +237,7 @@ class Subject:
     model: SpaceModel
     seed: int = 0
     adapters: Sequence[str] = ("",)  # that the seats draft by, in turn
+    loras: Sequence[str] = ("",)  # hashes of LoRAs that the seats have, in turn; plain decoding has the same
     base: SpaceModel | None = None  # what plain decoding runs on, where that is another: the weights without adapters
     _plain: dict[tuple[int, float, str, bool], ClientSequence] = field(default_factory=dict)
 
@@ -263,7 +264,13 @@ class Subject:
         adapter = self.adapters[connection % len(self.adapters)]
         prompt = self.prompt(connection, long=long)
         return SequenceRequest(
-            prompt, sampling, limits, want_logprobs=connection % 2 == 0, num_logprobs=4, adapter=adapter
+            prompt,
+            sampling,
+            limits,
+            want_logprobs=connection % 2 == 0,
+            num_logprobs=4,
+            adapter=adapter,
+            lora=self.loras[connection % len(self.loras)],
         )
 
     def plain(self, connection: int, temperature: float, processor: str, *, long: bool = False) -> ClientSequence:
@@ -289,7 +296,13 @@ def make_worker(
     sources: DraftSources | None = None,
 ) -> Worker:
     return Worker(
-        model, num_blocks=num_blocks, block_size=block_size, controller=controller, draft_source=drafts, sources=sources
+        model,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        controller=controller,
+        draft_source=drafts,
+        sources=sources,
+        loras=model.loras,
     )
 
 
@@ -495,7 +508,9 @@ class Run:
         """An earlier sequence with the same prompt and more computes its pages; seat 0 may share the whole ones."""
         request = self._records[0].request
         earlier = ClientSequence(
-            SequenceRequest((*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6))
+            SequenceRequest(
+                (*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6), lora=request.lora
+            )
         )
         seq_id = self._client.submit(earlier).seq_id
         self._connection_of[seq_id] = 0

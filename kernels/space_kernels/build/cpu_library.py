@@ -91,7 +91,13 @@ class DeltaStruct(Structure):
 class GatedRowsStruct(Structure):
     """`GatedRows` of cpu/linear.h."""
 
-    _fields_ = (("first", c_int64), ("last", c_int64), ("delta", POINTER(DeltaStruct)))
+    _fields_ = (
+        ("first", c_int64),
+        ("last", c_int64),
+        ("delta", POINTER(DeltaStruct)),
+        ("column", c_int64),
+        ("width", c_int64),
+    )
 
 
 class TableStruct(Structure):
@@ -251,6 +257,8 @@ class GatedRunStruct(Structure):
         ("first", c_int64),
         ("last", c_int64),
         ("layers", POINTER(LayerDeltasStruct)),
+        ("column", c_int64),
+        ("width", c_int64),
         ("masks", c_void_p),
         ("embeddings", c_void_p),
         ("num_masks", c_int64),

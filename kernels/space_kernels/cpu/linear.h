@@ -78,9 +78,11 @@ struct Delta {
     const DeltaPanel* b;  // [panels of the linear]
 };
 
+// A run's A·x is in columns [column, column + width) of Matmul::low. Runs that share rows have columns of their own.
 struct GatedRows {
     int64_t first, last;
     const Delta* delta;
+    int64_t column, width;
 };
 
 struct Matmul {
@@ -116,7 +118,7 @@ void each_gated(const Matmul& p, int64_t row, int64_t rows, const Work& work) {
     for (int64_t n = 0; n < p.num_gated; ++n) {
         const GatedRows& run = p.gated[n];
         const int64_t first = std::max(row, run.first), last = std::min(row + rows, run.last);
-        if (first < last && run.delta->a.panels) work(*run.delta, first, last - first);
+        if (first < last && run.delta->a.panels) work(run, first, last - first);
     }
 }
 

@@ -506,13 +506,13 @@ void multiply_by_groups(const Linear& w, const Matmul& p, int num_threads) {
         for (int64_t row = first * unit; row < std::min(p.rows, last * unit); ++row) round_row(w, p, row, rows);
     });
     for (int64_t n = 0; n < p.num_gated; ++n) {
-        const auto& [row, behind, delta] = p.gated[n];
+        const auto& [row, behind, delta, column, width] = p.gated[n];
         const Linear& a = delta->a;
         if (a.groups == Groups::NONE) {
             multiply_low(p.gated[n], p, num_threads);
             continue;
         }
-        Matmul low{p.x, p.rows, p.x_stride, p.low, p.low_stride, false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
+        Matmul low{p.x, p.rows, p.x_stride, p.low + column, p.low_stride, false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
         share_out(num_threads, a.panels, [&, row = row, behind = behind](int64_t first, int64_t last, bool) {
             multiply_by_forms(a, low, rows, row, behind, first, last);
         });

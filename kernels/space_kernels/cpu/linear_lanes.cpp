@@ -106,11 +106,11 @@ void lay_out(const bf16* x, int64_t stride, int64_t rows, int64_t inputs, int64_
 
 void add_deltas_by_lanes(const Matmul& p, Lanes* sum, int64_t row, int64_t rows, int64_t panel, int count) {
     Lanes delta[MOST];
-    each_gated(p, row, rows, [&](const Delta& d, int64_t first, int64_t num_gated) {
+    each_gated(p, row, rows, [&](const GatedRows& run, int64_t first, int64_t num_gated) {
         for (int j = 0; j < count; ++j) {
-            const DeltaPanel& b = d.b[panel + j];
+            const DeltaPanel& b = run.delta->b[panel + j];
             if (!b.inputs) continue;
-            const Laid* low = laid_low.data() + first * p.low_stride + b.from * num_gated;
+            const Laid* low = laid_low.data() + run.column * p.rows + first * run.width + b.from * num_gated;
             sum_up_of<1>(num_gated, b.weight, b.inputs / 2, low, {nullptr, 0, 0}, delta, 1);
             for (int64_t i = 0; i < num_gated; ++i) {
                 Lanes& one = sum[(first - row + i) * count + j];
@@ -124,9 +124,10 @@ void lay_out_low(const Matmul& p, const int64_t* bounds, int64_t num_tiles) {
     if (!p.num_gated) return;
     if (int64_t(laid_low.size()) < p.rows * p.low_stride) laid_low.resize(p.rows * p.low_stride);
     for (int64_t n = 0; n < num_tiles; ++n)
-        each_gated(p, bounds[n], bounds[n + 1] - bounds[n], [&](const Delta& d, int64_t first, int64_t num_gated) {
-            const int64_t at = first * p.low_stride, ranks = d.a.outputs;
-            lay_out(p.low + at, p.low_stride, num_gated, ranks, ranks / 2, laid_low.data() + at);
+        each_gated(p, bounds[n], bounds[n + 1] - bounds[n], [&](const GatedRows& run, int64_t first, int64_t num_gated) {
+            const int64_t ranks = run.delta->a.outputs;
+            Laid* to = laid_low.data() + run.column * p.rows + first * run.width;
+            lay_out(p.low + first * p.low_stride + run.column, p.low_stride, num_gated, ranks, ranks / 2, to);
         });
 }
 

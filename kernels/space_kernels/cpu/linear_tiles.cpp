@@ -217,12 +217,12 @@ void add_deltas_by_tiles(const Matmul& p, Lanes* sum, int64_t row, int64_t num_r
     for (int64_t begin = row; begin < row + num_rows; begin += rows.height) {
         const int64_t height = std::min(rows.height, row + num_rows - begin);
         const bf16* low = rows.low.of(0) + begin * p.low_stride;
-        each_gated(p, begin, height, [&](const Delta& d, int64_t first, int64_t num_gated) {
-            const DeltaPanel* b = d.b + panel;
+        each_gated(p, begin, height, [&](const GatedRows& run, int64_t first, int64_t num_gated) {
+            const DeltaPanel* b = run.delta->b + panel;
             zero_sums();
 #define ADD_PANEL(J)                                                             \
     for (int64_t k = 0; J < count && k < b[J].inputs; k += DEPTH) {              \
-        _tile_loadd(4, low + b[J].from + k, 2 * p.low_stride);                   \
+        _tile_loadd(4, low + run.column + b[J].from + k, 2 * p.low_stride);                   \
         _tile_loadd(6, b[J].weight + k * LANES, 2 * DEPTH);                      \
         _tile_dpbf16ps(J, 4, 6);                                                 \
     }

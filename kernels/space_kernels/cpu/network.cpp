@@ -54,9 +54,10 @@ void each_row(int num_threads, int64_t num_rows, int64_t width, const Work& work
 }  // namespace
 
 void multiply_low(const GatedRows& run, const Matmul& p, int num_threads) {
-    const auto& [first_row, behind, delta] = run;
-    const Matmul low{p.x + first_row * p.x_stride, behind - first_row, p.x_stride, p.low + first_row * p.low_stride,
-                     p.low_stride, false, Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
+    const auto& [first_row, behind, delta, column, width] = run;
+    bf16* to = p.low + first_row * p.low_stride + column;
+    const Matmul low{p.x + first_row * p.x_stride, behind - first_row, p.x_stride, to, p.low_stride, false,
+                     Then::NOTHING, nullptr, nullptr, 0, nullptr, 0};
     if (delta->a.groups != Groups::NONE) return multiply_by_groups(delta->a, low, num_threads);
     share_out(num_threads, delta->a.panels, [&, a = &delta->a](int64_t first, int64_t last, bool fresh) {
         multiply(*a, low, first, last, fresh);
@@ -126,7 +127,8 @@ void layer_forward(const Network& net, int64_t number, const Rows& rows, const B
     std::vector<GatedRows> gated(b.num_gated);
     auto matmul = [&](const Linear& linear, const Delta LayerDeltas::*delta, Matmul p) {
         for (int64_t n = 0; n < b.num_gated; ++n)
-            gated[n] = {b.gated[n].first, b.gated[n].last, &(b.gated[n].layers[number].*delta)};
+            gated[n] = {b.gated[n].first, b.gated[n].last, &(b.gated[n].layers[number].*delta), b.gated[n].column,
+                        b.gated[n].width};
         p.gated = gated.data(), p.num_gated = b.num_gated, p.low = b.low, p.low_stride = b.low_stride;
         multiply(linear, p, num_threads);
     };
@@ -155,13 +157,13 @@ bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_thr
     for (int64_t row = 0; row < rows.num_rows; ++row)
         if (b.ids[row] < 0 || b.ids[row] >= net.num_ids) return false;
     for (const GatedRun* run = b.gated; run != b.gated + b.num_gated; ++run)
-        for (int64_t n = 0; n < run->last - run->first; ++n)
+        for (int64_t n = 0; run->masks && n < run->last - run->first; ++n)
             if (run->masks[n] < 0 || run->masks[n] >= run->num_masks) return false;
     each_row(num_threads, rows.num_rows, net.hidden, [&](int64_t row) {
         look_up(net.embedding, b.ids[row], b.x + row * net.hidden);
     });
     for (const GatedRun* run = b.gated; run != b.gated + b.num_gated; ++run)
-        for (int64_t row = run->first; row < run->last; ++row) {
+        for (int64_t row = run->first; run->masks && row < run->last; ++row) {
             const bf16* embedding = run->embeddings + run->masks[row - run->first] * net.hidden;
             std::memcpy(b.x + row * net.hidden, embedding, net.hidden * sizeof(bf16));
         }

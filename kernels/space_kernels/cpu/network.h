@@ -25,11 +25,13 @@ struct LayerDeltas {
     Delta query_key_value, output, gate_up, down;
 };
 
-// Rows [first, last) belong to an adapter's masks, numbers `masks` [last - first] of its embeddings.
+// Rows [first, last) belong to an adapter's masks, numbers `masks` [last - first] of its embeddings; or, with no masks,
+// to a LoRA, whose rows keep their own inputs. A mask row may be in one run of each.
 struct GatedRun {
     int64_t first, last;
     const LayerDeltas* layers;
-    const int64_t* masks;
+    int64_t column, width;  // of its A·x in `low`
+    const int64_t* masks;  // or null
     const bf16* embeddings;  // [num_masks, hidden]
     int64_t num_masks;
 };

@@ -180,9 +180,9 @@ class CompiledLinear(nn.Module):
         added = None if other is None else other.data_ptr()
         rows = x.numel() // self.in_features
         matmul = MatmulStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
-        runs = (GatedRowsStruct * len(gated))(*(delta.of_rows(run) for delta, run in gated))
+        stride = LOW_PADDING + max((delta.ranks for delta, _ in gated), default=0)
+        runs = (GatedRowsStruct * len(gated))(*(delta.of_rows(run, stride) for delta, run in gated))
         if gated:
-            stride = LOW_PADDING + max(delta.ranks for delta, _ in gated)
             low = x.new_zeros(rows, stride)
             matmul.gated, matmul.num_gated = addressof(runs), len(runs)
             matmul.low, matmul.low_stride = low.data_ptr(), stride
@@ -260,9 +260,9 @@ class CompiledDelta:
         self._table = table
         self.struct = DeltaStruct(self._a.struct, table.ctypes.data)
 
-    def of_rows(self, rows: slice) -> GatedRowsStruct:
-        """Return the C struct of these gated rows."""
-        return GatedRowsStruct(rows.start, rows.stop, pointer(self.struct))
+    def of_rows(self, rows: slice, width: int) -> GatedRowsStruct:
+        """Return the C struct of these gated rows. `width`: columns of A·x, this one's first."""
+        return GatedRowsStruct(rows.start, rows.stop, pointer(self.struct), 0, width)
 
 
 class _Panel(NamedTuple):

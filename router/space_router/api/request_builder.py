@@ -4,12 +4,12 @@ import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from space_router.config import ServeConfig
-from space_router.engine.request.request import Grammar, SamplingOptions, ValidRequest
+from space_router.engine.request.request import Grammar, SamplingOptions, ServedLora, ValidRequest
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import short_repr
@@ -54,7 +54,7 @@ class Parameters:
     timeout: float | None = None
     request_id: str | None = None
     cache_salt: str | None = None
-    adapter: str = ""  # a valid name; "" for none
+    adapter: str = ""  # a valid name of a gated adapter or a LoRA; "" for none
     skip_special_tokens: bool | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
 
@@ -197,16 +197,19 @@ class RequestBuilder:
     text: ModelText
     facts: WorkerModelFacts
     key: str = ""  # name of the client's API key
+    loras: Mapping[str, ServedLora] = field(default_factory=lambda: MappingProxyType({}))  # by name
 
     def adapter(self, name: str | None, param: str = "model") -> str:
-        """Return the adapter that `model` selects (NAME or MODEL:NAME), or "" for the model itself. Raises NotFound."""
+        """Return the gated adapter or LoRA that `model` selects (NAME or MODEL:NAME), or "" for the model itself.
+        Raises NotFound."""
+        known = (*self.facts.adapters, *self.loras)
         if name is None or name == self.text.name:
             return ""
-        if param == "model" and name in NAMELESS and name not in self.facts.adapters:
+        if param == "model" and name in NAMELESS and name not in known:
             return ""
         name = name.removeprefix(f"{self.text.name}:")
-        if name not in self.facts.adapters:
-            raise model_not_found(name, (self.text.name, *self.facts.adapters), param)
+        if name not in known:
+            raise model_not_found(name, (self.text.name, *known), param)
         return name
 
     def prompts(self, value: Any, options: PromptOptions, infill: Infill | None = None) -> list[Prompt]:
@@ -318,7 +321,9 @@ class RequestBuilder:
                 f"`min_tokens` is {wanted.min_tokens}, above the {max_tokens} of `{wanted.limit_param}`.",
                 param="min_tokens",
             )
-        max_drafts, num_forced = self._speculation(wanted.speculation, wanted.adapter)
+        lora = self.loras.get(wanted.adapter)
+        adapter = wanted.adapter if lora is None else ""
+        max_drafts, num_forced = self._speculation(wanted.speculation, adapter)
         prediction = self._prediction(wanted.prediction)
         stop_ids = tuple(dict.fromkeys(self.check_ids(wanted.stop_token_ids or (), "stop_token_ids")))
         choices = []
@@ -340,7 +345,8 @@ class RequestBuilder:
                 priority=wanted.priority or 0,
                 deadline=wanted.timeout,
                 cache_salt=wanted.cache_salt or "",
-                adapter=wanted.adapter,
+                adapter=adapter,
+                lora=lora,
                 key=self.key,
                 stops_on_text=bool(rules.stops),
             )

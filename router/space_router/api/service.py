@@ -88,15 +88,16 @@ class Service:
             raise translate(engine_errors.Draining())
         if self.engine.facts is None:
             raise translate(engine_errors.NotReady())
-        return RequestBuilder(self.config, self.text, self.engine.facts, key)
+        return RequestBuilder(self.config, self.text, self.engine.facts, key, dict(self.engine.loras.named))
 
     async def checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
         """Check a grammar and return it. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
         return await self.grammars.checked(self.builder().facts, grammar, param)
 
     def name_of(self, plan: GenerationPlan) -> str:
-        """Return the model name for the response: the adapter's, or the model's own."""
-        return plan.choices[0].request.adapter or self.text.name
+        """Return the model name for the response: the LoRA's, the adapter's, or the model's own."""
+        request = plan.choices[0].request
+        return request.adapter or self.text.name if request.lora is None else request.lora.name
 
     @property
     def adapters(self) -> tuple[str, ...]:

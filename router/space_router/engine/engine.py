@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from space_proto import worker_pb2
 
@@ -20,6 +21,7 @@ from space_router.engine.errors import (
     WorkerFailed,
     WorkerStartFailed,
 )
+from space_router.engine.loras import LoraRegistry
 from space_router.engine.queueing.admission import (
     Admitted,
     LoadFigures,
@@ -29,7 +31,7 @@ from space_router.engine.queueing.admission import (
     should_follow,
 )
 from space_router.engine.queueing.queue import RequestQueue
-from space_router.engine.request.request import Stream, ValidRequest
+from space_router.engine.request.request import ServedLora, Stream, ValidRequest
 from space_router.engine.request.request_state import CallLater, Phase, RequestState, SequenceUpdate, call_later_on_loop
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.engine.scheduler import Scheduler
@@ -72,6 +74,7 @@ class Engine:
         returns the argument list that starts a worker on an address. `sources`: of workers; None uses those of the
         config, an empty sequence waits for `worker_pool.follow`. `max_lag`: unread tokens after which a request gets no
         more pages. `clock`: returns seconds. `call_later`: schedules a call on that clock; None uses the running loop.
+        Raises LoraNotFound for a folder of `config.lora`.
         """
         self.facts: WorkerModelFacts | None = None  # None until the first Hello
         self.config = config
@@ -93,11 +96,17 @@ class Engine:
         self._up = asyncio.Event()
         self._given_up = asyncio.Event()
         self._start_failure: WorkerStartFailed | None = None
+        own_workers = sources is None and not config.worker_address
+        self.loras = LoraRegistry(config.lora if own_workers else ())
+        self._adopts_loras = not own_workers
         if sources is None:
-            sources = worker_sources(config, worker_argv)
+            copies = tuple((lora.name, lora.folder) for lora in self.loras.named.values())
+            sources = worker_sources(replace(config, lora=copies), worker_argv)
         self.worker_pool = WorkerPool(sources, self, config=config, tokenizer_hash=tokenizer_hash)
         self.connections = self.worker_pool.connections
         self._engine_metrics.read_state_from(self.load)
+        for name in self.loras.named:
+            self._engine_metrics.lora_loaded(name)
 
     async def __aenter__(self) -> Engine:
         await self.worker_pool.__aenter__()
@@ -108,6 +117,7 @@ class Engine:
         for live in list(self._open.values()):
             self._terminate(live, RequestFailed("The server has stopped before this request was done."))
         await self.worker_pool.__aexit__()
+        self.loras.close()
 
     # For the HTTP and gRPC APIs.
 
@@ -161,6 +171,7 @@ class Engine:
         parked = first is not None and should_follow(first, live, self.facts.block_size)
         self._open[stream] = live
         self._by_name.setdefault(request.request_id, set()).add(live)
+        self.loras.hold(request.lora)
         self._idle.clear()
         self._queue.push(live, parked=parked)
         if first is not None and parked:
@@ -239,6 +250,10 @@ class Engine:
         """Use a worker that has connected; its cache is empty."""
         # Requests are accepted if they fit the largest worker; among equal ones the newest describes the model.
         present = self._schedulers()
+        if self._adopts_loras and connection.scheduler is not None:
+            self.loras.adopt(connection.scheduler.facts.loras)
+            for name in self.loras.named:
+                self._engine_metrics.lora_loaded(name)
         if present:
             self.facts = max(present, key=lambda one: (one.facts.num_slots, one is connection.scheduler)).facts
         if connection.was_lost:
@@ -383,9 +398,17 @@ class Engine:
             scheduler.release(live)
         return True
 
+    def _unload(self, lora: ServedLora | None) -> None:
+        """Have the workers forget a LoRA. Their releases of its requests are sent before."""
+        if lora is not None:
+            for scheduler in self._schedulers():
+                scheduler.unload_lora(lora.digest)
+
     def _forget(self, live: RequestState) -> None:
         if live.stream is not None:
             del self._open[live.stream]
+            if self.loras.release(live.request.lora):
+                self._unload(live.request.lora)
             named = self._by_name[live.request.request_id]
             named.remove(live)
             if not named:

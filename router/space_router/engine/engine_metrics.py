@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from space_proto import worker_pb2
 
 from space_router.engine.queueing.admission import LoadFigures, step_seconds
+from space_router.engine.request.request import Delta
 from space_router.engine.request.request_state import ReportResult, RequestState, SequenceUpdate
 from space_router.metrics import POSITIONS, ROW_KINDS, SOURCES, Metrics
 
@@ -51,6 +52,8 @@ class EngineMetrics:
         for update in drafting:
             num_drafted += update.delta.drafted
             num_accepted += update.delta.accepted
+            if update.live.request.lora is not None:
+                self._draft_of_lora(update.live.request.lora.name, update.delta)
             for i in range(min(update.delta.accepted, len(accepted))):
                 accepted[i] += 1
         for series, number in zip(self._positions, accepted, strict=True):
@@ -60,6 +63,15 @@ class EngineMetrics:
         self._metrics.drafted_tokens_total.inc(num_drafted)
         self._metrics.accepted_tokens_total.inc(num_accepted)
         self._by_source([update.part for update in drafting])
+
+    def lora_loaded(self, name: str) -> None:
+        """Begin the series of a LoRA."""
+        self._metrics.lora_drafted_tokens_total.labels(lora=name)
+        self._metrics.lora_accepted_tokens_total.labels(lora=name)
+
+    def _draft_of_lora(self, name: str, delta: Delta) -> None:
+        self._metrics.lora_drafted_tokens_total.labels(lora=name).inc(delta.drafted)
+        self._metrics.lora_accepted_tokens_total.labels(lora=name).inc(delta.accepted)
 
     def _by_source(self, drafting: Iterable[worker_pb2.SequenceReport]) -> None:
         """Record drafts by source. A chain may begin with the masks' drafts and continue with another source's."""

@@ -11,7 +11,7 @@ from space_proto import worker_pb2
 from space_router.engine.errors import ProtocolViolation
 from space_router.engine.pages import PagePool
 from space_router.engine.request import worker_messages
-from space_router.engine.request.request import Delta, Grammar
+from space_router.engine.request.request import Delta, Grammar, ServedLora
 from space_router.engine.request.request_state import (
     MAX_BLOCKS_AHEAD,
     Phase,
@@ -153,6 +153,7 @@ class Scheduler:
         self._blocked: RequestState | None = None  # found no room; no resources were freed since
         self._grammars: OrderedDict[Grammar | None, None] = OrderedDict()  # of sequences that have begun to compute
         self._commands: list[worker_pb2.Command] = []
+        self.loras = {digest for _, digest in facts.loras}  # loaded, or being loaded, by hash
 
     def take_commands(self) -> list[worker_pb2.Command]:
         commands, self._commands = self._commands, []
@@ -232,6 +233,8 @@ class Scheduler:
         self.num_running += 1
         self.num_prefill_ahead += self._prefill_share(sequence)
         self.pending_prefixes.add(sequence)
+        if live.request.lora is not None:
+            self.load_lora(live.request.lora)
         live.phase = Phase.RUNNING
         if not live.num_generated:
             live.instruction_set = self.facts.instruction_set
@@ -248,6 +251,18 @@ class Scheduler:
         self._request_pages(sequence)
         return sequence
 
+    def load_lora(self, lora: ServedLora) -> None:
+        """Have the worker load a LoRA, unless it has."""
+        if lora.digest not in self.loras:
+            self.loras.add(lora.digest)
+            self._commands.append(worker_messages.load_lora(lora))
+
+    def unload_lora(self, digest: str) -> None:
+        """Have the worker forget a LoRA that no request uses any more."""
+        if digest in self.loras:
+            self.loras.remove(digest)
+            self._commands.append(worker_messages.unload_lora(digest))
+
     # Reports.
 
     def report(self, report: worker_pb2.StepReport) -> ReportResult:
@@ -258,6 +273,7 @@ class Scheduler:
             if len(set(seq_ids)) < len(seq_ids):
                 raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
         self._last_report_no = report.report_no
+        self.loras.difference_update(part.hash for part in report.loras if part.error)
         # The whole report is checked before any part is applied: ids that a request keeps must also reach its reader,
         # and nothing of a violating report does.
         parts = []

@@ -15,7 +15,8 @@ from torch import Tensor
 from space_model.geometry.draft_layout import DraftLayout
 
 ROW_MULTIPLE = 4  # the number of rows is padded to a multiple of this: smaller matmuls sum in another order (measured)
-SegmentShape = tuple[int, DraftLayout, int | None]  # a segment's number of chain rows, layout and adapter
+SegmentShape = tuple[int, DraftLayout, int | None, int | None]
+"""A segment's number of chain rows, its layout, its adapter and its LoRA."""
 
 ShapeRun = tuple[SegmentShape, int]
 """A shape and the number of consecutive segments with it; most steps have a single run."""
@@ -30,6 +31,14 @@ class GatedRows:
     masks: Tensor  # [rows] int64: each row's mask, from 0
 
 
+@dataclass(frozen=True)
+class LoraRows:
+    """Rows of sequences with one LoRA in a step: chain rows, or mask rows."""
+
+    lora: int
+    slice: slice  # flat row numbers
+
+
 @dataclass(frozen=True, eq=False)
 class BatchPattern:
     """The row layout shared by steps with equal segment shapes."""
@@ -39,6 +48,7 @@ class BatchPattern:
     mask_rows: list[list[range]]  # per segment and group: flat row numbers of the group's masks
     mask_ids: Ints  # [mask rows and padding] mask ids; 0 for masks without ids
     gated: tuple[GatedRows, ...]  # ascending by adapter; contiguous, up to the last mask row
+    loras: tuple[LoraRows, ...]  # ascending, disjoint; a mask row may be in one of `gated`, too
 
     @property
     def num_mask_rows(self) -> int:
@@ -54,9 +64,11 @@ def batch_pattern(
     shapes = [shape for shape, count in runs for _ in range(count)]
     chain_rows: list[range] = []
     offsets: list[int] = []
-    for num_chain, _, _ in shapes:
+    loras: list[LoraRows] = []
+    for num_chain, _, _, lora in shapes:
         chain_rows.append(range(len(offsets), len(offsets) + num_chain))
         offsets.extend(range(num_chain))
+        _add_rows(loras, lora, chain_rows[-1])
     num_chain_rows = len(offsets)
     reach = [offset + 1 for offset in offsets]
     group = [-1] * num_chain_rows
@@ -66,8 +78,8 @@ def batch_pattern(
     mask_runs = [range(0)] * len(shapes)
     masks: list[int] = []  # each mask row's mask, from 0
     bounds: dict[int, range] = {}  # adapter -> its rows
-    for number in sorted(range(len(shapes)), key=lambda n: -1 if (a := shapes[n][2]) is None else a):
-        (num_chain, layout, adapter), first = shapes[number], len(offsets)
+    for number in sorted(range(len(shapes)), key=lambda n: tuple(-1 if a is None else a for a in shapes[n][2:])):
+        (num_chain, layout, adapter, lora), first = shapes[number], len(offsets)
         known = len(mask_ids) if adapter is None else adapter_masks[adapter]
         for g, count in enumerate(layout.masks):
             if count > known:
@@ -82,6 +94,7 @@ def batch_pattern(
             group.extend([num_groups] * count)
             num_groups += 1
         mask_runs[number] = range(first, len(offsets))
+        _add_rows(loras, lora, mask_runs[number])
         if adapter is not None and len(offsets) > first:
             begun = bounds.get(adapter, range(first, first))
             bounds[adapter] = range(begun.start, len(offsets))
@@ -95,10 +108,21 @@ def batch_pattern(
         for adapter, run in bounds.items():
             own = mask_of_row[run.start - num_chain_rows : run.stop - num_chain_rows]
             gated.append(GatedRows(adapter, slice(run.start, run.stop), own))
-    return BatchPattern(rows, chain_rows, mask_rows, padded_ids, tuple(gated))
+    return BatchPattern(rows, chain_rows, mask_rows, padded_ids, tuple(gated), tuple(loras))
 
 
-__all__ = ["ForwardBatch", "GatedRows", "Segment"]
+def _add_rows(loras: list[LoraRows], lora: int | None, rows: range) -> None:
+    """Add rows of one LoRA, or of none, behind those before."""
+    if lora is None or not rows:
+        return
+    last = loras[-1] if loras else None
+    if last is not None and last.lora == lora and last.slice.stop == rows.start:
+        loras[-1] = LoraRows(lora, slice(last.slice.start, rows.stop))
+    else:
+        loras.append(LoraRows(lora, slice(rows.start, rows.stop)))
+
+
+__all__ = ["ForwardBatch", "GatedRows", "LoraRows", "Segment"]
 
 
 @dataclass(slots=True)
@@ -114,6 +138,7 @@ class Segment:
     )  # plain for a prefill chunk that does not reach the root
     adapter: int | None = None  # the adapter that the masks belong to; None: the checkpoint's own masks, by id
     owner: int | None = None  # sequence number, under which its pages are cached between steps; None: not cached
+    lora: int | None = None  # number of the LoRA that acts on all its rows; None: the weights alone
 
 
 # chain rows of all segments            mask rows of all segments                     padding
@@ -144,6 +169,11 @@ class ForwardBatch:
     def gated(self) -> tuple[GatedRows, ...]:
         """Return the adapters' mask rows, ascending by adapter: contiguous, up to num_rows."""
         return self.pattern.gated
+
+    @property
+    def loras(self) -> tuple[LoraRows, ...]:
+        """Return the rows that LoRAs act on, ascending."""
+        return self.pattern.loras
 
     @property
     def num_chain_rows(self) -> int:
@@ -187,7 +217,7 @@ class ForwardBatch:
                     f"{layout.num_drafts} drafts and {len(segment.pages)} pages of {block_size}: it needs more "
                     f"chain rows than drafts, and a slot for each."
                 )
-            shapes.append((count, layout, segment.adapter))
+            shapes.append((count, layout, segment.adapter, segment.lora))
         runs = tuple((shape, len([*alike])) for shape, alike in groupby(shapes))
         device = torch.device(device)
         pattern = batch_pattern(runs, tuple(mask_ids), tuple(adapter_masks), device)

@@ -35,9 +35,11 @@ from space_model.loading.whole_model import (
     stays_packed,
     stream_model,
 )
+from space_model.lora import LoadedLoras, LoraBase, why_no_loras
 from space_model.malloc import give_back_freed
 from space_model.model_error import (
     CheckpointNotFound,
+    InvalidLora,
     InvalidSetting,
     InvalidSpaceSection,
     UnsupportedModel,
@@ -76,6 +78,7 @@ def load_model(
     max_model_len: int | None = None,
     num_threads: int | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    loras: Mapping[str, str | Path] | None = None,
     ranks: Ranks | None = None,
 ) -> SpaceModel:
     """Load the checkpoint at `path` (a folder, a GGUF file, a hub id, `demo`, or an open Checkpoint).
@@ -85,7 +88,8 @@ def load_model(
     no memory); `kv_dtype` auto, or fp8: 8-bit KV cache; `device` auto, cpu, cuda, …; `mask_ids` (one shared, or one per
     position) and `num_masks` override the checkpoint's own; `max_model_len` shortens the window; `num_threads` of a CPU
     matmul (None: torch's setting), for the whole process and fixed from then on, because activations depend on it;
-    `adapters`: name -> folder of a gated adapter for requests that name it, besides the checkpoint's own; `attention`:
+    `adapters`: name -> folder of a gated adapter for requests that name it, besides the checkpoint's own; `loras`: name
+    -> folder of an ordinary LoRA, more can be loaded later (SpaceModel.loras); `attention`:
     auto, torch or triton; `exact`: results are row-invariant (bitwise) on a GPU too, for families with a compact
     network; `choose_ops`: selects the operations instead of these two; `ranks`: the processes that share the model, of
     which this one loads its part; None: this process loads all.
@@ -101,6 +105,8 @@ def load_model(
     if place.type == "cuda":
         refuse_tf32()
     num_ranks = 1 if ranks is None else ranks.size
+    if loras and (why_none := why_no_loras(place, num_ranks)):
+        raise InvalidSetting(why_none)
     weights = choose_weights(weights, dtype, place, kept=checkpoint.kept_as, num_ranks=num_ranks)
     number, reason = choose_dtype(dtype, place, getattr(config, "dtype", None), weights, kept=checkpoint.kept_as)
     if kv_dtype not in KV_DTYPES:
@@ -192,7 +198,14 @@ def load_model(
     give_back_freed()  # by reading the tokenizer
     if ranks is not None:
         return assemble_part(model, checkpoint, facts, drafting, ranks, ops)
-    return _assemble(model, config, facts, drafting, ops)
+    space_model = _assemble(model, config, facts, drafting, ops)
+    for name, folder in (loras or {}).items():
+        assert space_model.loras is not None
+        try:
+            space_model.loras.load(Path(folder), name=name)
+        except InvalidLora as error:
+            raise InvalidLora(f"LoRA {name}: {error}") from error
+    return space_model
 
 
 def _named(name: str, folder: str | Path, checkpoint: Checkpoint, vocab_size: int, base: BaseSpec) -> Adapter:
@@ -228,10 +241,10 @@ def _assemble(
     if facts.most_masks:
         facts = replace(facts, head_rows=head_rows(head.logits, BaseSpec(facts.hidden_size, facts.dtype, facts.device)))
     gated = [adapter.gated for adapter in drafting.adapters]
-    if gated:
-        layers, _ = family.decoder_layers(base)
-        for adapter in drafting.adapters:
-            adapter.check(model, f"{model.base_model_prefix}.{layers}")
+    layers = f"{model.base_model_prefix}.{family.decoder_layers(base)[0]}"
+    for adapter in drafting.adapters:
+        adapter.check(model, layers)
+    lora_base = LoraBase.of(model, layers, facts.dtype)
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
         if facts.device.type == "cpu":
@@ -242,12 +255,13 @@ def _assemble(
                 "products are the library's; leave out --exact."
             )
         gate = attach(base, gated, model.base_model_prefix) if gated else None
-        network = TransformersNetwork(base, gate, ops.space_attention)
+        network = TransformersNetwork(base, gate, ops.space_attention, model.base_model_prefix)
     if ops.attention == "compiled":
         compile_head = partial(with_compiled, embedding=table_of(base.get_input_embeddings()), output=head)
         drafting = drafting.each(lambda one: replace(one, draft_head=compile_head(one.draft_head)))
         drafting = replace(drafting, draft_head=compile_head(drafting.draft_head))
-    space_model = SpaceModel(facts, network, head, drafting, recurrent)
+    loras = LoadedLoras(network, lora_base, why_none=why_no_loras(facts.device, facts.num_ranks))
+    space_model = SpaceModel(facts, network, head, drafting, recurrent, loras)
     give_back_freed()
     check_parts(network, head.logits, facts, wanted)
     return space_model

@@ -5,8 +5,8 @@ Tensor-parallel steps run layer by layer through the same operations; sums over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import byref
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import Array, byref
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from space_model.geometry.forward_batch import ForwardBatch
+from space_model.lora import Lora
 from space_model.networks.llama_parts import (
     FAMILIES,
+    LayerDeltas,
     LlamaLayer,
     LlamaParts,
     LlamaSource,
@@ -68,13 +70,38 @@ class CompiledLayer(LlamaLayer[CompiledLinear, CompiledDelta]):
 
     def deltas_struct(self, adapter: int) -> LayerDeltasStruct:
         """Return the C struct of an adapter's deltas in this layer."""
-        found = (self.deltas_of(name)[adapter] for name, _ in LayerDeltasStruct._fields_)
-        return LayerDeltasStruct(*(DeltaStruct() if delta is None else delta.struct for delta in found))
+        return _struct_of(self.deltas[adapter])
 
     def gated(self, name: str, batch: ForwardBatch) -> list[DeltaRows]:
         """Return the deltas of one of the linears, each with its rows."""
         deltas = self.deltas_of(name)
         return [(delta, run.slice) for run in batch.gated if (delta := deltas[run.adapter]) is not None]
+
+
+def _struct_of(deltas: LayerDeltas[CompiledDelta]) -> LayerDeltasStruct:
+    found = (getattr(deltas, name) for name, _ in LayerDeltasStruct._fields_)
+    return LayerDeltasStruct(*(DeltaStruct() if delta is None else delta.struct for delta in found))
+
+
+@dataclass(frozen=True)
+class CompiledLora:
+    """One LoRA's deltas in all layers."""
+
+    layers: list[LayerDeltas[CompiledDelta]]  # owns what `structs` points to
+    structs: Array[LayerDeltasStruct]
+    ranks: int  # most columns of an A·x
+
+    @classmethod
+    def of(cls, layers: list[LayerDeltas[CompiledDelta]]) -> CompiledLora:
+        """Return these deltas with their C structs."""
+        structs = (LayerDeltasStruct * len(layers))(*map(_struct_of, layers))
+        return cls(layers, structs, _most_ranks(structs))
+
+
+def _most_ranks(structs: Iterable[LayerDeltasStruct]) -> int:
+    """Return the most columns of an A·x in these layers."""
+    linears = (one for each in structs for one in (each.query_key_value, each.output, each.gate_up, each.down))
+    return max((one.a.outputs for one in linears), default=0)
 
 
 def _address(norm: Norm | None) -> int | None:
@@ -96,14 +123,19 @@ class CompiledLlama(LlamaParts):
             (LayerDeltasStruct * len(self._layers))(*(layer.deltas_struct(number) for layer in self._layers))
             for number in range(len(source.adapters))
         ]
-        ranks = [
-            linear.a.outputs
-            for layers in self._deltas
-            for layer in layers
-            for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down)
-        ]
-        self._low_width = LOW_PADDING + max(ranks, default=0)
+        self._low_width = LOW_PADDING + max(map(_most_ranks, self._deltas), default=0)
+        self._loras: dict[int, CompiledLora] = {}
+        self._lora_width = LOW_PADDING  # of A·x of LoRAs, behind that of adapters
         self._whole: tuple[PagedKV, NetworkStruct] | None = None  # for the KV cache of the last step
+
+    def add_lora(self, number: int, lora: Lora) -> None:
+        """Let a LoRA act on the rows that name it by `number`."""
+        self._loras[number] = CompiledLora.of([layer.deltas_for(lora) for layer in self._layers])
+        self._lora_width = LOW_PADDING + max(one.ranks for one in self._loras.values())
+
+    def remove_lora(self, number: int) -> None:
+        """Drop a LoRA."""
+        self._loras.pop(number, None)
 
     @staticmethod
     def fits(base: PreTrainedModel, dtype: torch.dtype, head_dim: int) -> bool:
@@ -151,16 +183,24 @@ class CompiledLlama(LlamaParts):
 
     def _gated(self, batch: ForwardBatch, inputs: Sequence[Tensor]) -> Sequence[GatedRunStruct]:
         """`inputs`: by run, [rows] int64, which must outlive the structs."""
-        return [
+        of_adapters = [
             GatedRunStruct(
                 run.slice.start,
                 run.slice.stop,
                 self._deltas[run.adapter],
+                0,
+                self._low_width,
                 rows.data_ptr(),
                 self._mask_embeddings[run.adapter].data_ptr(),
                 len(self._mask_embeddings[run.adapter]),
             )
             for run, rows in zip(batch.gated, inputs, strict=True)
+        ]
+        return of_adapters + [
+            GatedRunStruct(
+                run.slice.start, run.slice.stop, self._loras[run.lora].structs, self._low_width, self._lora_width
+            )
+            for run in batch.loras
         ]
 
     def _run(
@@ -188,8 +228,9 @@ class CompiledLlama(LlamaParts):
             x + row * (hidden + fused + joined),
         )
         if gated:
-            low = normed.new_zeros(num_rows, self._low_width)
-            buffers.low, buffers.low_stride = low.data_ptr(), self._low_width
+            width = self._low_width + (self._lora_width if batch.loras else 0)
+            low = normed.new_zeros(num_rows, width)
+            buffers.low, buffers.low_stride = low.data_ptr(), width
             buffers.gated, buffers.num_gated = (GatedRunStruct * len(gated))(*gated), len(gated)
         threads = torch.get_num_threads()
         if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
@@ -292,7 +333,9 @@ def _take_apart(
 ) -> CompiledLayer:
     pack: Pack[CompiledLinear] = partial(CompiledLinear, library, weights=source.weights)
     delta: Callable[..., CompiledDelta] = partial(CompiledDelta, library, weights=source.weights)
-    fields = layer_fields(source, layer, path, window, partial(packed, pack), delta=delta, compiled=True)
+    lora_delta: Callable[..., CompiledDelta] = partial(CompiledDelta, library)
+    take = partial(packed, pack)
+    fields = layer_fields(source, layer, path, window, take, delta=delta, lora_delta=lora_delta, compiled=True)
     mlp = layer.get_submodule("mlp")
     gate_up = packed(pack, mlp, ["gate_proj", "up_proj"], lambda parts: in_turn(*parts), alternate)
     return CompiledLayer(**fields, gate_up=gate_up)

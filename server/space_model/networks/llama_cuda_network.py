@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 
 from space_model.checkpoint.weight_files import one_below_the_other
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.lora import Lora, why_no_loras
+from space_model.model_error import UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES, LlamaLayer, LlamaParts, LlamaSource, add_deltas, layer_fields
 from space_model.networks.network import PagedKV
 
@@ -56,6 +58,13 @@ class LlamaCudaNetwork(LlamaParts):
         self._frequencies: Tensor = source.base.rotary_emb.inv_freq.float()
         self._rotary_scaling = float(source.base.rotary_emb.attention_scaling)
         self._layers = [self._take_apart(source, *layer) for layer in source.layers()]
+
+    def add_lora(self, number: int, lora: Lora) -> None:
+        """Raise UnsupportedModel: LoRAs are served on a CPU (lora.why_no_loras)."""
+        raise UnsupportedModel(why_no_loras(torch.device("cuda"), 1))
+
+    def remove_lora(self, number: int) -> None:
+        """Do nothing: there is none."""
 
     def _take_apart(self, source: LlamaSource, layer: nn.Module, path: str, window: int | None) -> FusedLayer:
         fields = layer_fields(source, layer, path, window, partial(_joined, self._ops))

@@ -24,18 +24,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from space_model.adapters import GatedLora
-from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.geometry.forward_batch import ForwardBatch, GatedRows, LoraRows
+from space_model.lora import Lora
 from space_model.model_facts import ModelFacts, Ranks
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import (
     FAMILIES,
+    LayerDeltas,
     LlamaLayer,
     LlamaParts,
     LlamaSource,
     Pack,
     Take,
     add_deltas,
+    add_lora_deltas,
     layer_fields,
     packed,
 )
@@ -64,6 +67,7 @@ class LlamaNetwork(LlamaParts):
         self._rotary = source.base.rotary_emb
         take = partial(packed, pack)
         self._layers = [self._take_apart(source, take, *layer) for layer in source.layers()]
+        self._loras: list[dict[int, LayerDeltas[GatedDelta]]] = [{} for _ in self._layers]  # by layer and LoRA
 
     def _take_apart(
         self, source: LlamaSource, take: Take[Linear], layer: nn.Module, path: str, window: int | None
@@ -95,6 +99,16 @@ class LlamaNetwork(LlamaParts):
         """[R, hidden] -> [R, hidden]: one layer alone."""
         return self._layer(number, hidden, self._angles(hidden, batch), batch, kv)
 
+    def add_lora(self, number: int, lora: Lora) -> None:
+        """Let a LoRA act on the rows that name it by `number`."""
+        for layer, loras in zip(self._layers, self._loras, strict=True):
+            loras[number] = layer.deltas_for(lora)
+
+    def remove_lora(self, number: int) -> None:
+        """Drop a LoRA."""
+        for loras in self._loras:
+            loras.pop(number, None)
+
     def _angles(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the rows' rotary angles, [R, 1, head dim] each."""
         cos, sin = self._rotary(x, batch.positions[None])
@@ -109,6 +123,9 @@ class LlamaNetwork(LlamaParts):
         fused = layer.query_key_value(y)
         if gated:
             add_deltas(fused, y, gated, layer.deltas_of("query_key_value"))
+        loras = batch.loras
+        if loras:
+            add_lora_deltas(fused, y, loras, {n: d.query_key_value for n, d in self._loras[number].items()})
         fused = fused.view(num_rows, turned + kv_heads, head_dim)
         query_key, value = fused[:, :turned], fused[:, turned:]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -117,18 +134,41 @@ class LlamaNetwork(LlamaParts):
         query_key = _rotate(query_key, *angles)
         qkv = QKV(query_key[:, :num_heads], query_key[:, num_heads:], value)
         attended = space_attention(qkv, kv.layer(number), batch.rows, layer.attention)
-        x = self._summed(layer.output, attended.view(num_rows, num_heads * head_dim), x, gated, layer, "output")
+        x = self._summed(layer.output, attended.view(num_rows, num_heads * head_dim), x, batch, number, "output")
         y = layer.mlp_norm(x)
         inner = _gated_inner(layer, y, gated) if layer.gates_mlp and gated else layer.up.times(y, layer.gate.silu(y))
-        return self._summed(layer.down, inner, x, gated, layer, "down")
+        for run in loras:
+            inner[run.slice] = self._lora_inner(number, y, run, gated)
+        return self._summed(layer.down, inner, x, batch, number, "down")
+
+    def _lora_inner(self, number: int, y: Tensor, run: LoraRows, gated: Sequence[GatedRows]) -> Tensor:
+        """Return silu(gate)·up of a LoRA's rows [rows, inner], with its delta and those of adapters on mask rows."""
+        layer, here = self._layers[number], run.slice
+        x = y[here]
+        gate, up = layer.gate(x), layer.up(x)
+        width = gate.shape[1]
+        deltas = [(self._loras[number][run.lora].gate_up, here)]
+        for other in gated:
+            common = slice(max(here.start, other.slice.start), min(here.stop, other.slice.stop))
+            if common.start < common.stop:
+                deltas.append((layer.deltas[other.adapter].gate_up, common))
+        for delta, rows in deltas:
+            if delta is not None:
+                both, part = delta(y[rows]), slice(rows.start - here.start, rows.stop - here.start)
+                gate[part] += both[:, :width]
+                up[part] += both[:, width:]
+        return silu(gate).mul_(up)
 
     def _summed(
-        self, linear: Linear, x: Tensor, residual: Tensor, gated: Sequence[GatedRows], layer: Layer, name: str
+        self, linear: Linear, x: Tensor, residual: Tensor, batch: ForwardBatch, number: int, name: str
     ) -> Tensor:
-        """Return the residual plus the matmul, the adapters' deltas of linear `name`, and the other ranks' parts."""
+        """Return the residual plus the matmul, the deltas of linear `name` of layer `number`, and the other ranks'
+        parts."""
         out = linear.plus(x, residual) if self._ranks is None else linear(x)
-        if gated:
-            add_deltas(out, x, gated, layer.deltas_of(name))
+        if batch.gated:
+            add_deltas(out, x, batch.gated, self._layers[number].deltas_of(name))
+        if batch.loras:
+            add_lora_deltas(out, x, batch.loras, {n: getattr(d, name) for n, d in self._loras[number].items()})
         return out if self._ranks is None else self._ranks.sum(out).add_(residual)
 
 

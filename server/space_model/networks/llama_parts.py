@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from space_kernels.linear.gated_delta import GatedDelta
@@ -20,7 +21,8 @@ from transformers import PreTrainedModel
 from space_model.adapters import GatedLora
 from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.checkpoint.weight_files import let_go
-from space_model.geometry.forward_batch import ForwardBatch, GatedRows
+from space_model.geometry.forward_batch import ForwardBatch, GatedRows, LoraRows
+from space_model.lora import Lora
 from space_model.model_facts import Ranks
 from space_model.stored_weights import below, numbers_of, release, stored_of, table_of
 
@@ -32,6 +34,18 @@ Pack = Callable[[Tensor | Parts, Tensor | None], Linear]
 """Returns a linear layer for a weight [out, in], as numbers or stored, and a bias [out]."""
 Take = Callable[[nn.Module, Sequence[str]], Linear]
 """Returns the named linears of a module as one, and frees the originals."""
+
+
+class LowRankPairs(Protocol):
+    """A gated adapter or a LoRA."""
+
+    @property
+    def pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return the pairs by the path of their linear in the whole model: a [rank, in], b [out, rank]."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of B·A."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,7 @@ class LlamaLayer(Generic[Linear, Delta]):
     mlp_norm: Norm
     down: Linear
     deltas: tuple[LayerDeltas[Delta], ...]  # by adapter
+    deltas_for: Callable[[Lora], LayerDeltas[Delta]]  # makes those of a LoRA that is loaded later
 
     def deltas_of(self, name: str) -> list[Delta | None]:
         """Return the adapters' deltas of one of the linears."""
@@ -110,10 +125,12 @@ def layer_fields(
     take: Take[Linear],
     *,
     delta: Callable[..., Any] = GatedDelta,
+    lora_delta: Callable[..., Any] = GatedDelta,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of a LlamaLayer. `delta`: the class of its deltas; `compiled`: it is CompiledDelta, the outputs
-    of gate and up alternate, and A·x takes the inputs in the order of the linears.
+    """Return the fields of a LlamaLayer. `delta`, `lora_delta`: the class of deltas of adapters, and of LoRAs;
+    `compiled`: it is CompiledDelta, the outputs of gate and up alternate, and A·x of adapters takes the inputs in the
+    order of the linears.
     """
     attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
     sizes = [int(getattr(attention, f"{name}_proj").out_features) for name in "qkv"]
@@ -134,6 +151,16 @@ def layer_fields(
         "deltas": tuple(
             _layer_deltas(adapter, path, sizes, hidden, inner, delta, orders, compiled=compiled)
             for adapter in source.adapters
+        ),
+        "deltas_for": partial(
+            _layer_deltas,
+            path=path,
+            sizes=sizes,
+            hidden=hidden,
+            inner=inner,
+            kind=lora_delta,
+            orders=dict.fromkeys(_FIRST),
+            compiled=compiled,
         ),
     }
     pairs = [pair for adapter in source.adapters for name, pair in adapter.pairs.items() if name.startswith(f"{path}.")]
@@ -168,7 +195,7 @@ def packed(
 
 
 def _layer_deltas(
-    adapter: GatedLora,
+    adapter: LowRankPairs,
     path: str,
     sizes: Sequence[int],
     hidden: int,
@@ -235,6 +262,14 @@ class LlamaParts:
             inputs = self._adapters[run.adapter].inputs_of(run, batch.positions)
             x[run.slice] = F.embedding(inputs, self._mask_embeddings[run.adapter])
         return x
+
+
+def add_lora_deltas(y: Tensor, x: Tensor, rows: Sequence[LoraRows], deltas: Mapping[int, GatedDelta | None]) -> None:
+    """Add each LoRA's delta to its rows of y = f(x), in place. `deltas`: by LoRA."""
+    for run in rows:
+        delta = deltas[run.lora]
+        if delta is not None:
+            delta.add_to(y, x, run.slice)
 
 
 def add_deltas(y: Tensor, x: Tensor, gated: Sequence[GatedRows], deltas: Sequence[GatedDelta | None]) -> None:

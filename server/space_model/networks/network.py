@@ -10,6 +10,7 @@ from space_kernels.attention.attention import KVPages
 from torch import Tensor
 
 from space_model.geometry.forward_batch import ForwardBatch
+from space_model.lora import Lora
 from space_model.model_facts import ModelFacts
 
 
@@ -56,6 +57,12 @@ class Network(Protocol):
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]: rows of the embedding table, unscaled."""
+
+    def add_lora(self, number: int, lora: Lora) -> None:
+        """Let a LoRA act on the rows that name it by `number`. Raises UnsupportedModel where it cannot."""
+
+    def remove_lora(self, number: int) -> None:
+        """Drop a LoRA that no step under way uses."""
 
     # The parts of `forward`, separately, for the check at load. The batch has no masks.
 

@@ -34,7 +34,8 @@ from transformers.pytorch_utils import Conv1D
 from space_model.adapters import GatedLora
 from space_model.checkpoint.family import decoder_layers
 from space_model.checkpoint.weight_files import let_go
-from space_model.geometry.forward_batch import ForwardBatch, GatedRows, Segment
+from space_model.geometry.forward_batch import ForwardBatch, GatedRows, LoraRows, Segment
+from space_model.lora import Lora
 from space_model.model_error import UnsupportedModel
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
@@ -49,31 +50,35 @@ class ServedGate:
         self.runs: Sequence[GatedRows] = ()
         self.positions = torch.empty(0, dtype=torch.int64)  # [R], of the step's rows
         self.num_rows = 0  # of the step, including padding
+        self.loras: Sequence[LoraRows] = ()
 
     def open_for(self, batch: ForwardBatch) -> None:
         """Set the rows of this step; they stay until the next call."""
         self.runs, self.num_rows, self.positions = batch.gated, len(batch.ids), batch.positions
+        self.loras = batch.loras
 
 
 class GatedLinear(nn.Module):
-    """A linear plus the delta of each adapter on the rows it acts on."""
+    """A linear plus the delta of each adapter and LoRA on the rows it acts on."""
 
     def __init__(self, linear: nn.Module, deltas: Mapping[int, GatedDelta], gate: ServedGate) -> None:
         super().__init__()
         self.linear = linear
         self._deltas, self._gate = dict(deltas), gate
+        self.loras: dict[int, GatedDelta] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, R, in] -> [1, R, out], or both without the first dimension (a linear that chooses experts)"""
         y: Tensor = self.linear(x)
-        for run in self._gate.runs:
-            delta = self._deltas.get(run.adapter)
+        found = [(self._deltas.get(run.adapter), run.slice) for run in self._gate.runs]
+        found += [(self.loras.get(rows.lora), rows.slice) for rows in self._gate.loras]
+        for delta, rows in found:
             if delta is not None:
                 if x.shape[:-1] not in ((1, self._gate.num_rows), (self._gate.num_rows,)):
                     raise RuntimeError(
                         f"An adapted linear was given {tuple(x.shape)} in a step of {self._gate.num_rows}."
                     )
-                delta.add_to(y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), run.slice)
+                delta.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), rows)
         return y
 
 
@@ -293,21 +298,48 @@ class TransformersNetwork:
     """The base model of a transformers decoder (ids to the final norm)."""
 
     def __init__(
-        self, base: PreTrainedModel, gate: ServedGate | None = None, attend: Attention = space_attention
+        self,
+        base: PreTrainedModel,
+        gate: ServedGate | None = None,
+        attend: Attention = space_attention,
+        prefix: str = "model",
     ) -> None:
-        """`gate`: of the adapters that are attached to `base`, if any."""
+        """`gate`: of the adapters that are attached to `base`, if any; `prefix`: path of `base` in the whole model."""
         self.base = base
+        self._prefix = f"{prefix}."
         self._attention = attend
         self._embedding = table_of(base.get_input_embeddings())
-        self._gate = gate
+        self._gate = gate or ServedGate()
         self._current = CurrentStep.of(base)
         self._shared = KVSharingDict() if "reuse" in (getattr(base.config, "kv_sharing_modes", None) or ()) else None
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
-        if self._gate is not None:
-            self._gate.open_for(batch)
+        self._gate.open_for(batch)
         return self._run(batch, AttentionStep(batch, kv, self._attention))
+
+    def add_lora(self, number: int, lora: Lora) -> None:
+        """Let a LoRA act on the rows that name it by `number`. Raises UnsupportedModel for one of a linear that is part
+        of another operation here."""
+        linears: dict[str, nn.Module] = {}
+        for path in lora.pairs:
+            try:
+                linears[path] = self.base.get_submodule(path.removeprefix(self._prefix))
+            except AttributeError:
+                raise UnsupportedModel(f"{path} is computed with others at once here, and has no LoRA.") from None
+        for path, linear in linears.items():
+            pair = lora.pairs[path]
+            if not isinstance(linear, GatedLinear):
+                parent, _, name = path.removeprefix(self._prefix).rpartition(".")
+                linear = GatedLinear(linear, {}, self._gate)
+                setattr(self.base.get_submodule(parent), name, linear)
+            linear.loras[number] = GatedDelta([pair], [len(pair[1])], lora.scale)
+
+    def remove_lora(self, number: int) -> None:
+        """Drop a LoRA."""
+        for module in self.base.modules():
+            if isinstance(module, GatedLinear):
+                module.loras.pop(number, None)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]"""

@@ -143,7 +143,7 @@ class TensorForward:
 
     def _new_pattern(self, batch_size: int, layout: DraftLayout, adapter: int | None) -> BatchPattern:
         facts = self._model.facts
-        runs = (((layout.num_drafts + 1, layout, adapter), batch_size),)
+        runs = (((layout.num_drafts + 1, layout, adapter, None), batch_size),)
         return batch_pattern(runs, facts.mask_ids, _adapter_masks(facts), facts.device)
 
 

@@ -160,7 +160,7 @@ async def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) ->
         await peer.say(start(major=7))
         last = await peer.last_word()
         assert last is not None
-        assert "speaks protocol 7.0, this worker 1.10" in last.refusal.reason
+        assert "speaks protocol 7.0, this worker 1.11" in last.refusal.reason
         peer = connect()
         await peer.say(admit(1))
         last = await peer.last_word()

@@ -121,7 +121,9 @@ class StepCostsInfo(ResponseModel):
 
 
 class Info(ResponseModel):
-    """Model, limits and speculation, with TGI's names where TGI has them; what only a worker knows may be null."""
+    """Model, limits and speculation, with TGI's names where TGI has them; what only a worker knows may be null.
+
+    `loras`: name and sha256 of the files of each ordinary LoRA."""
 
     model_id: str
     model_sha: str | None
@@ -151,6 +153,7 @@ class Info(ResponseModel):
     model_fallback: str | None
     adapters: list[str]
     adapter_formats: dict[str, str]
+    loras: dict[str, str]
     eos_token_ids: list[int] | None
     turn_end_token_ids: list[int]
     chat_template: bool
@@ -170,7 +173,7 @@ class RestartBody(Body):
 
 
 class ModelCard(ResponseModel):
-    """A model, or an adapter that drafts for it."""
+    """A model, an adapter that drafts for it, or a LoRA of it."""
 
     id: str
     object: Literal["model"]
@@ -192,12 +195,14 @@ def model_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
 
     def cards() -> dict[str, dict[str, Any]]:
-        """Return the cards by name: the model, and the adapters that draft for it, as vLLM lists LoRA adapters."""
+        """Return the cards by name: the model, the adapters that draft for it, and its LoRAs as vLLM lists them."""
         facts, name = service.engine.facts, service.text.name
         card = {"object": "model", "created": service.created, "owned_by": "spaceserve"}
         card |= {"max_model_len": None if facts is None else facts.window}
         folders = dict(service.config.adapter)
         adapters = {one: card | {"id": one, "root": folders.get(one, one), "parent": name} for one in service.adapters}
+        loras = service.engine.loras.named.values()
+        adapters |= {lora.name: card | {"id": lora.name, "root": lora.root, "parent": name} for lora in loras}
         return {name: card | {"id": name, "root": service.config.model, "parent": None}, **adapters}
 
     @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))
@@ -364,6 +369,7 @@ def describe(service: Service) -> dict[str, Any]:
         "model_fallback": config.model_fallback,
         "adapters": list(service.adapters),
         "adapter_formats": {} if facts is None else dict(zip(facts.adapters, facts.adapter_formats, strict=False)),
+        "loras": {lora.name: lora.digest for lora in service.engine.loras.named.values()},  # hashes of their files
         "eos_token_ids": None if facts is None else list(facts.eos_ids),  # end any text
         "turn_end_token_ids": list(service.text.turn_end_ids),  # also end an assistant turn
         "chat_template": service.text.chat_template is not None,

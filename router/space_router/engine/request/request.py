@@ -106,6 +106,16 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
+class ServedLora:
+    """An ordinary LoRA adapter, which changes text, keys and values."""
+
+    name: str  # as requests name it
+    digest: str  # sha256 of its files
+    folder: str  # where workers read it; "": they had it at start
+    root: str  # where it came from
+
+
+@dataclass(frozen=True)
 class ValidRequest:
     """One request, validated; the engine accepts no other."""
 
@@ -125,6 +135,7 @@ class ValidRequest:
     cache_salt: str = ""  # prefixes are shared only among requests with the same salt
     prediction: tuple[int, ...] | None = None  # expected output ids to draft from; None: none given
     adapter: str = ""  # gated adapter that drafts; "": the checkpoint's own masks. Affects neither text nor KV cache
+    lora: ServedLora | None = None  # acts on the whole sequence; prefixes are shared only under the same content
     share_prefix: bool = True  # False: neither reads nor fills the prefix cache
     key: str = ""  # name of the API key, never the key itself; "": none. Keys share the server fairly
     stops_on_text: bool = False  # a stop string may end it before max_tokens
@@ -136,6 +147,11 @@ class ValidRequest:
         """
         rows_per_step = (self.num_forced_drafts + 1) ** 2 if self.num_forced_drafts else 0
         return max(num_tokens, num_steps * rows_per_step)
+
+    @property
+    def prefix_salt(self) -> str:
+        """What its keys and values depend on besides ids: requests with another salt share no prefix."""
+        return self.cache_salt if self.lora is None else f"lora {self.lora.digest}\0{self.cache_salt}"
 
     @property
     def can_end_early(self) -> bool:

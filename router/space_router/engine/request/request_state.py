@@ -103,7 +103,7 @@ class RequestState:
     def keys(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Return the prefix cache keys of at least the first `num_blocks` full blocks of `ids`."""
         if block_size not in self._keys:
-            self._keys[block_size] = BlockKeys(self.request.cache_salt, block_size)
+            self._keys[block_size] = BlockKeys(self.request.prefix_salt, block_size)
         return self._keys[block_size].first_keys(self.ids, num_blocks)
 
 

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
-from space_router.engine.request.request import Delta, Finish, Grammar, SamplingOptions, TokenLogprobs
+from space_router.engine.request.request import (
+    Delta,
+    Finish,
+    Grammar,
+    SamplingOptions,
+    ServedLora,
+    TokenLogprobs,
+)
 from space_router.engine.request.request_state import RequestState
 
 
@@ -39,6 +46,7 @@ class WorkerModelFacts:
     adapter_masks: tuple[int, ...] = ()  # masks of each
     adapter_head_drafts: tuple[int, ...] = ()  # most drafts of the recurrent head of each
     adapter_formats: tuple[str, ...] = ()  # of each: space, uno or i-dlm; "": the worker does not say
+    loras: tuple[tuple[str, str], ...] = ()  # name and hash of each ordinary LoRA that it loaded at start
     mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
     num_head_drafts: int = 0  # most drafts of the checkpoint's own recurrent head in a step; 0: it has none
@@ -84,6 +92,11 @@ class WorkerModelFacts:
         if set(self.adapters) != set(before.adapters):
             theirs, ours = (", ".join(one.adapters) or "none" for one in (self, before))
             return f"A worker has the adapters {theirs}, the one before it {ours}. Give all the same."
+        if set(self.loras) != set(before.loras):
+            theirs, ours = (
+                ", ".join(f"{name} ({sha[:12]})" for name, sha in one.loras) or "none" for one in (self, before)
+            )
+            return f"A worker has the LoRAs {theirs}, the one before it {ours}. Give all the same."
         return None
 
     def computes_like(self, instruction_set: str) -> bool:
@@ -96,6 +109,7 @@ class WorkerModelFacts:
             "adapter_masks": tuple(adapter.num_masks for adapter in hello.adapters),
             "adapter_head_drafts": tuple(adapter.num_head_drafts for adapter in hello.adapters),
             "adapter_formats": tuple(adapter.format for adapter in hello.adapters),
+            "loras": tuple((lora.name, lora.hash) for lora in hello.loras),
         }
         values = of_each | {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name not in of_each}
         lists = {name: tuple(values[name]) for name in ("mask_ids", "eos_ids", "synthetic_acceptance")}
@@ -131,10 +145,19 @@ def admit(
             want_logprobs=request.want_logprobs,
             num_prompt_logprobs=request.num_prompt_logprobs if live.wants_prompt_logprobs else None,
             adapter=request.adapter,
+            lora="" if request.lora is None else request.lora.digest,
             prediction=request.prediction or (),
             traceparent="" if request.trace is None else request.trace.admitted(),
         )
     )
+
+
+def load_lora(lora: ServedLora) -> worker_pb2.Command:
+    return worker_pb2.Command(load_lora=worker_pb2.LoadLora(hash=lora.digest, folder=lora.folder))
+
+
+def unload_lora(digest: str) -> worker_pb2.Command:
+    return worker_pb2.Command(unload_lora=worker_pb2.UnloadLora(hash=digest))
 
 
 def extend(seq_id: int, pages: Sequence[int]) -> worker_pb2.Command:

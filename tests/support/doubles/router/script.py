@@ -97,6 +97,8 @@ class Script:
     max_sequences: int = 64
     mask_ids: tuple[int, ...] = (3,)
     adapters: tuple[str, ...] = ()  # gated adapters; they change nothing
+    loras: tuple[tuple[str, str], ...] = ()  # names and hashes of LoRAs at start
+    lora_error: str = ""  # why a LoRA cannot be loaded; "": it can
     takes_grammars: bool = True  # and follows none of them
     eos_ids: tuple[int, ...] = (2,)
     model_name: str = "scripted"

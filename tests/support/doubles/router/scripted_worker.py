@@ -79,10 +79,11 @@ class PageLedger:
             readers.discard(seq_id)
 
 
-def prefix_hashes(ids: Sequence[int], known: list[bytes]) -> list[bytes]:
-    """`known` extended in place to one hash per id: each over all ids up to and including its own."""
+def prefix_hashes(ids: Sequence[int], known: list[bytes], salt: str = "") -> list[bytes]:
+    """`known` extended in place to one hash per id: each over all ids up to and including its own. `salt`: what else
+    keys and values depend on."""
     for i in range(len(known), len(ids)):
-        before = known[i - 1] if i else b""
+        before = known[i - 1] if i else salt.encode()
         known.append(hashlib.blake2b(before + ids[i].to_bytes(4, "little"), digest_size=8).digest())
     return known
 
@@ -92,6 +93,7 @@ class ScriptedSequence:
 
     def __init__(self, admit: worker_pb2.Admit, script: Script, ledger: PageLedger, max_draft_length: int) -> None:
         self.seq_id = admit.seq_id
+        self.lora = admit.lora
         self.ids = list(admit.ids)
         self.pages = list(admit.pages)
         self.computed = admit.num_cached
@@ -104,7 +106,7 @@ class ScriptedSequence:
         self._max_draft_length = min(max_draft_length, admit.max_draft_length, script.draft_length)
         self._num_steps = 0
         self._num_times = 0  # it was stepped in, in whatever way
-        self._hashes = prefix_hashes(self.ids, [])
+        self._hashes = prefix_hashes(self.ids, [], admit.lora)
 
         size = script.block_size
         if not self.ids or not 1 <= admit.num_prompt <= len(self.ids):
@@ -245,6 +247,7 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         attention="none", instruction_set=script.instruction_set,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
+        loras=[worker_pb2.Lora(name=name, hash=digest, rank=4) for name, digest in script.loras],
         adapters=[
             worker_pb2.Adapter(name=name, num_masks=script.draft_length, format="space") for name in script.adapters
         ],
@@ -280,6 +283,8 @@ class ScriptedBatch:
         self._start: worker_pb2.Start | None = None
         self._released: list[int] = []
         self._failed: list[worker_pb2.SequenceReport] = []
+        self.loras = {digest for _, digest in script.loras}  # loaded, by hash
+        self._lora_reports: list[worker_pb2.LoraReport] = []
         self._report_no = 0
 
     def hello(self) -> worker_pb2.Hello:
@@ -311,6 +316,14 @@ class ScriptedBatch:
                     sequence.releasing = self.script.release_steps
                 else:
                     self._released.append(command.release.seq_id)
+            case "load_lora":
+                self._load_lora(command.load_lora)
+            case "unload_lora":
+                if any(
+                    one.lora == command.unload_lora.hash for one in self.sequences.values() if one.releasing is None
+                ):
+                    raise Violation(f"the LoRA {command.unload_lora.hash} is unloaded, and used")
+                self.loras.discard(command.unload_lora.hash)
             case "drain":
                 self.draining = True
 
@@ -327,6 +340,8 @@ class ScriptedBatch:
             raise Violation(f"{len(self.sequences) + 1} sequences; the worker runs {self.script.max_sequences}")
         if admit.adapter and admit.adapter not in self.script.adapters:
             raise Violation(f"seq_id {admit.seq_id} asks for the adapter {admit.adapter}")
+        if admit.lora and admit.lora not in self.loras:
+            raise Violation(f"seq_id {admit.seq_id} asks for the LoRA {admit.lora}, which is not loaded")
         self.figures.num_admits_by_adapter[admit.adapter] += 1
         self.figures.num_admits_by_forced[admit.num_forced_drafts] += 1
         bound = self._start.max_draft_length
@@ -334,10 +349,18 @@ class ScriptedBatch:
         self.figures.num_admits += 1
         self.figures.num_cached_ids += admit.num_cached
 
+    def _load_lora(self, message: worker_pb2.LoadLora) -> None:
+        report = worker_pb2.LoraReport(hash=message.hash, rank=4)
+        if self.script.lora_error:
+            report.error = self.script.lora_error
+        else:
+            self.loras.add(message.hash)
+        self._lora_reports.append(report)
+
     @property
     def has_news(self) -> bool:
         """There is something to report even without a step."""
-        return bool(self._released or self._failed)
+        return bool(self._released or self._failed or self._lora_reports)
 
     def step(self) -> worker_pb2.StepReport:
         """One step of everything that can go on, or a report without one."""
@@ -368,9 +391,13 @@ class ScriptedBatch:
         self._report_no += 1
         self.figures.num_steps += stepped
         result = worker_pb2.StepReport(
-            report_no=self._report_no, stepped=stepped, sequences=reports, released=self._released
+            report_no=self._report_no,
+            stepped=stepped,
+            sequences=reports,
+            released=self._released,
+            loras=self._lora_reports,
         )
-        self._released = []
+        self._released, self._lora_reports = [], []
         if stepped:
             stats.draft_length_counts.extend(lengths)
             stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = 0.001, 0.0001, 0.0001

@@ -1,0 +1,89 @@
+"""SPACE with ordinary LoRAs ≡ plain decoding with the same LoRA alone, bitwise, each seat of a batch with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
+from pairwise import covering_cases
+from space_common.files import hash_lora
+from space_kernels.linear.gated_delta import GatedDelta
+from space_model.loading.load import load_model
+from space_model.testing import tiny_checkpoint, tiny_lora
+from torch import Tensor
+
+Subjects = Callable[[str, str], Subject]
+
+MODELS = ("ids-llama", "own-qwen3", "own-gemma2", "ids-gemma3")
+"""Masks with ids, or the checkpoint's own gated adapter, whose delta mask rows have beside the LoRA's."""
+FEW: dict[str, tuple[object, ...]] = {
+    "model": MODELS[:3],
+    "layout": ("k5", "mixed"),
+    "temperature": (0.0, 0.8),
+    "processor": ("none", "repetition"),
+    "context": ("short",),
+}
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    subjects: dict[tuple[str, str], Subject] = {}
+
+    def make(name: str, dtype: str) -> Subject:
+        kind, _, family = name.partition("-")
+        folder = tmp_path_factory.mktemp(name)
+        sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 5}
+        rank = 3 if kind == "own" else None
+        path = tiny_checkpoint(folder / "model", family, seed=1, tie_word_embeddings=False, adapter_rank=rank, **sizes)
+        loras = {
+            "sql": tiny_lora(folder / "sql", path, rank=8, seed=5),
+            "law": tiny_lora(folder / "law", path, rank=1, seed=6, linears=("q_proj", "down_proj")),
+        }
+        hashes = [hash_lora(one) for one in loras.values()]
+        seats = (hashes[0], "", hashes[1], hashes[0])
+        return Subject(name, load_model(path, dtype=dtype, loras=loras), loras=seats)
+
+    def find(name: str, dtype: str) -> Subject:
+        if (name, dtype) not in subjects:
+            subjects[name, dtype] = make(name, dtype)
+        return subjects[name, dtype]
+
+    return find
+
+
+def cover(**narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
+    cases = covering_cases({"model": MODELS, **AXES, **narrowed}, strength=2)
+    return [(case.pop("model"), Cell(**case)) for case in cases]
+
+
+def name_of(value: object) -> str | None:
+    return str(value) if isinstance(value, Cell) else None
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(**FEW), ids=name_of)
+def test_drafts_leave_the_text_of_each_lora(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cell"), cover(), ids=name_of)
+def test_drafts_leave_the_text_of_each_lora_under_every_two_conditions(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+def test_a_lora_that_leaks_into_the_rows_beside_it_is_caught(
+    subject_of: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subject_of("ids-gemma3", "float32")
+    cell = Cell("float32", "k2", 0.0, "none", "batch", "whole", "miss", "undisturbed", False, "short", "left")
+    check_cell(subject, cell)
+
+    def leak(delta: GatedDelta, y: Tensor, x: Tensor, rows: slice) -> None:
+        y[: rows.stop + 1] += delta(x[: rows.stop + 1])
+
+    monkeypatch.setattr(GatedDelta, "add_to", leak)
+    with pytest.raises(Mismatch):
+        check_cell(subject, cell)
