@@ -33,6 +33,7 @@ class AttentionNeed:
     exact: bool = False  # a row's bits must not depend on the rest of the batch
     fp8_kv: bool = False  # the KV cache is fp8
     odd_values: bool = False  # values are a part of the keys (MLA), or of another size
+    is_chunked: bool = False  # some layers see chunks of positions (Llama 4)
 
     @classmethod
     def on(
@@ -47,10 +48,12 @@ class AttentionNeed:
         exact: bool = False,
         fp8_kv: bool = False,
         odd_values: bool = False,
+        is_chunked: bool = False,
     ) -> AttentionNeed:
         """Build with the compute capability of the device."""
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, exact, fp8_kv, odd_values)
+        special = {"exact": exact, "fp8_kv": fp8_kv, "odd_values": odd_values, "is_chunked": is_chunked}
+        return cls(num_heads, kv_heads, head_dim, dtype, block_size, device, capability, **special)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -74,6 +77,7 @@ class Backend:
     takes_stored: bool = False  # can attend pages that already hold the step's keys: see `attend`
     fp8_kv: bool = False  # supports an fp8 KV cache
     odd_values: bool = False  # supports values that are a part of the keys (MLA), or of another size
+    chunked: bool = False  # supports chunked attention (Llama 4)
     captures: bool = True  # can be captured in a CUDA graph whose sequence lengths the host does not know
     limits: str = ""  # other limits, in one line
     carrier: str | None = None  # another distribution that contains the package
@@ -100,6 +104,8 @@ class Backend:
                 return f"runs on compute capability {ranges}; this GPU has {major}.{minor}"
         if need.odd_values and not self.odd_values:
             return "has no latent attention (MLA) and no values of another size than keys: use --attention torch"
+        if need.is_chunked and not self.chunked:
+            return "has no chunked attention, as the model has: use --attention torch"
         if need.dtype not in self.dtypes:
             taken = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"takes {taken}; the model is held in {str(need.dtype).removeprefix('torch.')}: use --dtype bfloat16"
@@ -199,6 +205,7 @@ BACKENDS: Mapping[str, Backend] = {
             row_invariant=True,
             fp8_kv=True,
             odd_values=True,
+            chunked=True,
             captures=False,
             limits="what the CPU runs; on a GPU the reference, not fast, and its plan is made on the host",
         ),

@@ -103,6 +103,7 @@ class ModelFacts:
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
     head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head
     latent_dim: int | None = None  # of latent attention (MLA): numbers of a key that are its value; None: all others
+    is_chunked: bool = False  # some layers see chunks of positions (Llama 4)
     kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 

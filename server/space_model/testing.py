@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 
 from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.family import decoder_layers, read_config
+from space_model.checkpoint.family import decoder_layers, name_base, read_config
 from space_model.networks.latent_heads import is_absorbed
 
 END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
@@ -101,12 +101,18 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 64,
     },
+    "llama4": {
+        "model_type": "llama4_text", "num_hidden_layers": 3, "intermediate_size_mlp": 128, "attention_chunk_size": 24,
+        "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "num_local_experts": 4, "floor_scale": 10, "attn_scale": 0.5,
+        **_MOE,
+    },
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
 size than keys, and sliding layers with twice as many heads of both. Layers of Gemma 4 differ in their heads: the small
 ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
-keys are values, too, and some have experts."""
+keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
+positions whose queries are scaled by position, and experts of scaled rows."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
@@ -300,6 +306,7 @@ def random_gated_lora(
 ) -> GatedLora:
     """Return random float32 pairs whose deltas are about as large as the outputs they are added to."""
     generator = torch.Generator().manual_seed(seed)
+    name_base(model)
     layers, _ = decoder_layers(model.base_model)
 
     def normal(rows: int, columns: int, gain: float) -> torch.Tensor:
@@ -310,6 +317,7 @@ def random_gated_lora(
         name: (normal(rank, module.in_features, 1.0), normal(module.out_features, rank, 0.5))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and not hasattr(module, "top_k")  # a router of Llama 4
         and name.startswith(f"{model.base_model_prefix}.{layers}.")
         and (name.rpartition(".")[2] in linears if linears else not is_absorbed(model, name))
     }

@@ -219,6 +219,13 @@ def test_it_is_so_with_attention_sinks(model: str, cell: Cell, subject_of: Subje
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("llama4",)})), ids=name_of)
+def test_it_is_so_with_chunks_of_positions_and_experts_of_scaled_rows(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 UNEQUAL_LAYERS: dict[str, tuple[object, ...]] = {"model": ("gemma4", "gemma4_moe"), "layout": ("k5", "mixed")}
 
 

@@ -59,6 +59,11 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "llama4": {  # Scout, with 4 of 16 experts, in one of two layers, and chunks shorter than the prompt
+        "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_heads": 40, "kv_heads": 8,
+        "head_dim": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 2,
+        "no_rope_layers": [1, 0], "moe_layers": [1], "attention_chunk_size": 64, "floor_scale": 50,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 

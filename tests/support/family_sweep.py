@@ -109,6 +109,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 8, "num_layers": 2, "num_hidden_layers": None, "qk_head_dim": 24,
         "zero_expert_num": 2, "moe_topk": 3,
     },
+    "llama4_text": {"intermediate_size_mlp": 128, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0]},
     "gemma4_text": _GEMMA_4 | {"num_kv_shared_layers": 2}, "gemma4_unified_text": _GEMMA_4,
 }  # fmt: skip
 """Overrides by family; None: the family's own default."""
@@ -307,6 +308,7 @@ ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention 
     "mimo_v2_flash": "values of another size than keys; GPU: by torch's attention",
     **dict.fromkeys(("bloom", "mpt"), "GPU: with `--attention torch`"),
     "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
+    **dict.fromkeys(("llama4", "llama4_text"), "GPU: with `--attention torch`"),
     **dict.fromkeys(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         "GPU: with heads of size 512 (`global_head_dim`) with `--attention torch`",

@@ -39,14 +39,18 @@ class AttentionSpec:
     """[H] float32: a score of each head that adds to its sum of weights, as of a key whose value is 0."""
     is_latent: bool = False
     """Multi-head latent attention (MLA): the first E numbers of a key are its value, and have no pages of their own."""
+    chunk: int | None = None  # a row sees keys of its own chunk of so many positions, counted from 0; None: of all
 
 
 def refuse_rare(spec: AttentionSpec, backend: str) -> None:
-    """Raises ValueError if the spec has linear biases or is latent attention, which `backend` does not compute."""
+    """Raises ValueError if the spec has linear biases or chunks, or is latent attention, which `backend` does not
+    compute."""
     if spec.alibi is not None:
         raise ValueError(f"Attention {backend!r} has no linear biases (ALiBi); use --attention torch.")
     if spec.is_latent:
         raise ValueError(f"Attention {backend!r} has no latent attention (MLA); use --attention torch.")
+    if spec.chunk is not None:
+        raise ValueError(f"Attention {backend!r} has no chunked attention (Llama 4); use --attention torch.")
 
 
 Attention = Callable[[QKV, KVPages, StepRows, AttentionSpec], Tensor]

@@ -129,6 +129,7 @@ class CompiledAttention:
             1.0 if spec.alibi is None else spec.alibi.factor,
             0 if spec.alibi is None else spec.alibi.form,
             None if spec.sinks is None else spec.sinks.data_ptr(),
+            spec.chunk or 0,
         )
         those, threads = byref(CpuRows.of(rows).struct), torch.get_num_threads()
         self._library.store(those, byref(heads), byref(attention), None, None, 0.0, None, None, threads)

@@ -30,7 +30,7 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
     query, key, value = qkv
     num_rows, num_heads, head_dim = query.shape
     kv_heads, value_dim = pages.keys.shape[1], value.shape[2]
-    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, spec.window))
+    plan = AttentionPlan.of(rows, PlanKey(num_heads, kv_heads, head_dim, spec.window, spec.chunk))
 
     chain = rows.num_chain_rows
     kept_keys, kept_values = as_kept(pages.keys), as_kept(pages.values)
@@ -43,7 +43,8 @@ def space_attention(qkv: QKV, pages: KVPages, rows: StepRows, spec: AttentionSpe
     for bucket in plan.buckets:
         packed = queries.index_select(0, bucket.queries).float().mul_(spec.scale)
         packed = packed.view(bucket.shape[0], kv_heads, -1, head_dim)
-        softmax = _OnlineSoftmax(packed, spec.softcap, floor=spec.window is not None, sinks=spec.sinks)
+        may_be_masked = spec.window is not None or spec.chunk is not None
+        softmax = _OnlineSoftmax(packed, spec.softcap, floor=may_be_masked, sinks=spec.sinks)
         biases = None if spec.alibi is None else _Biases(spec.alibi, rows, bucket)
         for block in bucket.blocks:
             keys = _fetched(kept_keys, block, kv_heads)

@@ -198,6 +198,7 @@ class AttentionStruct(Structure):
         ("slope_factor", c_float),
         ("bias", c_int64),
         ("sinks", c_void_p),
+        ("chunk", c_int64),
     )
 
 

@@ -331,6 +331,11 @@ void join_all(std::vector<State>& states, const std::vector<Seen>& seen, Block& 
 
 bool is_latent(const Attention& a) { return a.key_pages == a.value_pages; }
 
+// The first position that a row at `position` sees; without bound, 0.
+int64_t first_seen(const Attention& a, int64_t position) {
+    return a.window ? position + 1 - a.window : a.chunk ? position / a.chunk * a.chunk : 0;
+}
+
 // Prefetches a head's keys and values at positions [begin, end): a page is too short for the hardware prefetcher.
 void fetch(const Heads& heads, const Attention& a, const int64_t* pages, int64_t head, int64_t begin, int64_t end) {
     while (begin < end) {
@@ -393,7 +398,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
     for (int64_t m = 0; m < count; ++m) {
         const int64_t row = members[m];
         furthest = std::max(furthest, start + rows.reach[row]);
-        oldest = std::min(oldest, a.window ? start + rows.offsets[row] + 1 - a.window : 0);
+        oldest = std::min(oldest, first_seen(a, start + rows.offsets[row]));
         for (int64_t q = 0; q < sharing; ++q) {
             const bf16* query = a.query + row * a.query_stride + (first_query + q) * dim;
             const int64_t place = m * sharing + q;
@@ -425,7 +430,7 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
             fetch(heads, a, pages, head + 1, first_block, std::min(first_block + BLOCK, furthest));
         for (int64_t m = 0; m < count; ++m) {
             const int64_t row = members[m];
-            const int64_t first = a.window ? start + rows.offsets[row] + 1 - a.window : 0;
+            const int64_t first = first_seen(a, start + rows.offsets[row]);
             const Seen seen{std::clamp<int64_t>(first - begin, 0, size),
                             std::clamp<int64_t>(start + rows.reach[row] - begin, 0, size)};
             for (int64_t q = 0; q < sharing; ++q) scratch.seen[m * sharing + q] = seen;
@@ -454,8 +459,8 @@ void attend_item(const Rows& rows, const Heads& heads, const Attention& a, int64
             block.count = size, block.position = start + rows.offsets[begin];
             std::fill(scratch.seen.begin(), scratch.seen.end(), Seen{0, 0});
             for (int64_t i = m; i < end; ++i) {
-                const int64_t row = members[i];  // positions of a group are consecutive
-                const int64_t first = a.window ? row + 1 - a.window : 0;
+                const int64_t row = members[i], position = start + rows.offsets[row];
+                const int64_t first = row - position + first_seen(a, position);  // positions of a group are consecutive
                 const Seen seen{std::clamp<int64_t>(first - begin, 0, size),
                                 std::clamp<int64_t>(row + 1 - begin, 0, size)};
                 for (int64_t q = 0; q < sharing; ++q) scratch.seen[i * sharing + q] = seen;

@@ -44,6 +44,7 @@ struct Attention {
     float slope_factor;   // of a rounded bias
     int64_t bias;         // 0: slope·(key's position - own); 1: slope·position; 2: factor·bf16(slope·bf16(position))
     const float* sinks;  // [query heads]: scores that add to the sums of weights; null: none
+    int64_t chunk;  // positions of a chunk, counted from 0, beyond which a row sees nothing; 0: none
 };
 
 // Store keys and values of chain rows [first, last); values that are not finite are stored as 0.

@@ -30,6 +30,7 @@ class PlanKey:
     kv_heads: int
     head_dim: int
     window: int | None  # positions a row sees back, its own included; None: all
+    chunk: int | None = None  # positions of a chunk, beyond which a row sees nothing; None: all
 
     @property
     def queries_per_kv(self) -> int:
@@ -55,6 +56,7 @@ class BucketPattern:
     queries: Tensor  # [S, G·P·Q] rows of the queries seen as [R·H, D]
     step_keys: Tensor | None  # [S, G·N] rows of the step's own keys seen as [R·G, D]: the mask rows; None: no masks
     step_bound: Tensor | None  # [S or 1, 1, P, 1, N] -inf for masks a row must not attend, else inf; 1: equal for all
+    masks: Ints  # [S, N] flat row numbers of the masks; 0 for padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ def _bucket_patterns(rows: RowPattern, key: PlanKey, device: torch.device) -> Bu
         shape = (len(numbers), key.kv_heads, num_padded, key.queries_per_kv)
         head_of = (heads[:, None] * key.queries_per_kv + lanes)[:, None, :]  # [G, 1, Q]
         queries = (table[:, None, :, None] * key.num_heads + head_of).reshape(len(numbers), -1)
-        step_keys, step_bound = _in_step(rows, key, numbers, table, device)
-        buckets.append(BucketPattern(shape, numbers, table, _to(queries, device), step_keys, step_bound))
+        step_keys, step_bound, masks = _in_step(rows, key, numbers, table, device)
+        buckets.append(BucketPattern(shape, numbers, table, _to(queries, device), step_keys, step_bound, masks))
         size = queries.shape[1]
         places[numbers] = offset + np.arange(len(numbers), dtype=np.int64) * size
         own = np.arange(size, dtype=np.int64).reshape(shape[1:]).transpose(1, 0, 2)  # [P, G, Q]
@@ -114,12 +116,13 @@ def _table(rows: RowPattern, numbers: Ints, num_padded: int) -> tuple[Ints, np.n
 
 def _in_step(
     rows: RowPattern, key: PlanKey, numbers: Ints, table: Ints, device: torch.device
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the indexes of each sequence's masks, and bounds that are -inf for masks a row must not attend."""
+) -> tuple[Tensor | None, Tensor | None, Ints]:
+    """Return the indexes of each sequence's masks, bounds that are -inf for masks a row must not attend (chunks apart,
+    which depend on the step), and the masks' row numbers [S, N]."""
     first, count = (bound[numbers, None] for bound in rows.masks)
     widest = int(count.max())
     if not widest:
-        return None, None
+        return None, None, np.zeros((len(numbers), 0), dtype=np.int64)
     lane = np.arange(widest, dtype=np.int64)
     real = lane < count
     masks = np.where(real, first + lane, 0)
@@ -132,7 +135,7 @@ def _in_step(
     bound = np.where(seen, np.float32(np.inf), np.float32(-np.inf))[:, None, :, None]
     heads = np.arange(key.kv_heads, dtype=np.int64)[:, None]
     keys = (masks[:, None] * key.kv_heads + heads).reshape(len(numbers), -1)
-    return _to(keys, device), _to(bound, device)
+    return _to(keys, device), _to(bound, device), masks
 
 
 def _to(values: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -155,6 +158,27 @@ class CachedBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunked:
+    """What a bucket's rows see with chunks, which depends on the positions of a step."""
+
+    chunk: int
+    offsets: Ints  # [S, P] of the rows, from their sequence's first chain row on
+    masks: Ints  # [S, N] of the masks, likewise
+
+    def oldest(self, starts: Ints) -> Ints:
+        """Return [S, P]: the first slot that each row attends, counted from the sequence's first chain row."""
+        positions = starts[:, None] + self.offsets
+        first: Ints = positions // self.chunk * self.chunk - starts[:, None]
+        return first
+
+    def step_bound(self, bound: Tensor, starts: Ints) -> Tensor:
+        """Return [S, 1, P, 1, N]: `bound`, and -inf for masks of another chunk."""
+        seen = self.masks[:, None] >= self.oldest(starts)[:, :, None]
+        here = np.where(seen, np.float32(np.inf), np.float32(-np.inf))[:, None, :, None]
+        return torch.minimum(bound, _to(here, bound.device))
+
+
+@dataclass(frozen=True, slots=True)
 class CachedBucket:
     """Sequences with the same padded number of rows, by descending number of key blocks.
     Ties are ordered by descending number of blocks that all of the sequence's rows see whole."""
@@ -166,6 +190,7 @@ class CachedBucket:
     step_bound: Tensor | None  # [S, 1, P, 1, N]
     reach: Ints  # [S, P] slots that a row attends, counted from its sequence's first chain row
     oldest: Ints | None  # [S, P] the first slot that it attends, counted likewise; None: no window
+    chunked: Chunked | None  # None: no chunks
     blocks: Sequence[CachedBlock]  # ascending
 
 
@@ -205,6 +230,9 @@ def _cached_plan(rows: StepRows, key: PlanKey) -> CachedPlan:
     if key.window is not None:
         first = np.maximum(starts + 1 - key.window, 0) // KEY_BLOCK  # [sequences] first key block that any row attends
         highest = np.minimum(highest, (first + 1) * KEY_BLOCK + key.window - 2)
+    if key.chunk is not None:
+        first = starts // key.chunk * key.chunk // KEY_BLOCK
+        highest = np.minimum(highest, (starts // key.chunk + 1) * key.chunk - 1)
 
     pattern = bucket_patterns(rows.pattern, key, rows.device)
     places = pattern.places
@@ -225,7 +253,7 @@ def _cached_plan(rows: StepRows, key: PlanKey) -> CachedPlan:
 
 def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) -> tuple[CachedBucket, Ints | None]:
     """Build a bucket; also return the order of its sequences, or None if unchanged."""
-    order, table = bucket.numbers, bucket.table
+    order, table, masks = bucket.numbers, bucket.table, bucket.masks
     queries, step_keys, step_bound = bucket.queries, bucket.step_keys, bucket.step_bound
     count = -(-rows.written[order] // KEY_BLOCK) - first[order]
     num_whole = (rows.starts[order] + 1) // KEY_BLOCK - first[order]
@@ -234,6 +262,7 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
     if (rank[1:] > rank[:-1]).any():
         moved = np.argsort(-rank, kind="stable")
         order, table, count, num_whole = order[moved], table[moved], count[moved], num_whole[moved]
+        masks = masks[moved]
         at = torch.from_numpy(moved).to(rows.device)
         queries = queries[at]
         step_keys = None if step_keys is None else step_keys[at]
@@ -249,6 +278,9 @@ def _bucket(rows: StepRows, key: PlanKey, bucket: BucketPattern, first: Ints) ->
         step_bound=step_bound,
         reach=rows.pattern.reach[table],
         oldest=None if key.window is None else rows.pattern.offsets[table] + 1 - key.window,
+        chunked=None
+        if key.chunk is None
+        else Chunked(key.chunk, rows.pattern.offsets[table], rows.pattern.offsets[masks]),
         blocks=_blocks(rows, key, order, first[order], count, num_whole),
     )
     return ground, moved
@@ -280,7 +312,8 @@ def _blocks(
             keys = _to(of_block.reshape(-1), rows.device)
         else:
             keys = (of_block[..., None] * unit + lanes).reshape(n, -1, KEY_BLOCK)
-        num_free = 0 if key.window is not None else next((m for m in range(n) if whole[m] <= i), n)
+        is_bounded = key.window is not None or key.chunk is not None
+        num_free = 0 if is_bounded else next((m for m in range(n) if whole[m] <= i), n)
         blocks.append(CachedBlock(n, (first[:n] + i) * KEY_BLOCK, keys, num_free))
     return blocks
 
@@ -345,13 +378,19 @@ def _attention_plan(rows: StepRows, key: PlanKey) -> AttentionPlan:
         starts, written = rows.starts, rows.written
         if of_bucket.order is not None:
             starts, written = starts[of_bucket.order], written[of_bucket.order]
-        blocks = [_key_block(rows, of_bucket, block, starts, written) for block in of_bucket.blocks]
-        buckets.append(Bucket(of_bucket.shape, of_bucket.queries, blocks, of_bucket.step_keys, of_bucket.step_bound))
+        chunked, step_bound = of_bucket.chunked, of_bucket.step_bound
+        oldest = of_bucket.oldest if chunked is None else chunked.oldest(starts)
+        if chunked is not None and step_bound is not None:
+            step_bound = chunked.step_bound(step_bound, starts)
+        blocks = [_key_block(rows, of_bucket, block, starts, written, oldest) for block in of_bucket.blocks]
+        buckets.append(Bucket(of_bucket.shape, of_bucket.queries, blocks, of_bucket.step_keys, step_bound))
     return AttentionPlan(_to(writes.reshape(-1), rows.device), buckets, ground.outputs)
 
 
-def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts: Ints, written: Ints) -> KeyBlock:
-    """Return the indexes of the block's keys and the bounds of its scores. starts, written [S]"""
+def _key_block(
+    rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts: Ints, written: Ints, oldest: Ints | None
+) -> KeyBlock:
+    """Return the indexes of the block's keys and the bounds of its scores. starts, written [S]; oldest [S, P]"""
     n, free = block.num_sequences, block.num_free
     if isinstance(block.keys, Tensor):
         index, run = block.keys, min(rows.block_size, KEY_BLOCK)
@@ -363,8 +402,8 @@ def _key_block(rows: StepRows, bucket: CachedBucket, block: CachedBlock, starts:
     if free < n:
         base = (starts[free:n] - block.begin[free:])[:, None]
         bound = _UP_TO.take(base + bucket.reach[free:n], axis=0, mode="clip")  # [m, P, KEY_BLOCK]
-        if bucket.oldest is not None:
-            np.minimum(bound, _FROM.take(base + bucket.oldest[free:n], axis=0, mode="clip"), out=bound)
+        if oldest is not None:
+            np.minimum(bound, _FROM.take(base + oldest[free:n], axis=0, mode="clip"), out=bound)
     return KeyBlock(n, block.begin, index, run, None if bound is None else _to(bound[:, None, :, None], rows.device))
 
 

@@ -21,9 +21,22 @@ from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
 
+_CHUNKED = "chunked_attention"
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 OWN_ATTENTION = frozenset(
-    ("biogpt", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm")
+    (
+        "biogpt",
+        "bloom",
+        "codegen",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gptj",
+        "llama4_text",
+        "mpt",
+        "nemotron",
+        "stablelm",
+    )
 )
 """Families that compute attention themselves, or do not hand it the step, and have a part for that
 (networks/own_attention)."""
@@ -44,7 +57,8 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             f"{name} attends to later tokens, too (is_causal or use_bidirectional_attention in config.json)"
             ": it is no causal language model, and writes no text. Use a checkpoint of one."
         )
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - SERVED_LAYERS):
+    served = SERVED_LAYERS | ({_CHUNKED} if kind == "llama4_text" else set())
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         raise UnsupportedModel(
             f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
         )
@@ -287,6 +301,11 @@ def latent_dim(config: PreTrainedConfig) -> int | None:
     return int(rank) if rank else None
 
 
+def is_chunked(config: PreTrainedConfig) -> bool:
+    """Return whether some layers see chunks of positions alone (Llama 4)."""
+    return _CHUNKED in (getattr(config, "layer_types", None) or ())
+
+
 def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
     """Return what the pages hold of each layer; empty if layers are alike and each has keys and values of its own."""
     modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
@@ -321,6 +340,12 @@ def kv_numbers(config: PreTrainedConfig) -> int:
 def has_odd_values(config: PreTrainedConfig) -> bool:
     """Return whether values are a part of the keys (MLA), or of another size, which few kinds of attention have."""
     return latent_dim(config) is not None or any(one.value_dim != one.head_dim for one in kv_layers(config))
+
+
+def name_base(model: PreTrainedModel) -> None:
+    """Give a causal language model whose class names the base of the whole one (Llama 4) the name of its own."""
+    if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
+        model.base_model_prefix = "model"
 
 
 def decoder_layers(base: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -176,6 +176,7 @@ def load_model(
         fp8_kv=fp8_kv,
         head=HeadFacts.of(recurrent_head if section.adapter is None else loaded[0].recurrent_head),
         latent_dim=family.latent_dim(config),
+        is_chunked=family.is_chunked(config),
         kv_layers=family.kv_layers(model.config),
         num_ranks=num_ranks,
     )

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from space_model.checkpoint.checkpoint import Checkpoint, has_experts
-from space_model.checkpoint.family import key_mapping
+from space_model.checkpoint.family import key_mapping, name_base
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
 from space_model.checkpoint.translated_weights import TranslatedWeights
@@ -370,6 +370,7 @@ def stream_model(
                 key_mapping=key_mapping(checkpoint, config),
                 ignore_mismatched_sizes=True,  # reports mismatched shapes instead of only raising
             )
+        name_base(model)
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
         if leaves_packed:
             _attach_left(files, stream, model, left, stays=keeps_packed)

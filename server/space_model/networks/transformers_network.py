@@ -40,6 +40,7 @@ from space_model.model_error import UnsupportedModel
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
 from space_model.networks.network import PagedKV
+from space_model.networks.scaled_experts import ScaledRowExperts
 from space_model.stored_weights import release, table_of, weight_of
 
 
@@ -222,6 +223,7 @@ def paged_attention(
     sliding_window: int | EllipsisType | None = ...,
     softcap: float | None = None,
     alibi: Alibi | None = None,
+    chunk: int | None = None,
     space_step: AttentionStep | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -275,6 +277,7 @@ def paged_attention(
             alibi,
             sinks.detach().float() if isinstance(sinks, Tensor) else None,
             latent is not None,
+            chunk,
         ),
     )
     return (out if latent is None else latent.outputs(out))[None], None
@@ -434,6 +437,9 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
             let_go(weight)
         elif isinstance(child, _ACTIVATIONS):
             setattr(base, name, row_invariant(child, num_threads))
+        elif type(child).__name__ == "Llama4TextMoe":
+            _replace_children(child, num_threads, weights, plain)
+            setattr(base, name, ScaledRowExperts(child))
         elif is_experts(child):
             setattr(base, name, experts_for(child, partial(row_invariant, num_threads=num_threads), weights))
         elif "Experts" in type(child).__name__ and any(weight.dim() > 2 for weight in child.parameters(recurse=False)):

@@ -75,6 +75,9 @@ class ProbeRows:
         for sliding in _windows(model):
             if sliding <= LONGEST_CONTEXT:
                 context = max(context, sliding)
+        chunk = getattr(model.config, "attention_chunk_size", None) if family.is_chunked(model.config) else None
+        if chunk is not None and chunk <= LONGEST_CONTEXT:  # the rows' middle is the end of a chunk
+            context = -(-context // chunk) * chunk - count // 2
         return cls(ids, max(0, min(context, window - count)))
 
 

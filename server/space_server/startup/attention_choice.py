@@ -142,6 +142,7 @@ def choose_attention(
             exact=exact,
             fp8_kv=facts.fp8_kv,
             odd_values=facts.has_odd_values,
+            is_chunked=facts.is_chunked,
         )
     if asked != "auto":
         backend = backend_named(asked, need, installed=installed, backends=backends)

@@ -367,6 +367,7 @@ def _attention(config: WorkerSettings, device: torch.device, dtype: torch.dtype,
         exact=config.exact,
         fp8_kv=config.kv_dtype == "fp8",
         odd_values=family.has_odd_values(model),
+        is_chunked=family.is_chunked(model),
     )
     try:
         check_cpu_kernels(config, device, dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from doubles.kernels import SCALE, MadeUp, MadeUpStep, made_up_step, run
 from space_kernels.attention.alibi import Alibi, Bias
-from space_kernels.attention.attention import Attention, AttentionSpec
+from space_kernels.attention.attention import Attention, AttentionSpec, refuse_rare
 from space_kernels.attention.cpu_backend import WIDEST_HEAD, CompiledAttention
 from space_kernels.attention.torch_backend import space_attention
 from space_kernels.build import cpu_library
@@ -68,6 +68,7 @@ def dense(
     softcap: float | None,
     alibi: Alibi | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """Compute every row's attention of one sequence in float64, key by key."""
     rows, pattern = step.rows, step.rows.pattern
@@ -85,7 +86,7 @@ def dense(
         own = [m for m in masks if m <= row and pattern.group[m] == pattern.group[row]] if row in masks else []
         keys, values = torch.cat([k[:end], step.key[own].double()]), torch.cat([v[:end], step.value[own].double()])
         ages = len(keys) - 1 - torch.arange(len(keys))
-        seen = ages < (window or 10**9)
+        seen = (ages < (window or 10**9)) & (ages <= (len(keys) - 1) % (chunk or 10**9))
         of_heads = []
         for head, query in enumerate(step.query[row].double()):
             scores = (keys[seen, head // per_kv] @ query) * SCALE
@@ -139,6 +140,25 @@ def test_the_widest_heads_are_as_near_as_their_roundings(attention: Attention, w
     for number, (chain, masks) in enumerate(outputs(step, attention, window=window)):
         wanted = dense(step, number, window=window, softcap=None)
         torch.testing.assert_close(torch.cat([chain, masks]).double(), wanted, atol=2**-7, rtol=2**-8)
+
+
+@in_each_dtype
+@pytest.mark.parametrize("chunk", [3, 126, 252])
+def test_a_row_sees_its_own_chunk_of_positions(attention: Attention, dtype: torch.dtype, chunk: int) -> None:
+    """The end of a chunk is within a chain, within a group of masks, and far behind."""
+    step = made(ALL, heads=4, kv_heads=2, dtype=dtype)
+    out = attention(step.qkv, step.pages, step.rows, AttentionSpec(SCALE, chunk=chunk))
+    near = {"atol": 2e-6, "rtol": 0.0} if dtype is torch.float32 else {"atol": 2**-7, "rtol": 2**-7}
+    for number, (chain, masks) in enumerate(
+        zip(step.rows.pattern.chain_runs, step.rows.pattern.mask_runs, strict=True)
+    ):
+        wanted = dense(step, number, window=None, softcap=None, chunk=chunk)
+        torch.testing.assert_close(out[[*chain, *masks]].double(), wanted, **near)
+
+
+def test_a_backend_without_chunks_refuses_them() -> None:
+    with pytest.raises(ValueError, match=r"'triton' has no chunked attention .*; use --attention torch"):
+        refuse_rare(AttentionSpec(SCALE, chunk=8), "triton")
 
 
 def with_sinks(step: MadeUpStep, attention: Attention, sinks: Tensor | None, window: int | None) -> Tensor:

@@ -13,6 +13,7 @@ from space_model.checkpoint import family
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
+from space_model.networks.own_attention import llama4
 from space_model.networks.own_attention.attach import FAMILIES
 from space_model.space_model import SpaceModel
 from torch import Tensor
@@ -21,6 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = [(7 * i + 3) % 100 + 16 for i in range(40)]
 CHUNKS = (1, 1, 2, 3, 7, 26)
+
+_LLAMA4 = {
+    "model_type": "llama4_text", "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+    "intermediate_size_mlp": 128, "num_local_experts": 4, "attention_chunk_size": 9, "max_position_embeddings": 64,
+}  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "falcon, one key head for all, as the 7B": {"model_type": "falcon", "num_kv_heads": 4},
@@ -57,6 +63,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "biogpt": {"model_type": "biogpt", "intermediate_size": 128, "max_position_embeddings": 64},
+    "llama4, as Scout": {**_LLAMA4, "no_rope_layers": [1, 0], "floor_scale": 8},
+    "llama4, as Maverick": {
+        **_LLAMA4, "no_rope_layers": [1, 1], "interleave_moe_layer_step": 2, "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+    },
+    "llama4, two experts of a row": {**_LLAMA4, "no_rope_layers": [0, 1], "num_experts_per_tok": 2},
 }  # fmt: skip
 
 
@@ -137,6 +149,26 @@ def test_an_mpt_that_transformers_computes_as_another_is_refused(
     write(tmp_path, {"model_type": "mpt", **fields})
     with pytest.raises(UnsupportedModel, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("without", ["chunk", "position"])
+def test_a_llama4_without_its_chunks_or_its_scales_by_position_is_found_at_the_start(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, VARIANTS["llama4, as Scout"])
+
+    def faulty(module: Any, *inputs: Any, **keywords: Any) -> Any:
+        if without == "chunk":
+            module.chunk = None
+        module.attn_temperature_tuning = without != "position"
+        try:
+            return llama4.forward(module, *inputs, **keywords)
+        finally:
+            module.attn_temperature_tuning = True  # of transformers' own
+
+    monkeypatch.setitem(FAMILIES, "llama4_text", replace(FAMILIES["llama4_text"], forward=faulty))
+    with pytest.raises(UnsupportedModel, match=rf"layer {int(without != 'chunk')} of 2 computes something else here"):
+        load_model(tmp_path, dtype="float32")
 
 
 AS_RELEASED: dict[str, dict[str, Any]] = {

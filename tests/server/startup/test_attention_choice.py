@@ -333,3 +333,10 @@ def test_a_model_with_latent_attention_takes_torch_s_and_says_why_not_another() 
     assert "no latent attention (MLA)" in choice.absent["triton"]
     with pytest.raises(UnusableAttention, match=r"triton: has no latent attention \(MLA\).*use --attention torch"):
         choose_attention("triton", FACTS, block_size=16, need=latent)
+
+
+def test_a_model_with_chunks_of_positions_takes_torch_s_and_says_why_not_another() -> None:
+    chunked = dataclasses.replace(NEED, is_chunked=True)
+    choice = choose_attention("auto", FACTS, block_size=16, need=chunked, clock=Clock())
+    assert choice.name == "torch"
+    assert "no chunked attention" in choice.absent["triton"]

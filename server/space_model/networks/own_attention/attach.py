@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
-from space_model.networks.own_attention import bloom, falcon, mpt, scores
+from space_model.networks.own_attention import bloom, falcon, llama4, mpt, scores
 from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
 
 Forward = Callable[..., Any]
@@ -31,6 +31,7 @@ class OwnAttention:
     prepare: Callable[[Any], None] | None = None  # applied to each attention module first
     replace: Callable[[PreTrainedModel], None] | None = None  # applied to the model first
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of every call of the base model
+    layers_return_tuples: bool = True  # where a method is replaced
     usual: str = "eager"  # transformers' implementation that computes what the family was trained with
 
 
@@ -49,6 +50,9 @@ FAMILIES: Mapping[str, OwnAttention] = {
     "gpt_neo": OwnAttention("GPTNeoSelfAttention", "_attn", scores.attend, scores.prepare_gpt_neo),
     "gpt_neox_japanese": OwnAttention("GPTNeoXJapaneseAttention", "_attn", scores.attend),
     "gptj": OwnAttention("GPTJAttention", "_attn", scores.attend),
+    "llama4_text": OwnAttention(
+        "Llama4TextAttention", "forward", llama4.forward, llama4.prepare, layers_return_tuples=False
+    ),
     "mpt": OwnAttention(
         "MptAttention",
         "forward",
@@ -78,7 +82,7 @@ def attach(model: PreTrainedModel) -> None:
     type(model)._can_set_attn_implementation_cached_value = True  # so that no masks are built while a step runs
     if own.replace is not None:
         own.replace(model)
-    if own.method is not None:
+    if own.method is not None and own.layers_return_tuples:
         layers_return_tuples(model.base_model)
     current = CurrentStep.of(model.base_model)
     current.keywords = own.keywords
