@@ -16,7 +16,7 @@ from space_router.api.schema import DocumentedApp
 from space_router.api.service import HttpAccess, Service, Traced
 from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
-from space_router.http_server.responses import error_response
+from space_router.http_server.responses import error_response, is_open, log_failure
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ def create_app(service: Service) -> DocumentedApp:
     async def refused(request: Request, error: Exception) -> Response:
         if not isinstance(error, ApiError):
             raise error
+        if not is_open(request.url.path, request.method):  # probes ask again and again while nothing is ready
+            log_failure(error)
         if isinstance(error, ClientGone):
             log.info("%s: 499, %s", request.url.path, error.message)
         elif error.reason is not None:

@@ -161,10 +161,10 @@ class ServeConfig:
     priority_ageing: float = _limit(30.0, seconds(0.001))
     """seconds of waiting after which a request moves up one level of `priority`, up to the most urgent that anybody
     waits in; so no priority starves. Shorter: priorities mean less under load"""
-    max_choices: int = _limit(16, whole(1, 1024, "CHOICES"))
+    max_choices: int = _limit(64, whole(1, 1024, "CHOICES"))
     """largest `n` or `best_of` of a request, and most prompts in one"""
-    max_stop_strings: int = _limit(4, whole(1, 1024, "STRINGS"))
-    """most stop strings of a request; the default is OpenAI's"""
+    max_stop_strings: int = _limit(16, whole(1, 1024, "STRINGS"))
+    """most stop strings of a request; OpenAI takes 4"""
     max_json_depth: int = _limit(128, whole(4, 512, "LEVELS"))
     """deepest nesting of lists and objects in a body; JSON schemas of tools need two levels for each of their own"""
     key_requests_per_minute: int | None = _limit(None, whole(1, 1_000_000_000, "REQUESTS"))

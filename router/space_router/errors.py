@@ -49,6 +49,7 @@ class ApiError(RouterError):
         self.message = message
         self.param = param
         self.code = code
+        self.request_id: str | None = None  # of the request that failed, if it had one
         self.details: dict[str, int] = {}  # further fields of the error object
         self.headers: dict[str, str] = {}
 

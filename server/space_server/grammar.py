@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from space_common.byte_level import byte_letters
 from space_common.files import read_text
 from space_common.grammar import GrammarError, GrammarProcess, compile_grammar, is_stuck, reason, tokenizer_of
 from space_common.special_tokens import further_tokens, named_tokens, token_text
-from space_common.tokenizer_files import TokenizerFileError, tokenizer_json
+from space_common.tokenizer.byte_level import byte_letters
+from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
 from space_kernels.sampling.sampling_params import IdBits
 from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError

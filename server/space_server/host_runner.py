@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 
 import torch
+from space_common.worker_errors import CONTRADICTION
 from space_kernels.paging.attention_plan import AttentionPlan, PlanKey
 from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample_rows
 from space_kernels.sampling.sampling_params import (
@@ -237,7 +238,7 @@ class HostRunner(ModelRunner):
             if not all_valid:
                 fit = valid[first : first + accepted + 1]
                 if not fit[0]:
-                    output.error = no_choice(sequence)
+                    output.error = no_choice(sequence, is_finite=not bool(logits[first].isnan().any()))
                     first = behind
                     continue
                 if not all(fit):
@@ -329,17 +330,22 @@ class HostRunner(ModelRunner):
                 self._proposing.join(output, proposal)
 
 
-def no_choice(sequence: RunningSequence) -> str:
-    """Return the error of a sequence whose root has no id that can be sampled."""
+def no_choice(sequence: RunningSequence, *, is_finite: bool = False) -> str:
+    """Return the error of a sequence whose root has no id that can be sampled. `is_finite`: its logits are numbers; if
+    not, or if that is not known, the model may be at fault."""
     position = len(sequence.ids)
     if sequence.grammar is not None:
         possible = sequence.grammar.possible().ids
         if possible is not None and not possible.any():
             return f"The grammar leaves no id at position {position}: {sequence.grammar.trouble}."
+        if is_finite:
+            return f"{CONTRADICTION} at position {position} that its grammar allows. Drop one of them."
         return (
             f"No id can be chosen at position {position}: the logits are not finite, or bad_words, allowed ids and "
             "min_tokens forbid what the grammar allows."
         )
+    if is_finite:
+        return f"{CONTRADICTION} at position {position}. Allow more ids, or drop a ban."
     return f"No id can be chosen at position {position}: the logits are not finite, or every id is forbidden."
 
 

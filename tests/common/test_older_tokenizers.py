@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from space_common.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
+from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_router.text.checkpoint import locate
 from space_router.text.tokenizer import Tokenizer

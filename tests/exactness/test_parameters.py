@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker_errors import CONTRADICTION
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_difference, half_right
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint
@@ -320,5 +321,5 @@ def test_a_text_that_comes_to_where_every_id_is_forbidden_fails_there_and_not_be
     ran = router.sequences[seq_id]
     assert ran.tokens == [first] * 6
     assert ran.finish == pb.FINISH_ERROR
-    assert ran.error.startswith(f"No id can be chosen at position {len(prompt) + 6}")
+    assert ran.error.startswith(f"{CONTRADICTION} at position {len(prompt) + 6}")
     assert any(ran.accepted) == (k > 0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from space_common.worker_errors import CONTRADICTION
 from starlette.requests import Request
 
 from space_router import errors
@@ -43,6 +44,8 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return errors.ClientGone(str(error), code="cancelled")
         case engine_errors.Refused():
             return errors.InvalidRequest(str(error))
+        case engine_errors.RequestFailed() if str(error).startswith(CONTRADICTION):
+            return errors.InvalidRequest(str(error), code="contradictory_constraints")
         case _:
             return errors.GenerationFailed(str(error)[:300], code="generation_failed")
 
@@ -130,7 +133,9 @@ class Generation:
                 except engine_errors.EngineError as error:
                     if request.trace is not None:
                         request.trace.ended("error", Statistics(num_prompt=len(request.prompt_ids)))
-                    raise translate(error, choice.prompt.param, self.plan.limit_param) from error
+                    refusal = translate(error, choice.prompt.param, self.plan.limit_param)
+                    refusal.request_id = self.plan.request_id
+                    raise refusal from error
                 scope = await undo.enter_async_context(AsyncExitStack())
                 await scope.enter_async_context(stream)
                 leader = stream if follows is None else leader
@@ -175,7 +180,9 @@ class Generation:
             self._outcome = "deadline" if isinstance(error, engine_errors.DeadlineExceeded) else "error"
             if isinstance(error, engine_errors.RequestCancelled):
                 self._outcome = "cancelled"
-            raise translate(error) from error
+            refusal = translate(error)
+            refusal.request_id = self.plan.request_id
+            raise refusal from error
 
     async def whole(self) -> list[CompletedChoice]:
         """Run every choice to its end."""

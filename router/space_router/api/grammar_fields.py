@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
 from space_common.grammar import MOST_CHARACTERS, GrammarProcess
 
+from space_router.api.json_schema import enforceable
 from space_router.engine.request.request import Grammar
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, Overloaded
@@ -31,7 +32,7 @@ Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 
 
 class JsonSchemaFormat(Body):
-    """A named JSON schema; its keywords are enforced, `strict` or not."""
+    """A named JSON schema; with `strict`, a keyword that cannot be enforced is refused."""
 
     name: Annotated[str, Field(max_length=256)] | None = None
     description: Annotated[str, Field(max_length=65536)] | None = None
@@ -62,8 +63,10 @@ class ResponseFormat(Body):
             )
         if self.type == "text":
             return None
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return Grammar("json_object", "") if schema is None else json_schema_grammar(schema, "response_format")
+        form = self.json_schema
+        if form is None or form.schema_ is None:
+            return Grammar("json_object", "")
+        return json_schema_grammar(form.schema_, "response_format", strict=bool(form.strict))
 
 
 class StructuredOutputs(Body):
@@ -134,8 +137,9 @@ class GrammarFields(Body):
         return other if asked is None else asked
 
 
-def json_schema_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
-    """Return the grammar for a JSON schema, given as an object or as text. Raises InvalidRequest."""
+def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: bool = False) -> Grammar:
+    """Return the grammar for a JSON schema, given as an object or as text; what it cannot enforce is left open and
+    named in a warning, with `strict` refused. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
             schema = orjson.loads(schema)
@@ -144,7 +148,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str) -> Grammar:
         if not isinstance(schema, dict):
             reason = f"`{param}` must hold a schema that is an object; got {short_repr(schema)}."
             raise InvalidRequest(reason, param=param)
-    return Grammar("json_schema", orjson.dumps(schema).decode())
+    return Grammar("json_schema", orjson.dumps(enforceable(schema, param, strict=strict)).decode())
 
 
 def lark_grammar(text: str, param: str) -> Grammar:

@@ -407,8 +407,8 @@ class RequestBuilder:
         if truncate is None and len(text) > 256 * self.facts.window:
             at_least = len(text) // 256
             raise TooManyTokens(
-                f"The prompt has {len(text)} characters, at least {at_least} tokens; this model takes "
-                f"{self.facts.window}. Shorten it or set `truncate_prompt_tokens`.",
+                f"This model's maximum context length is {self.facts.window} tokens. The prompt has {len(text)} "
+                f"characters, at least {at_least} tokens. Shorten it or set `truncate_prompt_tokens`.",
                 num_prompt=at_least,
                 limit=self.facts.window,
                 param=param,

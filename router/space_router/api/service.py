@@ -33,8 +33,10 @@ from space_router.http_server.responses import (
     error_response,
     is_open,
     json_response,
+    log_failure,
     while_connected,
 )
+from space_router.http_server.warnings import collect_warnings, warning_headers
 from space_router.metrics import Metrics
 from space_router.text.model_text import ModelText
 
@@ -154,13 +156,16 @@ class HttpAccess:
         async def watched_send(message: Message) -> None:
             nonlocal begun
             begun = True
+            if message["type"] == "http.response.start" and warnings:
+                message["headers"] = [*message.get("headers", ()), *warning_headers(warnings)]
             await send(message)
 
-        with ExitStack() as taken:
+        with ExitStack() as taken, collect_warnings() as warnings:
             try:
                 self._enter(scope, taken)
                 await self._app(scope, receive, watched_send)
             except ApiError as error:
+                log_failure(error)
                 self._service.metrics.rejected_total.labels(reason=error.reason).inc()
                 await error_response(error, scope["path"])(scope, receive, send)
             except Exception as error:

@@ -38,12 +38,12 @@ class PromptTooLong(Refused):
         """Return the message for an API that calls max_tokens `limit`."""
         if self.max_tokens is None or self.num_prompt >= self.window:
             return (
-                f"The prompt has {self.num_prompt} tokens; this model takes {self.window} with the answer, "
-                f"so at most {self.window - 1} of prompt. Shorten it."
+                f"This model's maximum context length is {self.window} tokens, the answer included. The prompt has "
+                f"{self.num_prompt} tokens; at most {self.window - 1} fit. Shorten it."
             )
         return (
-            f"The prompt has {self.num_prompt} tokens and {limit} is {self.max_tokens}: "
-            f"{self.num_prompt + self.max_tokens} together; this model takes {self.window}. Shorten the prompt or ask "
+            f"This model's maximum context length is {self.window} tokens. The prompt has {self.num_prompt} tokens and "
+            f"{limit} is {self.max_tokens}: {self.num_prompt + self.max_tokens} together. Shorten the prompt or ask "
             f"for at most {self.window - self.num_prompt}."
         )
 

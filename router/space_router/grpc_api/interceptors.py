@@ -61,8 +61,6 @@ async def answering(context: Context, metrics: Metrics) -> AsyncIterator[None]:
     except asyncio.CancelledError:
         log.info(GONE)
         raise
-    except ApiError as error:
-        refusal = error
     except Exception as error:
         refusal = as_api_error(error)
     if isinstance(refusal, ClientGone):

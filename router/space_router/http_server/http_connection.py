@@ -11,6 +11,8 @@ import asyncio
 import enum
 import http
 import logging
+import re
+import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +33,7 @@ NUM_GUESTS = 32
 
 GUEST_SECONDS = 1.0  # how long such a connection has to send its headers
 FLUSH_SECONDS = 5.0  # how long the last bytes of a finished answer may take to be sent
+RESET_SECONDS = 0.25  # between two looks at a client that has closed its sending side
 PARTING_SECONDS = 1.0  # how long an idle client has to close its side, which TLS waits for
 
 _NEVER = 10**8  # seconds: the keep-alive of uvicorn's own, as a slow head must not end by it
@@ -123,6 +126,8 @@ class HttpConnection(asyncio.Protocol):
         self._refused = False
         self._last_word = b""  # the response to a refused request
         self._is_guest = False
+        self._is_sender_closed = False  # and it may still read
+        self._reset_timer: asyncio.TimerHandle | None = None
 
     # Events of the transport.
 
@@ -145,7 +150,7 @@ class HttpConnection(asyncio.Protocol):
         self._open.discard(self)
         self.uvicorn.connection_lost(exc)
         self._idle.pop(self, None)
-        for timer in (self._timer, self._slow_timer, self._parting_timer):
+        for timer in (self._timer, self._slow_timer, self._parting_timer, self._reset_timer):
             if timer is not None:
                 timer.cancel()
         del self.uvicorn, self._parser, self._to_client  # ends reference cycles: garbage is collected seldom
@@ -176,6 +181,29 @@ class HttpConnection(asyncio.Protocol):
             self._head_size += len(data)  # the parser does not report an unfinished header
             if self._head_size > 2 * self._limits.max_header:
                 self._refuse_head()
+
+    def eof_received(self) -> bool:
+        """The client sends nothing more. If it may still read, what it asked for in full is answered.
+
+        Returns whether the transport stays open. A client that has closed its socket altogether looks the same until
+        something is sent to it: an interim response is, unless the answer has begun, which brings its reset.
+        """
+        is_asked = self._is_answering and self._reading is Reading.NOTHING and not self._refused
+        if not is_asked or self._transport.get_extra_info("ssl_object") is not None:  # TLS has no half-closed state
+            return False
+        if not self._is_sender_closed:
+            self._is_sender_closed = True
+            if not self._to_client.has_begun and not self._to_client.is_plain:
+                self._transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            self._watch_reader()
+        return True
+
+    def _watch_reader(self) -> None:
+        """Look now and then whether a client that sends nothing more has reset the connection."""
+        if _is_reset(self._transport.get_extra_info("socket")):
+            self._transport.abort()
+            return
+        self._reset_timer = self._loop.call_later(RESET_SECONDS, self._watch_reader)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, ignoring protocol upgrades. Raises HttpParserError.
@@ -226,6 +254,9 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._parser.should_upgrade():
             return  # called again without the upgrade
+        if (fault := self._host_fault()) is not None:
+            self._refuse(400, "invalid_request", fault)
+            return
         httptools.parse_url(self._url).path.decode("ascii")  # raises as uvicorn would
         self._had_whole_head = True
         if not self._is_answering:
@@ -244,6 +275,16 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
         else:
             self._begin([self._head()])
+
+    def _host_fault(self) -> str | None:
+        """Return what is wrong with the head's Host (RFC 9112 §3.2), or None."""
+        hosts = [value for name, value in self._headers if name.lower() == b"host"]
+        if not hosts:
+            is_old = self._parser.get_http_version() in ("0.9", "1.0")
+            return None if is_old else "The request has no Host header, which HTTP/1.1 requires."
+        if len(hosts) > 1:
+            return "The request has more than one Host header."
+        return None if _HOST.fullmatch(hosts[0]) else "The Host header is no host, nor a host and a port."
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -296,6 +337,8 @@ class HttpConnection(asyncio.Protocol):
             self._begin(self._later.popleft())
         elif self._refused:
             self._leave()
+        elif self._is_sender_closed:
+            self.close()
         else:
             self._transport.resume_reading()
             if self._reading is Reading.HEAD:
@@ -422,21 +465,21 @@ class ClientTransport:
         self.close = connection.close
         self.write: Callable[[bytes], None] = transport.write
         self.has_begun = False  # the current response
-        self._is_plain = False
+        self.is_plain = False  # to HTTP/1.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def begin(self, *, is_plain: bool) -> None:
         """Prepare for a response. `is_plain`: to HTTP/1.0, where closing the connection ends a body without length."""
-        self.has_begun, self._is_plain = False, is_plain
+        self.has_begun, self.is_plain = False, is_plain
         self.write = self._write_head
 
     def _write_head(self, data: bytes) -> None:
         if not data.startswith(b"HTTP/1.1 100 "):
             self.has_begun = True
             self.write = self._transport.write
-            if self._is_plain and _CHUNKED in data:
+            if self.is_plain and _CHUNKED in data:
                 self.write = self._write_content
                 data = data.replace(_CHUNKED, b"", 1)
         self._transport.write(data)
@@ -450,7 +493,19 @@ class ClientTransport:
         self._transport.write(b"".join(pieces))
 
 
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+_TCP_CLOSED = 7  # in Linux's tcp_states.h
 _CHUNKED = b"transfer-encoding: chunked\r\n"
+
+
+def _is_reset(connection: Any) -> bool:
+    """Return whether the other end of a TCP socket has reset it; False where the system does not say."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    if not hasattr(socket, "TCP_INFO"):
+        return False
+    state: int = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state == _TCP_CLOSED
 
 
 def _parser(connection: HttpConnection) -> httptools.HttpRequestParser:

@@ -71,16 +71,24 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return an ApiError as it is; log any other exception and return an error with the id of the log entry.
+    """Return an ApiError as it is, logged if it is the server's; log any other exception and return an error with the
+    id of the log entry.
 
     The log has the type and the traceback but not the message, which may contain prompt text.
     """
     if isinstance(error, ApiError):
+        log_failure(error)
         return error
     error_id = uuid.uuid4().hex[:12]
     frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
     log.error("internal error %s: %s\n%s", error_id, type(error).__qualname__, frames)
     return Internal(error_id)
+
+
+def log_failure(error: ApiError) -> None:
+    """Log an error with a status of 500 or more: its request, and why."""
+    if error.status >= 500 and not isinstance(error, Internal):
+        log.warning("request %s: %s, %s", error.request_id or "without an id", error.status, error.message)
 
 
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}

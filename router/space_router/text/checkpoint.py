@@ -10,7 +10,7 @@ from space_common.default_model import DEFAULT_BASE
 from space_common.files import NotUtf8, read_text
 from space_common.gguf.find import GgufError, find_gguf
 from space_common.hub import Hub, HubError, is_hub_id
-from space_common.tokenizer_files import published_tokenizer
+from space_common.tokenizer.tokenizer_files import published_tokenizer
 
 from space_router.errors import ConfigError
 

@@ -20,7 +20,7 @@ from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
 from space_common.files import sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
-from space_common.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
+from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.translation import Translation, translate

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from space_common.gguf.find import GgufError, find_gguf
-from space_common.tokenizer_files import TokenizerFileError, tokenizer_json
+from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
 from torch import Tensor
 from tqdm import tqdm
 

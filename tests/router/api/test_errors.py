@@ -297,8 +297,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [2**63]}, "prompt", str(2**63)),
     ({"prompt": [MASK_ID]}, "prompt", "mask token"),
     ({"prompt": "<|mask_1|>"}, "prompt", "mask token"),
-    ({"prompt": ["x"] * 17}, "prompt", "at most 16"),
-    ({"prompt": "x", "n": 17}, "n", "at most 16"),
+    ({"prompt": ["x"] * 65}, "prompt", "at most 64"),
+    ({"prompt": "x", "n": 65}, "n", "at most 64"),
     ({"prompt": "x", "n": 0}, "n", "greater than or equal to 1"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
@@ -325,7 +325,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
     ({"prompt": "x", "bad_words": [""]}, "bad_words", "at least 1"),
     ({"prompt": "x", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids", str(VOCAB_SIZE)),
-    ({"prompt": "x", "stop": ["a"] * 5}, "stop", "5 strings; at most 4"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop", "17 strings; at most 16"),
     ({"prompt": "x", "stop": [str(i) for i in range(10_000)]}, "stop", "10000 strings"),
     ({"prompt": "x", "stop": ["a", 3]}, "stop", "list of strings"),
     ({"prompt": "x", "stop": ""}, "stop", "1 to 1024"),
@@ -346,8 +346,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "response_format": {"type": "prose"}}, "response_format", "json_schema"),
     ({"prompt": "x", "nonsense": 1}, "nonsense", "not a field"),
     ({"prompt": "x", "messages": USER}, "messages", "not a field"),
-    ({"prompt": "x" * 200_000, "max_tokens": 1}, "prompt", "this model takes 512"),
-    ({"prompt": "x" * 600, "max_tokens": 1}, "prompt", "this model takes 512"),
+    ({"prompt": "x" * 200_000, "max_tokens": 1}, "prompt", "maximum context length is 512 tokens"),
+    ({"prompt": "x" * 600, "max_tokens": 1}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "x" * 500, "max_tokens": 50}, "prompt", "512"),
     ({"prompt": "x", "temperature": [[[[[[1]]]]]]}, "temperature", "number"),
 ]
@@ -390,8 +390,8 @@ async def test_a_wrong_chat_request_is_named_too(router: Any) -> None:
 TEXT = {"type": "text", "text": "Hi"}
 CALLED = {"name": "f", "arguments": "{}"}
 NESTED: list[tuple[str, dict[str, Any], str]] = [
-    ("chat/completions", {"messages": [{"role": "user", "content": [{**TEXT, "cache_control": {}}]}]},
-     "`messages.0.content.0.cache_control` is not a field of this request."),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{**TEXT, "cached": {}}]}]},
+     "`messages.0.content.0.cached` is not a field of this request."),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
      "`messages.0.content.0.text` is required."),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -150,8 +150,8 @@ async def test_choices_that_wait_for_their_prompt_wait_as_one_even_where_nobody_
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "error", "message"),
     [
-        (64, None, PromptTooLong, "at most 63 of prompt"),
-        (60, 5, PromptTooLong, "65 together; this model takes 64"),
+        (64, None, PromptTooLong, "at most 63 fit"),
+        (60, 5, PromptTooLong, "maximum context length is 64 tokens.*65 together"),
         (30, 10, CacheTooSmall, "needs 41 slots"),
     ],
 )

@@ -17,7 +17,7 @@ VALUES: dict[str, list[Any]] = {
     "temperature": [3.0, -0.5], "top_p": [0.0], "top_k": [-2], "min_p": [1.5], "typical_p": [2.0],
     "presence_penalty": [2.5], "frequency_penalty": [-2.5], "repetition_penalty": [0.0],
     "logit_bias": [{70: 101.0}, {99999: 1.0}], "bad_words": [[""]], "allowed_token_ids": [[99999], [2**32 - 1]],
-    "stop": [[""], list("abcde")], "stop_token_ids": [[99999]], "n": [0, 1000], "max_tokens": [0, 2**31],
+    "stop": [[""], list("abcdefghijklmnopq")], "stop_token_ids": [[99999]], "n": [0, 1000], "max_tokens": [0, 2**31],
     "min_tokens": [20], "logprobs": [21], "prompt_logprobs": [21], "speculation": [9], "timeout": [-1.0],
     "request_id": ["a b"], "cache_salt": ["x" * 257], "truncate_prompt_tokens": [0], "suffix": ["y"],
     "structured_outputs": [{"regex": "a("}, {"json": "{"}],

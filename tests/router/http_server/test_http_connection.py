@@ -282,7 +282,7 @@ async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_
         (b"GET /" + b"x" * 3000 + b" HTTP/1.1\r\n\r\n", b"431"),
         (b"GET /" + b"x" * 9000, b"431"),
         (b"no request\r\n\r\n", b"400"),
-        (b"GET http:///// HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET http:///// HTTP/1.1\r\nhost: a\r\n\r\n", b"400"),
         (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n\r\n", b"400"),
         (BAD_CHUNK, b"400"),
     ],
@@ -388,7 +388,9 @@ async def test_offers_in_a_row_are_answered_in_a_row() -> None:
         assert server.asked == ["POST /echo"] * 3 + ["GET /"]
 
 
-@pytest.mark.parametrize("last", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nconnection: close\r\n"], ids=["1.0", "close"])
+@pytest.mark.parametrize(
+    "last", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"], ids=["1.0", "close"]
+)
 async def test_an_offer_with_the_last_request_of_a_connection_is_passed_over(last: bytes) -> None:
     async with serving(PATIENT) as server:
         answer = await server.answer(b"POST /echo " + last + HTTP2 + WITH_LENGTH)

@@ -6,7 +6,7 @@ import tokenizers
 from doubles.tokenizers import EOS_ID, FIRST_BYTE_ID, SPECIAL, sentencepiece_tokenizer, tiny_tokenizer
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from space_common.byte_level import byte_letters
+from space_common.tokenizer.byte_level import byte_letters
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
 from space_router.text.text_stream import (
     Detokenizer,

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import tokenizers
-from space_common.byte_level import byte_letters
+from space_common.tokenizer.byte_level import byte_letters
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 

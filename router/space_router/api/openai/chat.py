@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import ChoiceState, CompletedChoice
+from space_router.api.json_schema import enforceable
 from space_router.api.openai import fields
 from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
@@ -250,8 +251,8 @@ def _shown(tool: Tool) -> Mapping[str, Any]:
 
 def _schema(tool: Tool) -> Mapping[str, Any]:
     """Return the JSON schema of a tool's arguments, always an object."""
-    schema = tool.function.parameters
-    return {"type": "object", "properties": {}} if schema is None else {"type": "object", **schema}
+    schema = {key: value for key, value in (tool.function.parameters or {}).items() if value is not None}
+    return {"type": "object", **schema} if schema else {"type": "object", "properties": {}}
 
 
 def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
@@ -302,7 +303,9 @@ def _grammar(
             code="unsupported_parameter",
         )
     schemas = {
-        tool.function.name: _schema(tool) if mode != "auto" or tool.function.strict else {"type": "object"}
+        tool.function.name: enforceable(_schema(tool), "tools", strict=bool(tool.function.strict))
+        if mode != "auto" or tool.function.strict
+        else {"type": "object"}
         for tool in tools
     }
     special_id = partial(_special_id, builder)

@@ -15,6 +15,7 @@ from pydantic import (
 
 from space_router.api.grammar_fields import GrammarFields, JsonSchemaFormat, ResponseFormat
 from space_router.http_server.body import Body
+from space_router.http_server.warnings import warn
 
 # Known fields of OpenAI and of other servers that this server does not support, with the values that mean "off".
 COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -73,6 +74,13 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None  # Anthropic's; the prefix cache needs no marks
+
+    @model_validator(mode="after")
+    def _without_marks(self) -> "TextPart":
+        if self.cache_control is not None:
+            warn("`cache_control` has no effect: prefixes are cached without it.")
+        return self
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

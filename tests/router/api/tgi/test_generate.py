@@ -111,7 +111,7 @@ async def test_full_text_truncation_and_best_of(router: Any) -> None:
         {"grammar": {"type": "wizardry", "value": "a"}},
         {"watermark": True},
         {"nonsense": 1},
-        {"stop": ["a"] * 9},
+        {"stop": ["a"] * 17},
         {"max_new_tokens": 5000},
     ],
 )

@@ -144,11 +144,20 @@ class WebTrial:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """/: a short answer. /long: one of 4 MiB. /echo: the body, with its length. /endless: a stream that never ends.
-        /held: a stream that ends when it is released.
+        /held: a stream that ends when it is released. /late: the body, when it is released, unless the client goes.
         """
         path = scope["path"]
         self.asked.append(f"{scope['method']} {path}")
-        body = await self._body(receive) if path == "/echo" else b"y" * (4 << 20) if path == "/long" else b"hello"
+        body = b"y" * (4 << 20) if path == "/long" else b"hello"
+        if path in ("/echo", "/late"):
+            body = await self._body(receive)
+        if path == "/late":
+            watching = asyncio.create_task(self._watch(receive))
+            await asyncio.wait(
+                [watching, asyncio.create_task(self.released.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            if self.gone.is_set():
+                return
         length = [(b"content-length", b"%d" % len(body))] if path == "/echo" else []
         await send({"type": "http.response.start", "status": 200, "headers": length})
         if path == "/endless":

@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from space_common.byte_level import byte_letters
 from space_common.files import read_text
 from space_common.gguf.find import GgufError
 from space_common.gguf.tokenizer import TokenType, tokenizer_files
 from space_common.kept_files import keep_files
 from space_common.special_tokens import further_tokens, named_tokens, token_text
+from space_common.tokenizer.byte_level import byte_letters
 
 TOKENIZER = "tokenizer.json"
 _SENTENCEPIECE = "tokenizer.model"
@@ -69,7 +69,7 @@ def _text(file: Path) -> str:
 @cache
 def _version() -> str:
     """Return eight hexadecimal digits that change with the code that makes the file."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     sources = (Path(__file__), folder / "gguf" / "tokenizer.py", folder / "special_tokens.py")
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
 

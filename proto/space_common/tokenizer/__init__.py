@@ -1,0 +1,1 @@
+"""What router and worker know of tokenizers."""

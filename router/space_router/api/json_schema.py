@@ -1,0 +1,243 @@
+"""JSON schemas as clients write them, and the part of them that a grammar can enforce.
+
+A schema without `strict` is taken whatever it asks for: what no grammar can enforce is left open and named in a
+warning. With `strict` it is refused, because the client relies on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import short_repr
+from space_router.http_server.warnings import warn
+
+Schema = Mapping[str, Any]
+
+_OPEN = frozenset(
+    {
+        "uniqueItems",
+        "propertyNames",
+        "contains",
+        "minContains",
+        "maxContains",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$dynamicAnchor",
+        "$recursiveRef",
+        "$recursiveAnchor",
+    }
+)
+"""Keywords that restrict a value in ways that the grammar does not know."""
+
+_NO_EFFECT: Mapping[str, Callable[[Any], bool]] = {
+    "uniqueItems": lambda value: value is False,
+    "unevaluatedProperties": lambda value: value is True or value == {},
+    "unevaluatedItems": lambda value: value is True or value == {},
+    "propertyNames": lambda value: value is True or value in ({}, {"type": "string"}),
+    "not": lambda value: value is False,
+    "then": lambda value: True,  # named with `if`
+    "else": lambda value: True,
+    "minContains": lambda value: True,  # named with `contains`
+    "maxContains": lambda value: True,
+    "dependencies": lambda value: value == {},
+    "dependentRequired": lambda value: value == {},
+    "dependentSchemas": lambda value: value == {},
+    "$dynamicAnchor": lambda value: True,
+    "$recursiveAnchor": lambda value: True,
+}
+"""Keyword -> whether leaving it out changes nothing that is not named already."""
+
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+"""Formats of texts that the grammar enforces."""
+
+_ONE, _MANY, _NAMED = (
+    frozenset({"items", "additionalProperties", "additionalItems"}),
+    frozenset({"anyOf", "oneOf", "allOf", "prefixItems"}),
+    frozenset({"properties", "patternProperties", "$defs", "definitions"}),
+)
+"""Keywords whose value is a schema, a list of schemas, or schemas by name."""
+
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_DATA = frozenset({"const", "enum"})
+_MOST_EXACT = 2**53  # the grammar's numbers are doubles
+
+_NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\(?:[bB1-9]|k<)")
+"""Look-around, word boundaries and references to groups: beyond what an automaton matches."""
+
+
+def enforceable(schema: Schema, param: str, *, strict: bool) -> dict[str, Any]:
+    """Return the part of a JSON schema that a grammar can enforce. `param`: the request's field, for messages.
+
+    What is left open is named in a warning. Raises InvalidRequest for that with `strict`, and for numbers in `const`
+    and `enum` that a double cannot hold.
+    """
+    walk = _SchemaWalk(param)
+    kept = walk.object(schema)
+    if walk.left_open:
+        named = ", ".join(f"`{keyword}`" for keyword in walk.left_open)
+        if strict:
+            raise InvalidRequest(
+                f"`{param}` is strict, and its schema asks for {named}, which cannot be enforced. Leave it out, or set "
+                "`strict` to false: then it is left open, and a warning names it.",
+                param=param,
+                code="unsupported_schema",
+            )
+        warn(f"The schema in `{param}` asks for {named}, which is not enforced.")
+    return kept
+
+
+@dataclass
+class _SchemaWalk:
+    """Goes through a schema and collects what is left open."""
+
+    param: str
+    left_open: dict[str, None] = field(default_factory=dict)  # keywords in the order they were met
+
+    def schema(self, value: Any) -> Any:
+        """Return a schema's enforceable part; null, which some clients write for no schema, allows everything."""
+        if value is None:
+            return True
+        return self.object(value) if isinstance(value, Mapping) else value
+
+    def object(self, value: Schema) -> dict[str, Any]:
+        """Return the enforceable part of a schema that is an object."""
+        kept: dict[str, Any] = {}
+        for key, inner in value.items():
+            if inner is None and key not in _DATA:
+                continue  # as if absent
+            if key in _OPEN:
+                self._open(key, inner)
+            elif key in _ONE and not isinstance(inner, list):
+                kept[key] = self.schema(inner)
+            elif (key in _MANY or key == "items") and isinstance(inner, list):
+                kept[key] = [self.schema(one) for one in inner]
+            elif key in _NAMED and isinstance(inner, Mapping):
+                kept[key] = {name: self.schema(one) for name, one in inner.items()}
+            elif key == "pattern" and isinstance(inner, str) and _NOT_REGULAR.search(inner):
+                self._open(key, inner)
+            elif key == "format" and not self._is_known(inner, value.get("type")):
+                self._open(f"format: {short_repr(inner)}", inner)
+            elif key in _BOUNDS and isinstance(inner, int | float) and abs(inner) > _MOST_EXACT:
+                self._open(f"{key}: {inner}", inner)
+            else:
+                if key in _DATA:
+                    self._check_numbers(key, inner)
+                kept[key] = inner
+        self._patterns(kept)
+        if "oneOf" in kept and "anyOf" not in kept and isinstance(kept["oneOf"], list):
+            if not _are_disjoint(kept["oneOf"]):
+                self._open("oneOf", None)
+            kept["anyOf"] = kept.pop("oneOf")
+        elif "oneOf" in kept:
+            self._open("oneOf", kept.pop("oneOf"))
+        return kept
+
+    def _open(self, keyword: str, value: Any) -> None:
+        has_no_effect = _NO_EFFECT.get(keyword)
+        if has_no_effect is None or not has_no_effect(value):
+            self.left_open.setdefault(keyword)
+
+    @staticmethod
+    def _is_known(name: Any, kind: Any) -> bool:
+        """Return whether a format is enforced, or only means numbers."""
+        return name in _FORMATS or kind in ("integer", "number")
+
+    def _patterns(self, kept: dict[str, Any]) -> None:
+        """Leave `patternProperties` open where the grammar cannot tell which pattern a name matches."""
+        patterns = kept.get("patternProperties")
+        if not isinstance(patterns, Mapping):
+            return
+        listed = kept.get("properties") or {}
+        overlaps = len(patterns) > 1 or any(_matches(pattern, name) for pattern in patterns for name in listed)
+        if overlaps or any(_NOT_REGULAR.search(pattern) for pattern in patterns):
+            self._open("patternProperties", patterns)
+            del kept["patternProperties"]
+            if kept.get("additionalProperties") is not None:
+                kept["additionalProperties"] = True  # names that only a pattern allows
+
+    def _check_numbers(self, key: str, value: Any) -> None:
+        """Raise InvalidRequest for a number that would be taken for its neighbour."""
+        if isinstance(value, Mapping):
+            for inner in value.values():
+                self._check_numbers(key, inner)
+        elif isinstance(value, list):
+            for inner in value:
+                self._check_numbers(key, inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > _MOST_EXACT:
+            raise InvalidRequest(
+                f"`{self.param}` has {value} in `{key}`: numbers beyond 2^53 are not exact here, so a neighbour "
+                "could be generated. Use a string.",
+                param=self.param,
+                code="unsupported_schema",
+            )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a name matches a pattern; True if it is not known."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _are_disjoint(branches: Sequence[Any]) -> bool:
+    """Return whether no value matches two branches: they are of different types, or a property tells them apart."""
+    if not all(isinstance(branch, Mapping) for branch in branches):
+        return False
+    types = [_types(branch) for branch in branches]
+    if None not in types and not _repeats(types):
+        return True
+    values = [_values(branch) for branch in branches]
+    if None not in values:
+        return not _repeats(values)
+    names = set.intersection(*(set(branch.get("required") or ()) for branch in branches)) if branches else set()
+    return any(_tells_apart(name, branches) for name in names)
+
+
+def _types(branch: Schema) -> frozenset[str] | None:
+    """Return the types of a branch's values, integers as numbers; None if it does not say."""
+    if "const" in branch or "enum" in branch:
+        values = [branch["const"]] if "const" in branch else branch["enum"]
+        return frozenset(_type_of(one) for one in values) if isinstance(values, list) else None
+    kind = branch.get("type")
+    found = [kind] if isinstance(kind, str) else kind
+    return frozenset("number" if one == "integer" else str(one) for one in found) if isinstance(found, list) else None
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "number", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "object")
+
+
+def _tells_apart(name: str, branches: Sequence[Schema]) -> bool:
+    """Return whether each branch allows other values of this property."""
+    declared = [(branch.get("properties") or {}).get(name) for branch in branches]
+    values = [_values(one) if isinstance(one, Mapping) else None for one in declared]
+    return None not in values and not _repeats(values)
+
+
+def _values(schema: Schema) -> frozenset[str] | None:
+    """Return the values that a schema lists, as texts; None if it lists none."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return frozenset(repr(value) for value in values) if isinstance(values, list) else None
+
+
+def _repeats(sets: Sequence[frozenset[str] | None]) -> bool:
+    every = [one for found in sets for one in found or ()]
+    return len(every) != len(set(every))

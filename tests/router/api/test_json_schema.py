@@ -1,0 +1,155 @@
+"""JSON schemas as clients write them: what is enforced, what is left open and named, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from space_common.grammar import lark
+from space_common.worker_errors import CONTRADICTION
+from space_router.api.generation import translate
+from space_router.api.json_schema import enforceable
+from space_router.engine.errors import RequestFailed
+from space_router.errors import InvalidRequest
+from space_router.http_server.responses import as_api_error
+from space_router.http_server.warnings import MOST_WARNINGS, collect_warnings, warn, warning_headers
+
+PROPERTY: dict[str, Any] = {"type": "string"}
+
+
+def opened(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The enforceable part, which the grammar library must take, and the keywords that the warning names."""
+    with collect_warnings() as warnings:
+        kept = enforceable(schema, "tools", strict=False)
+    is_wrong, reasons = LLMatcher.validate_grammar_with_warnings(
+        LLMatcher.grammar_from_lark(lark("json_schema", json.dumps(kept)))
+    )
+    assert not is_wrong, reasons
+    return kept, [word for text in warnings for word in text.split("`")[3::2]]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, ["uniqueItems"]),
+        ({"type": "array", "uniqueItems": False}, []),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
+        ({"type": "object", "propertyNames": {"type": "string"}}, []),
+        ({"type": "string", "format": "unheard"}, ["format: 'unheard'"]),
+        ({"type": "string", "format": "date-time"}, []),
+        ({"type": "integer", "format": "int64"}, []),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, []),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}, ["oneOf"]),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ["oneOf"]),
+        ({"oneOf": [{"const": "a"}, {"enum": ["b", "c"]}]}, []),
+        ({"not": {"type": "string"}}, ["not"]),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}, "else": {}}, ["if"]),
+        ({"type": "array", "contains": {"type": "integer"}, "minContains": 2}, ["contains"]),
+        ({"type": "string", "pattern": "^(?!a)b"}, ["pattern"]),
+        ({"type": "string", "pattern": r"\bword"}, ["pattern"]),
+        ({"type": "string", "pattern": r"(a)\1"}, ["pattern"]),
+        ({"type": "string", "pattern": r"^a\\b$"}, []),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, ["dependentRequired"]),
+        ({"type": "object", "unevaluatedProperties": False}, ["unevaluatedProperties"]),
+        ({"type": "object", "properties": None, "required": None}, []),
+        ({"type": "integer", "maximum": 2**64 - 1}, ["maximum: 18446744073709551615"]),
+        ({"type": "integer", "maximum": 2**53}, []),
+        ({"type": "object", "patternProperties": {"^a": PROPERTY, "b$": PROPERTY}}, ["patternProperties"]),
+        ({"type": "object", "properties": {"ab": {"type": "integer"}}, "patternProperties": {"^a": PROPERTY}},
+         ["patternProperties"]),
+        ({"type": "object", "properties": {"b": PROPERTY}, "patternProperties": {"^a": PROPERTY}}, []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_cannot_be_enforced_is_left_open_and_named(
+    keywords: dict[str, Any], named: list[str], inside: bool
+) -> None:
+    schema = {"type": "object", "properties": {"x": keywords}, "required": ["x"]} if inside else keywords
+    assert opened(schema)[1] == named
+    if not named:
+        enforceable(schema, "tools", strict=True)
+        return
+    with pytest.raises(InvalidRequest, match="is strict, and its schema asks for") as refused:
+        enforceable(schema, "tools", strict=True)
+    assert f"`{named[0]}`" in refused.value.message
+
+
+def test_branches_that_a_property_tells_apart_are_exclusive() -> None:
+    def branch(kind: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+
+    kept, named = opened({"oneOf": [branch("a"), branch("b")]})
+    assert kept == {"anyOf": [branch("a"), branch("b")]}
+    assert named == []
+    assert opened({"oneOf": [branch("a"), branch("a")]})[1] == ["oneOf"]
+
+
+def test_a_property_without_a_schema_may_be_anything() -> None:
+    kept, named = opened({"type": "object", "properties": {"x": None, "const": {"type": "string"}}})
+    assert kept["properties"] == {"x": True, "const": {"type": "string"}}
+    assert named == []
+
+
+def test_names_that_only_an_open_pattern_allows_stay_possible() -> None:
+    kept, _ = opened({"patternProperties": {"^a": {}, "b$": {}}, "additionalProperties": False})
+    assert kept == {"additionalProperties": True}
+
+
+@pytest.mark.parametrize("schema", [{"const": 2**53 + 1}, {"enum": ["a", 2**64 + 1]}, {"const": {"a": [-(2**60)]}}])
+@pytest.mark.parametrize("strict", [True, False])
+def test_numbers_that_are_taken_for_their_neighbours_are_refused(schema: dict[str, Any], strict: bool) -> None:
+    with pytest.raises(InvalidRequest, match=r"numbers beyond 2\^53 are not exact"):
+        enforceable({"properties": {"x": schema}}, "response_format", strict=strict)
+
+
+def test_data_is_not_read_as_a_schema() -> None:
+    schema = {"const": {"not": 1, "uniqueItems": True}, "default": {"oneOf": [1]}}
+    assert opened(schema) == (schema, [])
+
+
+def test_warnings_are_headers_of_bounded_size() -> None:
+    with collect_warnings() as texts:
+        for number in range(20):
+            warn(f'The “{number}” is\n"open"' + "x" * 1000)
+            warn(f'The “{number}” is\n"open"' + "x" * 1000)
+    headers = warning_headers(texts)
+    assert len(headers) == MOST_WARNINGS + 1
+    assert all(name == b"warning" and text.isascii() and len(text) < 700 for name, text in headers)
+    assert headers[0][1].startswith(b'299 spaceserve "The \\\\u201c0\\\\u201d is \\"open\\"xx')
+    warn("outside of a request")
+
+
+USER = [{"role": "user", "content": "x"}]
+
+
+async def test_a_schema_beyond_the_grammar_is_answered_with_a_warning(router: Any) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for stream in (False, True):
+        answer = await router.post(
+            "/v1/chat/completions", messages=USER, max_tokens=2, response_format=form, stream=stream
+        )
+        assert answer.status_code == 200, answer.text
+        assert "`uniqueItems`, which is not enforced" in answer.headers["warning"]
+    plain = await router.post("/v1/chat/completions", messages=USER, max_tokens=2)
+    assert "warning" not in plain.headers
+
+
+async def test_marks_for_a_cache_are_taken_with_a_warning(router: Any) -> None:
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    answer = await router.post("/v1/chat/completions", messages=[{"role": "user", "content": [part]}], max_tokens=2)
+    assert answer.status_code == 200, answer.text
+    assert "`cache_control` has no effect" in answer.headers["warning"]
+
+
+def test_a_contradiction_is_the_clients_and_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    error = translate(RequestFailed(f"{CONTRADICTION} at position 3."))
+    assert (error.status, error.code, error.headers) == (400, "contradictory_constraints", {})
+    failure = translate(RequestFailed("No id can be chosen at position 3: the logits are not finite."))
+    failure.request_id = "cmpl-7"
+    assert failure.status == 500
+    for each in (error, failure):
+        assert as_api_error(each) is each
+    assert [record.getMessage() for record in caplog.records] == [
+        "request cmpl-7: 500, No id can be chosen at position 3: the logits are not finite."
+    ]
