@@ -66,6 +66,11 @@ def test_drafts_leave_the_text_of_each_lora(model: str, cell: Cell, subject_of: 
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+@pytest.mark.parametrize(("model", "cell"), cover(**FEW | {"model": ("own-deepseek_v3",)})[::4], ids=name_of)
+def test_drafts_leave_the_text_of_each_lora_of_compressed_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "cell"), cover(), ids=name_of)
 def test_drafts_leave_the_text_of_each_lora_under_every_two_conditions(
