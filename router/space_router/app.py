@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from space_router.api.openai import chat, completions, responses
-from space_router.api.ops import operating, pages, tokens
+from space_router.api.ops import loras, operating, pages, tokens
 from space_router.api.schema import DocumentedApp
 from space_router.api.service import HttpAccess, Service, Traced
 from space_router.api.tgi import generate
@@ -46,7 +46,7 @@ def create_app(service: Service) -> DocumentedApp:
     )
     app.keyed = bool(service.config.api_keys)
     parts = (completions.routes, chat.routes, responses.routes, operating.model_routes, generate.routes, tokens.routes)
-    routers = [routes(service) for routes in (*parts, operating.routes)]
+    routers = [routes(service) for routes in (*parts, operating.routes, loras.routes)]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
         _answer_head(router)

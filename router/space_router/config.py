@@ -87,6 +87,9 @@ class ServeConfig:
     separated by commas. It changes the text; many can be in one batch, and drafts stay exact. The files are copied at
     start, so that a request ends on the weights that it began with. On a CPU; not DoRA, embeddings or
     modules_to_save"""
+    lora_folder: str | None = _model(None, text("FOLDER"))
+    """an operator's key may load LoRAs from below this folder while serving (POST /v1/load_lora_adapter, with vLLM's
+    fields), and unload them; default: LoRAs are loaded at start only"""
     dtype: str = _own_model("auto", one_of("auto", "float32", "bfloat16", "float16"))
     """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
     where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's
@@ -408,9 +411,15 @@ def check_lora_names(config: ServeConfig) -> None:
         if name == config.model_name or name in dict(config.adapter):
             what = "the model" if name == config.model_name else "an adapter"
             raise ConfigError(f"--lora {name}={folder}: {what} is called so, too. Give the LoRA another name.")
-    if config.lora and config.tensor_parallel > 1:
+    if config.lora_folder is not None:
+        if config.worker_address:
+            raise ConfigError("--lora-folder does nothing with --worker-address: give the workers --lora there.")
+        if not Path(config.lora_folder).expanduser().is_dir():
+            raise ConfigError(f"--lora-folder={config.lora_folder!r}: there is no such folder.")
+    if (config.lora or config.lora_folder is not None) and config.tensor_parallel > 1:
+        flag = "--lora" if config.lora else "--lora-folder"
         raise ConfigError(
-            f"--lora does not go with --tensor-parallel {config.tensor_parallel}: merge the LoRA into its base "
+            f"{flag} does not go with --tensor-parallel {config.tensor_parallel}: merge the LoRA into its base "
             "(peft: merge_and_unload), and serve the result."
         )
 

@@ -26,10 +26,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 class Live:
     """A running server, as a test talks to it."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, key: str = "") -> None:
+        """`key`: an API key to send."""
         self.server = server
         self.url = server.url
-        self.http = httpx.Client(base_url=server.url, timeout=SECONDS)  # its connections stay open until `close`
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(
+            base_url=server.url, timeout=SECONDS, headers=headers
+        )  # its connections stay open until `close`
         self.model = self.get("/v1/models")["data"][0]["id"]
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return errors.TimedOut(str(error))
         case engine_errors.RequestCancelled():
             return errors.ClientGone(str(error), code="cancelled")
-        case engine_errors.Refused():
+        case engine_errors.Refused() | engine_errors.LoraRefused():
             return errors.InvalidRequest(str(error))
         case engine_errors.RequestFailed() if str(error).startswith(CONTRADICTION):
             return errors.InvalidRequest(str(error), code="contradictory_constraints")

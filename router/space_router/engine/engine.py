@@ -15,13 +15,14 @@ from space_router.engine.errors import (
     DeadlineExceeded,
     Draining,
     EngineError,
+    LoraRefused,
     NotReady,
     RequestCancelled,
     RequestFailed,
     WorkerFailed,
     WorkerStartFailed,
 )
-from space_router.engine.loras import LoraRegistry
+from space_router.engine.loras import LoraNotFound, LoraRegistry
 from space_router.engine.queueing.admission import (
     Admitted,
     LoadFigures,
@@ -91,6 +92,7 @@ class Engine:
         self._by_name: dict[str, set[RequestState]] = {}  # the same, by request id
         self._num_submitted = 0
         self._draining = False
+        self._loading_lora = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._up = asyncio.Event()
@@ -144,13 +146,15 @@ class Engine:
         `leader`: a stream with the same prompt (choice 0). This request waits until the leader's prompt is computed,
         then shares its blocks.
 
-        Raises PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, or DeadlineExceeded if the deadline could
-        not be met even if the request began now.
+        Raises PromptTooLong, CacheTooSmall, QueueFull, NotReady, Draining, LoraRefused, or DeadlineExceeded if the
+        deadline could not be met even if the request began now.
         """
         if self._draining:
             raise Draining("The server is stopping and takes no new requests.")
         if self.facts is None:
             raise NotReady("No worker is up yet. Try again when /health says so.")
+        if not self.loras.is_kept(request.lora):
+            raise LoraRefused("The LoRA was unloaded before the request was queued. See GET /v1/models.")
         max_tokens = resolve_max_tokens(request, self.facts)
         live = RequestState(request, max_tokens, self._num_submitted, self._clock())
         # At best, all prompt ids but the last are cached.
@@ -197,6 +201,60 @@ class Engine:
         for live in sorted(found, key=lambda live: live.age):
             self._end(live, RequestCancelled(f"Request {request_id} was cancelled."))
         return bool(found)
+
+    async def load_lora(self, name: str, folder: str) -> ServedLora:
+        """Load a LoRA on every worker, then let requests name it, in the place of one with this name.
+
+        Requests that were submitted before end on the LoRA that they began with. Raises LoraRefused and NotReady.
+        """
+        async with self._loading_lora:
+            try:
+                lora = await asyncio.to_thread(self.loras.copied, name, folder)
+            except LoraNotFound as error:
+                raise LoraRefused(f"{error}.") from error
+            self.loras.hold(lora)
+            try:
+                await self._load_everywhere(lora)
+                before = self.loras.publish(lora)
+                self._engine_metrics.lora_loaded(name)
+            finally:
+                if self.loras.release(lora):
+                    self._unload(lora)
+                self._flush()
+        if before is not None:
+            self._forget_lora(before)
+        return lora
+
+    async def _load_everywhere(self, lora: ServedLora) -> None:
+        """Load a LoRA on all workers that are up; others load it when a request needs it. Raises LoraRefused with a
+        worker's reason, and NotReady."""
+        asked = [(one, one.scheduler) for one in self.connections if one.scheduler is not None]
+        if not asked:
+            raise NotReady("No worker is up yet. Try again when /health says so.")
+        for _, scheduler in asked:
+            scheduler.load_lora(lora)
+        self._flush()
+        for connection, scheduler in asked:
+            await connection.until(
+                lambda c=connection, s=scheduler: c.scheduler is not s or lora.digest in s.lora_answers  # type: ignore[misc]
+            )
+            if error := scheduler.lora_answers.get(lora.digest):
+                raise LoraRefused(error)
+
+    def unload_lora(self, name: str) -> bool:
+        """Let no new request name a LoRA; those that use it end with it. False if there is none of this name."""
+        lora = self.loras.withdraw(name)
+        if lora is None:
+            return False
+        self._engine_metrics.lora_unloaded(name)
+        self._forget_lora(lora)
+        return True
+
+    def _forget_lora(self, lora: ServedLora) -> None:
+        """Have the workers forget a LoRA that lost its name, unless a request still uses it."""
+        if self.loras.forget_unused(lora):
+            self._unload(lora)
+            self._flush()
 
     def load(self) -> LoadFigures:
         pools = [scheduler.pool for scheduler in self._schedulers()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 from space_proto import worker_pb2
@@ -68,6 +69,12 @@ class EngineMetrics:
         """Begin the series of a LoRA."""
         self._metrics.lora_drafted_tokens_total.labels(lora=name)
         self._metrics.lora_accepted_tokens_total.labels(lora=name)
+
+    def lora_unloaded(self, name: str) -> None:
+        """End the series of a LoRA; a request that still uses it begins them anew."""
+        for series in (self._metrics.lora_drafted_tokens_total, self._metrics.lora_accepted_tokens_total):
+            with contextlib.suppress(KeyError):
+                series.remove(name)
 
     def _draft_of_lora(self, name: str, delta: Delta) -> None:
         self._metrics.lora_drafted_tokens_total.labels(lora=name).inc(delta.drafted)

@@ -13,6 +13,7 @@ EngineError
 │   ├── RequestFailed       this request alone failed in the worker
 │   └── RequestCancelled    cancelled by its id, or its stream was left
 ├── RestartRefused          workers cannot be restarted as requested
+├── LoraRefused             a LoRA cannot be loaded or unloaded as requested
 └── WorkerStartFailed       no worker can be started (a bad model path, for example)
 """
 
@@ -111,6 +112,10 @@ class WorkerStartFailed(EngineError):
 
 class ProtocolViolation(EngineError):
     """A worker violated the protocol; it is restarted."""
+
+
+class LoraRefused(EngineError):
+    """A LoRA that cannot be loaded or unloaded as requested; the message says why."""
 
 
 class RestartRefused(EngineError):

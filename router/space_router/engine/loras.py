@@ -72,6 +72,12 @@ class LoraRegistry:
             begun.rename(copy)
         return ServedLora(name, digest, str(copy), folder)
 
+    def is_kept(self, lora: ServedLora | None) -> bool:
+        """Return whether workers can still load this LoRA, or None is given."""
+        if lora is None or self._holders[lora.digest] > 0:
+            return True
+        return any(one.digest == lora.digest for one in self._named.values())
+
     def adopt(self, found: Iterable[tuple[str, str]]) -> None:
         """Take names and hashes from workers that were started with their LoRAs elsewhere."""
         for name, digest in found:

@@ -154,6 +154,7 @@ class Scheduler:
         self._grammars: OrderedDict[Grammar | None, None] = OrderedDict()  # of sequences that have begun to compute
         self._commands: list[worker_pb2.Command] = []
         self.loras = {digest for _, digest in facts.loras}  # loaded, or being loaded, by hash
+        self.lora_answers = dict.fromkeys(self.loras, "")  # by hash: why it could not be loaded; "": it is
 
     def take_commands(self) -> list[worker_pb2.Command]:
         commands, self._commands = self._commands, []
@@ -255,12 +256,14 @@ class Scheduler:
         """Have the worker load a LoRA, unless it has."""
         if lora.digest not in self.loras:
             self.loras.add(lora.digest)
+            self.lora_answers.pop(lora.digest, None)
             self._commands.append(worker_messages.load_lora(lora))
 
     def unload_lora(self, digest: str) -> None:
         """Have the worker forget a LoRA that no request uses any more."""
         if digest in self.loras:
             self.loras.remove(digest)
+            self.lora_answers.pop(digest, None)
             self._commands.append(worker_messages.unload_lora(digest))
 
     # Reports.
@@ -273,7 +276,10 @@ class Scheduler:
             if len(set(seq_ids)) < len(seq_ids):
                 raise ProtocolViolation(f"report {report.report_no} names a sequence twice: {list(seq_ids)[:20]}")
         self._last_report_no = report.report_no
-        self.loras.difference_update(part.hash for part in report.loras if part.error)
+        for answer in report.loras:
+            self.lora_answers[answer.hash] = answer.error
+            if answer.error:
+                self.loras.discard(answer.hash)
         # The whole report is checked before any part is applied: ids that a request keeps must also reach its reader,
         # and nothing of a violating report does.
         parts = []

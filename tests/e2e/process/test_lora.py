@@ -1,6 +1,7 @@
 """Requests choose an ordinary LoRA by `model`: exact with drafts, beside others, from cached pages, after a kill."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,3 +113,42 @@ def test_models_and_info_say_which_there_are(served: Live, loras: dict[str, Path
 def test_a_folder_that_is_none_is_said_before_anything_starts(serve: Serve, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"adapter_config\.json"), serve("--lora", f"x={tmp_path}"):
         pass
+
+
+@pytest.fixture
+def loading(checkpoint: Path, loras: dict[str, Path], tmp_path: Path) -> Iterator[Live]:
+    """A server that loads LoRAs from below tmp_path/loras, which has `sql`."""
+    shutil.copytree(loras["sql"], tmp_path / "loras/sql")
+    (tmp_path / "keys").write_text("ops-key name=ops operator=yes\n")
+    flags = ["--model", str(checkpoint), "--num-threads", "1", "--num-blocks", "512", *FLAGS]
+    flags += ["--lora-folder", str(tmp_path / "loras"), "--api-key-file", str(tmp_path / "keys")]
+    with ServerProcess(flags) as server, closing(Live(server, "ops-key")) as ready:
+        yield ready
+
+
+def load(live: Live, **fields: object) -> None:
+    answer = live.http.post("/v1/load_lora_adapter", json={"lora_name": "it", "lora_path": "sql", **fields})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'it' added successfully.")
+
+
+def test_a_request_ends_on_the_weights_that_it_began_with_though_they_are_loaded_anew_and_its_worker_dies(
+    loading: Live, loras: dict[str, Path], tmp_path: Path
+) -> None:
+    wanted = {"prompt": PROMPT, "model": "it", "max_tokens": 300, "temperature": 0.9, "seed": 9}
+    load(loading)
+    before = loading.complete(**wanted)["choices"][0]["text"]
+    pieces = []
+    for number, event in enumerate(loading.stream(**wanted)):
+        pieces.append(event["choices"][0]["text"])
+        if number == 3:
+            shutil.copytree(loras["law"], tmp_path / "loras/sql", dirs_exist_ok=True)
+            load(loading, load_inplace=True)
+            os.kill(loading.wait_worker(), signal.SIGKILL)
+    assert "".join(pieces) == before
+    after = loading.complete(**wanted)
+    assert after["choices"][0]["text"] != before
+    assert loading.get("/info")["loras"] == {"it": hash_lora(loras["law"])}
+    answer = loading.http.post("/v1/unload_lora_adapter", json={"lora_name": "it"})
+    assert answer.text == "Success: LoRA adapter 'it' removed successfully."
+    assert loading.http.post("/v1/completions", json={"model": "it", "prompt": "x"}).status_code == 404
+    loading.wait_idle()
