@@ -133,6 +133,21 @@ def read_lora(folder: Path, base: LoraBase) -> Lora:
     return Lora(digest, pairs)
 
 
+def describe_lora(folder: Path) -> str:
+    """Return rank and number of linears of a LoRA, without its base. Raises InvalidLora as `read_lora` does for its
+    config and names."""
+    try:
+        config = read_object(folder / LORA_CONFIG)
+        _check_config(folder, config)
+        with safe_open(folder / LORA_WEIGHTS, framework="pt") as found:
+            names = list(found.keys())
+    except (CheckpointNotFound, OSError, SafetensorError) as error:
+        raise InvalidLora(f"{folder} is no LoRA of peft that can be read: {error}") from error
+    if others := [name for name in names if not name.endswith((_A, _B))]:
+        raise InvalidLora(f"{folder} has {min(others)}, which is not served. {how_to_merge(folder)}")
+    return f"rank {config.get('r')} on {len(names) // 2} linears"
+
+
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise InvalidLora for an adapter that is more, or other, than pairs of low rank."""
     if config.get("peft_type") != "LORA":

@@ -33,7 +33,8 @@ from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory
 from space_model.heads import BaseSpec
-from space_model.model_error import CheckpointNotFound, InvalidSetting, ModelError
+from space_model.lora import describe_lora, why_no_loras
+from space_model.model_error import CheckpointNotFound, InvalidLora, InvalidSetting, ModelError
 from space_model.model_facts import number_format
 from space_model.precision import choose_device
 from space_model.released_adapters import AdapterFormat
@@ -288,6 +289,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         f"({asked.dtype_reason}){kept}; {drafts}",
     )
     yield from adapters
+    yield from _check_loras(config, device)
     yield _attention(config, device, asked.dtype, model)
     trained = family.positions(model) or 0
     window = config.max_model_len or trained
@@ -325,6 +327,17 @@ def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: Asked
         sizes = f"rank {gated.rank} on {len(gated.pairs)} linears, {gated.num_masks} masks"
         found.append(Finding("model", "ok", f"--adapter {name}: {_kind(section)}; {sizes}"))
     return found
+
+
+def _check_loras(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
+    """Check the folders of --lora; whether they fit the model's linears is known once it is loaded."""
+    for name, folder in config.lora:
+        try:
+            if why_none := why_no_loras(device, config.tensor_parallel):
+                raise InvalidLora(why_none)
+            yield Finding("model", "ok", f"--lora {name}: a LoRA, {describe_lora(Path(folder))}")
+        except InvalidLora as error:
+            yield Finding("model", "fail", f"--lora {name}: {error}")
 
 
 def _kind(section: SpaceSection) -> str:

@@ -15,7 +15,7 @@ import pytest
 from space_common.finding import Finding
 from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
-from space_model.testing import released_adapter, tiny_checkpoint
+from space_model.testing import released_adapter, tiny_checkpoint, tiny_lora
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
 from space_server.config import parse
@@ -215,6 +215,17 @@ def test_an_adapter_of_another_base_is_found_and_a_worker_says_so_too(
         capsys.readouterr()
         assert serve([*WORDS, "--calibration-seconds", "0", *words]) != 0
         assert "The adapter was made for weights" in capsys.readouterr().err
+
+
+def test_a_lora_is_described_or_refused_with_its_cure(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base")
+    good, dora = tiny_lora(tmp_path / "good", base), tiny_lora(tmp_path / "dora", base, use_dora=True)
+    words = ["--model", str(base), "--lora", f"a={good}", "--lora", f"b={dora}"]
+    found = [finding for finding in examine(parse([*LISTEN, *words])) if finding.fact.startswith("--lora")]
+    assert [finding.state for finding in found] == ["ok", "fail"]
+    assert found[0].fact == "--lora a: a LoRA, rank 4 on 14 linears"
+    assert "DoRA" in found[1].fact
+    assert "merge_and_unload" in found[1].fact
 
 
 def test_a_released_adapter_is_named_by_its_format(tmp_path: Path) -> None:
