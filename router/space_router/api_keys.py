@@ -145,6 +145,9 @@ def _key(words: list[str]) -> ApiKey:
     return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator)
 
 
+BYTES_PER_TOKEN = 64
+"""Bytes that are charged as one token where text is only tokenised: far less work than a token of a model."""
+
 NO_KEY = "none"  # label for requests when the server has no keys
 
 
@@ -217,6 +220,11 @@ class RateLimit:
         self._generated.inc(num_generated)
         if self._tokens is not None:
             self._tokens.take(num_prompt + num_charged, self._clock())
+
+    def charge_bytes(self, num_bytes: int) -> None:
+        """Charge text that is only tokenised, by its size."""
+        if self._tokens is not None:
+            self._tokens.take(num_bytes / BYTES_PER_TOKEN, self._clock())
 
     def _refuse(self, kind: str, bound: str, wait: float) -> None:
         self._refused[kind].inc()

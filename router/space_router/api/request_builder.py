@@ -15,6 +15,7 @@ from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import short_repr
 from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
+from space_router.text.text_pieces import StretchTooLong
 from space_router.text.text_stream import TextRules
 
 
@@ -169,11 +170,13 @@ def choice_id(request_id: str, index: int) -> str:
 
 @contextmanager
 def refuse_surrogates(param: str) -> Iterator[None]:
-    """Wraps tokenisation of `param`: raises InvalidRequest if the text contains a lone surrogate."""
+    """Wraps tokenisation of `param`: raises InvalidRequest for a lone surrogate and for a text that cannot be cut."""
     try:
         yield
     except UnicodeEncodeError:
         raise InvalidRequest(f"`{param}` holds half of a surrogate pair; send UTF-8.", param=param) from None
+    except StretchTooLong as error:
+        raise InvalidRequest(f"`{param}` {error}", param=param) from None
 
 
 def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:

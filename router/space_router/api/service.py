@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from space_common.tracing import parent_of
 from starlette.datastructures import Headers
@@ -28,20 +28,27 @@ from space_router.errors import ApiError, Unauthorized
 from space_router.http_server.body import BodyT, Neutral, read_object, validate
 from space_router.http_server.responses import (
     GENERATING_PATHS,
+    TOKENIZING_PATHS,
     EventStream,
     as_api_error,
     error_response,
     is_open,
     json_response,
+    key_of,
     log_failure,
     while_connected,
 )
 from space_router.http_server.warnings import collect_warnings, warning_headers
 from space_router.metrics import Metrics
 from space_router.text.model_text import ModelText
+from space_router.text.text_pool import LONG_BODY, TextPool
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Reply(Protocol):
@@ -71,6 +78,7 @@ class Service:
     keys: ApiKeys = field(init=False)
     rate_limits: dict[str, RateLimit] = field(init=False)
     restart: RollingRestart = field(init=False)
+    text_pool: TextPool = field(default_factory=TextPool)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -116,6 +124,15 @@ class Service:
         """Return the request's body and its size in bytes. Raises ApiError as `read_object` and `validate` do."""
         received = await read_object(request, self.config)
         return validate(model, received.values, neutral), received.size
+
+    async def text_work(
+        self, request: Request, size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what a function gives that tokenises a body of `size` bytes. Raises Overloaded, ClientGone."""
+        if size < LONG_BODY:
+            return function(*args, **kwargs)
+        name = key_of(request)
+        return await while_connected(request.receive, self.text_pool.run(name, size, function, *args, **kwargs))
 
     async def respond(self, request: Request, reply: Reply, *, stream: bool) -> Response:
         """Submit all choices, then respond whole or as a stream. Nothing is sent before all choices are queued."""
@@ -182,6 +199,8 @@ class HttpAccess:
             raise Unauthorized
         if name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
             self._service.check_room()
+            taken.enter_context(self._service.rate_limits[name].request())
+        elif name is not None and scope["method"] == "POST" and scope["path"] in TOKENIZING_PATHS:
             taken.enter_context(self._service.rate_limits[name].request())
 
 

@@ -19,7 +19,6 @@ from space_router.api.service import Service
 from space_router.engine.request.request import TokenLogprobs
 from space_router.errors import InvalidRequest, TimedOut
 from space_router.http_server.body import Body, short_repr, validate
-from space_router.http_server.responses import in_thread_if_long
 from space_router.text.text_stream import FinishReason, TextDelta, TextToken
 from space_router.text.tokenizer import Tokenizer
 
@@ -159,13 +158,14 @@ async def read(
         talk = validate(ChatBody, values, CHAT_NEUTRAL)
         tools = chat.tools_of(builder, talk)
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
-        made = await in_thread_if_long(size, chat.plan, builder, talk, tools)
+        made = await service.text_pool.run(builder.key, size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
         model = service.name_of(made)
         return Asked(request, made, chat.ChatAnswer(service.text.tokenizer, unscored, made, model, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-    return Asked(request, await in_thread_if_long(size, completions.plan, builder, body, grammar), None)
+    made = await service.text_pool.run(builder.key, size, completions.plan, builder, body, grammar)
+    return Asked(request, made, None)
 
 
 def refuse_unknown(message: Message, place: str = "") -> None:

@@ -28,7 +28,6 @@ from space_router.grpc_api.interceptors import NUM_GUESTS, CallChecks, Context, 
 from space_router.grpc_api.messages import Events, conversation, read, refuse_unknown, shown
 from space_router.http_server.body import validate
 from space_router.http_server.listening import bound_buffers
-from space_router.http_server.responses import in_thread_if_long
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -149,9 +148,10 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeReply:
         reply = generate_pb2.TokenizeReply()
-        async with answering(context, self._service.metrics):
+        async with answering(context, self._service.metrics), self._text_work(context, request.ByteSize()):
             builder = self._builder(context)
-            reply.ids.extend(await in_thread_if_long(request.ByteSize(), _ids, builder, request))
+            size = request.ByteSize()
+            reply.ids.extend(await self._service.text_pool.run(builder.key, size, _ids, builder, request))
             reply.max_model_len = builder.facts.window
         return reply
 
@@ -159,12 +159,12 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeReply:
         reply = generate_pb2.DetokenizeReply()
-        async with answering(context, self._service.metrics):
+        async with answering(context, self._service.metrics), self._text_work(context, request.ByteSize()):
             refuse_unknown(request)
             ids = self._builder(context).check_ids(request.ids, "ids")
             decode = self._service.text.tokenizer.decode
-            reply.text = await in_thread_if_long(
-                request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens
+            reply.text = await self._service.text_pool.run(
+                self._key(context), request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens
             )
         return reply
 
@@ -192,6 +192,14 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         """Count a generating call while the block runs. Raises ApiError if the queue or the key's limit is full."""
         self._service.check_room()
         with self._service.rate_limits[self._key(context)].request():
+            yield
+
+    @asynccontextmanager
+    async def _text_work(self, context: Context, size: int) -> AsyncIterator[None]:
+        """Count a call that only tokenises while the block runs. Raises RateLimited."""
+        limits = self._service.rate_limits[self._key(context)]
+        with limits.request():
+            limits.charge_bytes(size)
             yield
 
     def _builder(self, context: Context) -> RequestBuilder:

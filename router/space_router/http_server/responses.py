@@ -4,9 +4,9 @@ import asyncio
 import logging
 import traceback
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -25,6 +25,9 @@ GENERATING_PATHS = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/generate_stream", "/", "/invocations"}
 )
 """A POST to these paths generates text. API key limits apply, and a full queue refuses it before the body is read."""
+
+TOKENIZING_PATHS = frozenset({"/tokenize", "/chat_tokenize", "/detokenize"})
+"""A POST to these paths does the text side of the work only. API key limits apply."""
 
 
 def is_open(path: str, method: str) -> bool:
@@ -106,7 +109,6 @@ def event_json(value: Any) -> bytes:
 
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 async def _gone(receive: Receive) -> None:
@@ -128,17 +130,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for task in (doing, watching):
             task.cancel()
         await asyncio.gather(doing, watching, return_exceptions=True)
-
-
-LONG_BODY = 16 * 1024
-"""Body size in bytes from which a prompt is tokenised in a thread: about 40 ms of work with a slow tokenizer."""
-
-
-async def in_thread_if_long(size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function on a body of `size` bytes; a long body in a thread, so that running streams are not delayed."""
-    if size < LONG_BODY:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 class EventStream(Response):

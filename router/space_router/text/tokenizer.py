@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,10 @@ from space_common.tokenizer.byte_level import byte_letters
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 
 from space_router.errors import ConfigError
+from space_router.text import text_pieces
 from space_router.text.checkpoint import read_json
+from space_router.text.text_pieces import TextCuts
+from space_router.text.text_pool import checkpoint
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -28,7 +32,8 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        kinds = _kinds(json.loads(tokenizer.to_str()).get("decoder"))
+        content = json.loads(tokenizer.to_str())
+        kinds = _kinds(content.get("decoder"))
         self._tokenizer = tokenizer
         self._alphabet = byte_letters() if "ByteLevel" in kinds else None
         self.strips_first_space = bool(kinds & {"Metaspace", "Strip"})
@@ -39,7 +44,10 @@ class TokenBytes:
             )
         self._cache: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
-        self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {id_: token.content for id_, token in added.items()}
+        own = tokenizer.get_vocab(with_added_tokens=False)
+        self.cuts = TextCuts(content, own, self._alphabet, added.values())
 
     def __getitem__(self, id_: int) -> bytes:
         """Return the bytes of a token; empty for ids without a token (padding rows of the output head)."""
@@ -306,11 +314,49 @@ class Tokenizer:
 
         Raises UnicodeEncodeError for half of a surrogate pair.
         """
-        with _no_halves(text):
-            ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        if add_special_tokens and self._bos_id is not None:
-            ids.insert(0, self._bos_id)
+        ids: list[int] = []
+        for piece in self.encode_pieces(text, add_special_tokens=add_special_tokens):
+            ids += piece
         return ids
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """Yield the ids of a text in parts, which need much less memory than the whole at once.
+
+        Another job of the text pool may run between two parts. Raises UnicodeEncodeError, StretchTooLong.
+        """
+        if add_special_tokens and self._bos_id is not None:
+            yield [self._bos_id]
+        if len(text) <= text_pieces.PIECE:
+            with _no_halves(text):
+                yield self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            checkpoint(len(text))
+            return
+        before, after = self._around if add_special_tokens else ((), ())
+        yield list(before)
+        for start, end in self.bytes_of.cuts.pieces(text):
+            part, num_before = self._inside(text[start:end], is_first=start == 0)
+            with _no_halves(part):
+                ids: list[int] = self._inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
+            yield ids[num_before:]
+            checkpoint(end - start)
+        yield list(after)
+
+    @cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the post-processor adds before and behind a text."""
+        bare, whole = (self._inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+        at = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare and place >= 0), 0)
+        return tuple(whole[:at]), tuple(whole[at + len(bare) :])
+
+    def _inside(self, piece: str, *, is_first: bool) -> tuple[str, int]:
+        """Return what to tokenise for a piece of a text, and how many of its first ids are not the piece's."""
+        if is_first or not self.bytes_of.strips_first_space:
+            return piece, 0
+        return _NO_WORD + piece, self._num_no_word
+
+    @cached_property
+    def _num_no_word(self) -> int:
+        return len(self._inner.encode(_NO_WORD, add_special_tokens=False).ids)
 
     def encode_inside(self, text: str) -> list[int]:
         """Return the ids of text within another text: without the space that SentencePiece adds before a first word."""
@@ -322,15 +368,45 @@ class Tokenizer:
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> list[tuple[int, int, int]]:
         """Return (id, start, end) of each token, in characters of the text. Raises UnicodeEncodeError."""
+        return [
+            span for piece in self.encode_span_pieces(text, add_special_tokens=add_special_tokens) for span in piece
+        ]
+
+    def encode_span_pieces(self, text: str, *, add_special_tokens: bool = True) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield the (id, start, end) of a text in parts, as `encode_pieces` does its ids."""
+        if add_special_tokens and self._bos_id is not None:
+            yield [(self._bos_id, 0, 0)]
+        if len(text) <= text_pieces.PIECE:
+            yield self._spans(text, add_special_tokens=add_special_tokens)
+            checkpoint(len(text))
+            return
+        before, after = self._around if add_special_tokens else ((), ())
+        yield [(id_, 0, 0) for id_ in before]
+        for start, end in self.bytes_of.cuts.pieces(text):
+            part, num_before = self._inside(text[start:end], is_first=start == 0)
+            offset = start - (len(_NO_WORD) if num_before else 0)
+            spans = self._spans(part, add_special_tokens=False)[num_before:]
+            yield [(id_, first + offset, last + offset) for id_, first, last in spans]
+            checkpoint(end - start)
+        yield [(id_, 0, 0) for id_ in after]
+
+    def _spans(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
         with _no_halves(text):
             encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        spans = [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
-        return [(self._bos_id, 0, 0), *spans] if add_special_tokens and self._bos_id is not None else spans
+        return [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, decoded without context."""
-        kept = (id_ for id_ in ids if not (skip_special_tokens and id_ in self.special_ids))
-        text = b"".join(self.bytes_of[id_] for id_ in kept).decode("utf-8", "replace")
+        pieces = []
+        for start in range(0, len(ids), text_pieces.PIECE):
+            kept = (
+                id_
+                for id_ in ids[start : start + text_pieces.PIECE]
+                if not (skip_special_tokens and id_ in self.special_ids)
+            )
+            pieces.append(b"".join(self.bytes_of[id_] for id_ in kept))
+            checkpoint(text_pieces.PIECE)
+        text = b"".join(pieces).decode("utf-8", "replace")
         return text[1:] if self.bytes_of.strips_first_space and text.startswith(" ") else text
 
     def token_text(self, id_: int) -> str:

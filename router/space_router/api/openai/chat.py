@@ -23,7 +23,7 @@ from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
-from space_router.http_server.responses import in_thread_if_long, key_of
+from space_router.http_server.responses import key_of
 from space_router.text import tool_calls
 from space_router.text.chat_template import ChatTemplate, Habits
 from space_router.text.text_stream import FinishReason, TextDelta
@@ -460,7 +460,7 @@ def routes(service: Service) -> APIRouter:
         builder = service.builder(key_of(request))
         tools = tools_of(builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
-        made = await in_thread_if_long(size, plan, builder, body, tools)
+        made = await service.text_work(request, size, plan, builder, body, tools)
         reply = ChatAnswer(service.text.tokenizer, body, made, service.name_of(made), tools)
         return await service.respond(request, reply, stream=bool(body.stream))
 

@@ -15,7 +15,7 @@ from space_router.api.schema import STATUSES, OpenAIError, describe_responses, j
 from space_router.api.service import Service
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
-from space_router.http_server.responses import in_thread_if_long, key_of
+from space_router.http_server.responses import key_of
 from space_router.text.text_stream import TextDelta
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
@@ -111,7 +111,7 @@ def routes(service: Service) -> APIRouter:
         """Continue a text."""
         body, size = await service.read(request, CompletionBody, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
-        made = await in_thread_if_long(size, plan, service.builder(key_of(request)), body, grammar)
+        made = await service.text_work(request, size, plan, service.builder(key_of(request)), body, grammar)
         reply = CompletionAnswer(service.text.tokenizer, body, made, service.name_of(made))
         return await service.respond(request, reply, stream=bool(body.stream))
 

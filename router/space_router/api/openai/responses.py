@@ -20,7 +20,7 @@ from space_router.api.schema import STATUSES, OpenAIError, describe_responses, j
 from space_router.api.service import Service
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import read_object, short_repr, validate
-from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long, key_of
+from space_router.http_server.responses import as_api_error, event_json, key_of
 from space_router.text.text_stream import FinishReason
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls import CallPiece
@@ -281,7 +281,7 @@ def routes(service: Service) -> APIRouter:
         try:
             tools = tools_of(builder, body)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
-            made = await in_thread_if_long(received.size, plan, builder, body, tools)
+            made = await service.text_work(request, received.size, plan, builder, body, tools)
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise

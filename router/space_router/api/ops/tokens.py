@@ -1,10 +1,13 @@
 """`POST /tokenize`, `POST /chat_tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, TokenId
@@ -21,10 +24,11 @@ from space_router.api.schema import (
 from space_router.api.service import Service
 from space_router.api.tgi.generate import GENERATE_NEUTRAL, GenerateParameters, Settings
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import Body, validate
-from space_router.http_server.responses import in_thread_if_long, json_response, key_of
+from space_router.http_server.body import Body, BodyT, Neutral, validate
+from space_router.http_server.responses import json_response, key_of
 
-STATUSES = (413, 415, 422, 503)
+STATUSES = (413, 415, 422, 429, 503)
+MAX_TOKENS = 2**20  # of one answer
 
 
 class TokenizeBody(Body):
@@ -39,7 +43,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Ids to text."""
 
-    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
     skip_special_tokens: bool | None = None
 
 
@@ -83,20 +87,96 @@ class Detokenized(ResponseModel):
     prompt: str
 
 
-def _spans(builder: RequestBuilder, text: str, options: PromptOptions) -> list[dict[str, Any]]:
-    """Return the tokens of a text in TGI's format."""
+def _ids(builder: RequestBuilder, text: str, *, add_special_tokens: bool) -> list[bytes]:
+    """Return the ids of a text as OpenAI-like servers write them, in pieces of JSON."""
+    written, count = _JsonList(), 0
+    with refuse_surrogates("prompt"):
+        for ids in builder.text.tokenizer.encode_pieces(text, add_special_tokens=add_special_tokens):
+            count += len(ids)
+            _check_count(count, "prompt")
+            written.add(ids)
+    end = f',"count":{count},"max_model_len":{builder.facts.window}}}'
+    return [b'{"tokens":', *written.pieces, b"]", end.encode()]
+
+
+def _spans(builder: RequestBuilder, text: str, options: PromptOptions) -> list[bytes]:
+    """Return the tokens of a text in TGI's format, in pieces of JSON."""
+    # The last ones only, with `truncate`: whole pieces are left out as soon as those behind them are enough.
+    kept: deque[tuple[int, bytes]] = deque()
+    num_kept = 0
     with refuse_surrogates(options.param):
-        spans = builder.text.tokenizer.encode_spans(text, add_special_tokens=options.add_special_tokens)
-    kept = spans if options.truncate is None else spans[-options.truncate :]
-    return [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in kept]
+        for spans in builder.text.tokenizer.encode_span_pieces(text, add_special_tokens=options.add_special_tokens):
+            if not spans:
+                continue
+            kept.append((len(spans), _json(text, spans)))
+            num_kept += len(spans)
+            while options.truncate is not None and num_kept - kept[0][0] >= options.truncate:
+                num_kept -= kept.popleft()[0]
+            _check_count(num_kept, options.param)
+    if options.truncate is not None and num_kept > options.truncate:
+        _, first = kept.popleft()
+        rest = orjson.loads(first)[num_kept - options.truncate :]
+        kept.appendleft((len(rest), orjson.dumps(rest)))
+    written = _JsonList()
+    while kept:
+        written.append(kept.popleft()[1])
+    return [*written.pieces, b"]"]
 
 
-def _conversation(builder: RequestBuilder, body: ChatBody) -> dict[str, Any]:
-    """Return a conversation as rendered by the chat template, and its tokens."""
+def _json(text: str, spans: list[tuple[int, int, int]]) -> bytes:
+    return orjson.dumps(
+        [{"id": id_, "text": text[start:end], "start": start, "stop": end} for id_, start, end in spans]
+    )
+
+
+class _JsonList:
+    """A JSON list, written piece by piece: it is never there as Python objects, which take ten times its memory."""
+
+    def __init__(self) -> None:
+        self.pieces = [b"["]  # the closing bracket is the caller's
+
+    def add(self, values: list[Any]) -> None:
+        self.append(orjson.dumps(values))
+
+    def append(self, written: bytes) -> None:
+        """Append the entries of a list that is written already."""
+        if len(written) > 2:
+            self.pieces += [b"," if len(self.pieces) > 1 else b"", written[1:-1]]
+
+
+def _check_count(num_tokens: int, param: str) -> None:
+    if num_tokens > MAX_TOKENS:
+        message = f"`{param}` has more than {MAX_TOKENS} tokens, the most of one answer. Split it."
+        raise InvalidRequest(message, param=param)
+
+
+def _conversation(builder: RequestBuilder, body: ChatBody) -> list[bytes]:
+    """Return a conversation as rendered by the chat template, and its tokens, in pieces of JSON."""
     text = conversation_text(builder, body)
     special = bool(body.add_special_tokens)  # the template already writes special tokens
     spans = _spans(builder, text, PromptOptions("messages", special, body.truncate_prompt_tokens))
-    return {"tokenize_response": spans, "templated_text": text}
+    return [b'{"tokenize_response":', *spans, b',"templated_text":', orjson.dumps(text), b"}"]
+
+
+def _answer(pieces: list[bytes]) -> Response:
+    """Return a response of these pieces of JSON, each freed once it is sent."""
+
+    async def sent() -> AsyncIterator[bytes]:
+        for place, piece in enumerate(pieces):
+            pieces[place] = b""
+            yield piece
+
+    length = {"content-length": str(sum(map(len, pieces)))}
+    return StreamingResponse(sent(), headers=length, media_type="application/json")
+
+
+async def _read(
+    service: Service, request: Request, model: type[BodyT], neutral: Neutral | None = None
+) -> tuple[BodyT, int]:
+    """Return the body and its size, which is charged to the API key."""
+    body, size = await service.read(request, model, neutral)
+    service.rate_limits[key_of(request)].charge_bytes(size)
+    return body, size
 
 
 def routes(service: Service) -> APIRouter:
@@ -105,12 +185,12 @@ def routes(service: Service) -> APIRouter:
     placed = {"type": "array", "items": schema_ref(PlacedToken)}
     either = describe_responses({"anyOf": [placed, schema_ref(TokenIds)]}, errors=TgiError, statuses=STATUSES)
     conversation = describe_responses(ConversationTokens, errors=TgiError, statuses=STATUSES)
-    detokenized = describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 503))
+    detokenized = describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 429, 503))
 
     @router.post("/tokenize", openapi_extra=json_body(TokenizeBody), responses=either)
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
-        body, size = await service.read(request, TokenizeBody)
+        body, size = await _read(service, request, TokenizeBody)
         parameters = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         builder = service.builder(key_of(request))
         special = body.add_special_tokens is not False
@@ -118,27 +198,26 @@ def routes(service: Service) -> APIRouter:
             raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
         if body.inputs is not None:
             options = PromptOptions("inputs", special, parameters.truncate)
-            return json_response(await in_thread_if_long(size, _spans, builder, body.inputs, options))
+            return _answer(await service.text_work(request, size, _spans, builder, body.inputs, options))
         if body.parameters:
             raise InvalidRequest("`parameters` go with `inputs`, not with `prompt`.", param="parameters")
-        encode = service.text.tokenizer.encode
-        with refuse_surrogates("prompt"):
-            ids = await in_thread_if_long(size, encode, body.prompt or "", add_special_tokens=special)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
+        text = body.prompt or ""
+        return _answer(await service.text_work(request, size, _ids, builder, text, add_special_tokens=special))
 
     @router.post("/chat_tokenize", openapi_extra=json_body(ChatBody, CHAT_NEUTRAL), responses=conversation)
     async def chat_tokenize(request: Request) -> Response:
         """A chat request as the prompt it becomes: {tokenize_response: [{id, text, start, stop}], templated_text}."""
-        body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
-        return json_response(await in_thread_if_long(size, _conversation, service.builder(key_of(request)), body))
+        body, size = await _read(service, request, ChatBody, CHAT_NEUTRAL)
+        builder = service.builder(key_of(request))
+        return _answer(await service.text_work(request, size, _conversation, builder, body))
 
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeBody), responses=detokenized)
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        body, size = await service.read(request, DetokenizeBody)
+        body, size = await _read(service, request, DetokenizeBody)
         ids = service.builder().check_ids(body.tokens, "tokens")
         decode = service.text.tokenizer.decode
-        text = await in_thread_if_long(size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
+        text = await service.text_work(request, size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})
 
     @router.get("/tokenizer_info", responses=describe_responses(TokenizerInfo, errors=OpenAIError))

@@ -21,7 +21,7 @@ from space_router.api.service import Service
 from space_router.engine.request.request import Grammar, TokenLogprobs
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import Body, read_object, validate
-from space_router.http_server.responses import as_api_error, event_json, in_thread_if_long, key_of, tgi_error
+from space_router.http_server.responses import as_api_error, event_json, key_of, tgi_error
 from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
 
@@ -340,7 +340,9 @@ def routes(service: Service) -> APIRouter:
         grammar = await service.checked(wanted, "grammar")
         builder = service.builder(key_of(request))
         stream = stream or (isinstance(body, CompatBody) and bool(body.stream))
-        reply = await in_thread_if_long(size, TgiGeneration.read, builder, body, options, grammar, stream=stream)
+        reply = await service.text_work(
+            request, size, TgiGeneration.read, builder, body, options, grammar, stream=stream
+        )
         return await service.respond(request, reply, stream=stream)
 
     whole_answers = describe_responses(Generated, errors=TgiError, statuses=TGI_STATUSES)

@@ -1,10 +1,19 @@
 """Text to tokens and back, for texts and for conversations."""
 
+import asyncio
+import json
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
+from doubles.router.whole_router import Start
 from doubles.tokenizers import byte_level
+from space_router.api_keys import ApiKey, KeyLimits
+from space_router.config import ServeConfig
+from space_router.text.text_pieces import MAX_STRETCH
 from space_router.text.tokenizer import Tokenizer
 
 USER = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello w"}]
@@ -91,8 +100,107 @@ def longest_wait(tokenizer: Tokenizer, text: str) -> float:
 
 def test_other_threads_run_while_places_are_found() -> None:
     """A text of megabytes kept every stream waiting for seconds."""
-    tokenizer, text = Tokenizer(byte_level(), {}), "".join(chr(97 + n * n % 26) for n in range(400_000))
+    tokenizer, text = Tokenizer(byte_level(), {}), "".join(chr(97 + n * n % 26) for n in range(MAX_STRETCH))
     shares: list[float] = []
     while len(shares) < 5 and min(shares, default=1.0) >= 0.6:  # the machine itself may stop now and then
         shares.append(longest_wait(tokenizer, text))
     assert min(shares) < 0.6, shares
+
+
+def peak() -> int:
+    """The most memory of this process since `forget_peak`, in bytes."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def forget_peak() -> int:
+    """Return what is in use now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak()
+
+
+async def posted(app: Any, path: str, content: bytes) -> int:
+    """Post a body and read the answer without keeping it; return the status."""
+    sent, statuses = asyncio.Event(), []
+
+    async def receive() -> dict[str, Any]:
+        if sent.is_set():
+            await asyncio.Event().wait()
+        sent.set()
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+        await asyncio.sleep(0)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "raw_path": b""}
+    await app(scope, receive, send)
+    return int(statuses[0])
+
+
+LONG = ("hellohellohellohello " * 200_000)[: 4 * 1024**2 - 1000]  # about one token for each four bytes
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": LONG}),
+        pytest.param("/tokenize", {"inputs": LONG}, marks=pytest.mark.slow),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 2, "truncate_prompt_tokens": 8}),
+    ],
+    ids=["ids", "places", "truncated"],
+)
+async def test_six_bodies_of_four_megabytes_take_little_memory_and_hold_nobody_up(
+    start: Start, path: str, body: dict[str, Any]
+) -> None:
+    content = json.dumps(body).encode()
+    async with start("yes") as router:
+        assert await posted(router.app, path, content) == 200  # what is made once is there
+        before = forget_peak()
+        waits = []
+        tasks = [asyncio.create_task(posted(router.app, path, content)) for _ in range(6)]
+        while not all(task.done() for task in tasks):
+            begun = time.monotonic()
+            await router.complete(prompt="a", max_tokens=4)
+            waits.append(time.monotonic() - begun)
+            await asyncio.sleep(0.01)
+        taken = peak() - before
+        assert [task.result() for task in tasks] == [200] * 6
+        # A stalled machine stalls single requests; unbounded work stalls every one.
+        assert sorted(waits)[len(waits) * 9 // 10] < 1.0, waits
+        assert taken < 6 * 64 * len(content), f"{taken} bytes for six bodies of {len(content)}"
+
+
+async def test_the_limits_of_a_key_hold_for_what_only_tokenises(start: Start) -> None:
+    limits = KeyLimits(requests_per_minute=3, tokens_per_minute=1000)
+    config = ServeConfig(api_keys=(ApiKey.of("one", "first", limits), ApiKey.of("two", "second", limits)))
+    bodies = {
+        "/tokenize": {"prompt": "a"},
+        "/chat_tokenize": {"messages": USER},
+        "/detokenize": {"tokens": [70]},
+    }
+    async with start("yes", config=config) as router:
+        for path, body in bodies.items():
+            answer = await router.client.post(path, json=body, headers={"authorization": "Bearer one"})
+            assert answer.status_code == 200, answer.text
+        for path, body in bodies.items():
+            refused = await router.client.post(path, json=body, headers={"authorization": "Bearer one"})
+            assert refused.status_code == 429, refused.text
+            assert int(refused.headers["retry-after"]) >= 1
+        large = {"prompt": "hello w " * 10_000}  # 80,000 bytes are charged as 1,250 tokens
+        for status in (200, 429):
+            answer = await router.client.post("/tokenize", json=large, headers={"authorization": "Bearer two"})
+            assert answer.status_code == status, answer.text[:200]
+        assert "1000 tokens a minute" in answer.text
+
+
+async def test_an_answer_has_a_bounded_number_of_tokens(router: Any) -> None:
+    text = "a b " * 300_000
+    for field in ("prompt", "inputs"):
+        answer = await router.post("/tokenize", **{field: text})
+        assert answer.status_code == 422, answer.text[:200]
+        assert "more than 1048576 tokens" in answer.text
+    cut = await router.post("/tokenize", inputs=text, parameters={"truncate": 5})
+    assert [token["stop"] for token in cut.json()] == [1_199_996, 1_199_997, 1_199_998, 1_199_999, 1_200_000]
