@@ -24,7 +24,8 @@ NAMED_CHANCES = {0.78: (0.84, 0.81, 0.78, 0.75, 0.72), 0.57: (0.63, 0.60, 0.57, 
 """The two acceptance profiles of SPACE §5 by their middle: probability by mask depth 1 to 5, given the drafts
 before.
 """
-_UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
+_UNITS |= {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 
 Speculation = Literal["auto", "off"] | int
 StepsHere = Literal["device", "eager", "host"]

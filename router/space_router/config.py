@@ -5,7 +5,9 @@ and how its text is read; the docstring below it is its help, with unit and reas
 share have the names of `space_common.worker_settings.WorkerSettings`.
 """
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -355,6 +357,22 @@ def flag_of(name: str) -> str:
 
 def settings() -> dict[str, tuple[Field[Any], Setting]]:
     return {f.name: (f, f.metadata["setting"]) for f in fields(ServeConfig) if "setting" in f.metadata}
+
+
+_FURTHER_VARIABLES = ("API_KEY", "API_KEYS", "VENV", "WHEEL_KERNELS", "TORCH_INDEX")
+_OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?")  # set for a service that is named spaceserve
+
+
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each variable with this program's prefix that it does not read, with the nearest name."""
+    known = [*(name.upper() for name in settings()), *_FURTHER_VARIABLES]
+    for variable in sorted(environment):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX)
+        if name == variable or name in known or name.startswith("TEST_") or _OF_KUBERNETES.fullmatch(name):
+            continue
+        nearest = difflib.get_close_matches(name, known, n=1)
+        cure = f"; is {ENVIRONMENT_PREFIX}{nearest[0]} meant?" if nearest else ""
+        yield f"{variable[:100]} is set, and nothing reads it{cure}"
 
 
 def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServeConfig:

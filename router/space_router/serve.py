@@ -20,7 +20,7 @@ from space_common.tracing import exporting
 
 from space_router.api.service import Service
 from space_router.app import create_app
-from space_router.config import ServeConfig
+from space_router.config import ServeConfig, unknown_variables
 from space_router.engine.engine import Engine
 from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.loras import LoraNotFound
@@ -52,6 +52,8 @@ def run(config: ServeConfig) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code. Raises ConfigError before anything is started."""
     log_to_stderr(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
+    for line in unknown_variables(os.environ):
+        log.warning("%s", line)
     config = with_default_model(config)
     text = ModelText.load(config)
     if (room := room_for(config.max_connections)) < config.max_connections:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 MAX_DRAFT_LENGTH = 16  # maximum K of `speculation`; no known checkpoint gains from more
 
-_UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "KB": 1000, "MB": 1000**2, "GB": 1000**3}
+_UNITS = {"": 1, "B": 1, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
+_UNITS |= {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 _SIZE = re.compile(r"(\d+(?:\.\d+(?=\s*[A-Za-z]))?)\s*([A-Za-z]*)")  # a fraction needs a unit
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 

@@ -11,7 +11,7 @@ import pytest
 from space_router import cli
 from space_router.api_keys import ApiKey, KeyLimits, RateLimit, plain_keys
 from space_router.api_keys import rate_limits as limits_of
-from space_router.config import ServeConfig, build, settings
+from space_router.config import ServeConfig, build, settings, unknown_variables
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.errors import ConfigError, RateLimited
 from space_router.metrics import Metrics
@@ -349,3 +349,23 @@ def test_a_refusal_names_the_bound_and_takes_nothing(bound: dict[str, int]) -> N
             pytest.fail("it was let in")
     clock.now = 61.0
     assert asks(key, "") is None
+
+
+def test_a_variable_that_nothing_reads_is_named_with_the_nearest_one() -> None:
+    environment = {
+        "SPACESERVE_MAX_QUEU": "5",
+        "SPACESERVE_ENTIRELY_ELSE": "1",
+        "SPACESERVE_MAX_QUEUE": "5",
+        "SPACESERVE_API_KEYS": "secret",
+        "SPACESERVE_SERVICE_HOST": "10.0.0.1",
+        "SPACESERVE_PORT_8080_TCP_ADDR": "10.0.0.1",
+        "PATH": "/bin",
+    }
+    wrong, right = list(unknown_variables(environment))[::-1]
+    assert wrong == "SPACESERVE_MAX_QUEU is set, and nothing reads it; is SPACESERVE_MAX_QUEUE meant?"
+    assert right == "SPACESERVE_ENTIRELY_ELSE is set, and nothing reads it"
+
+
+def test_sizes_are_taken_in_terabytes_too() -> None:
+    assert build({"kv_memory": "10TiB"}, {}).kv_memory == "10TiB"
+    assert build({"max_body": "0.5TB"}, {}).max_body == 500_000_000_000
