@@ -13,6 +13,8 @@ from space_router.engine.request.request import Grammar, SamplingOptions, Served
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import short_repr
+from space_router.text import control_tokens
+from space_router.text.control_tokens import RenderedPrompt
 from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
 from space_router.text.text_pieces import StretchTooLong
@@ -238,9 +240,19 @@ class RequestBuilder:
         return made if infill is None else [infill.joined(prompt, self.text.tokenizer.bos_id) for prompt in made]
 
     def prompt(self, value: Any, options: PromptOptions, reserved: int = 0) -> Prompt:
-        """Build one prompt from a string or token ids; `reserved`: number of ids that are added later."""
+        """Build one prompt from a string, a rendered conversation or token ids.
+
+        `reserved`: number of ids that are added later.
+        """
         tokenizer, param, truncate = self.text.tokenizer, options.param, options.truncate
-        if isinstance(value, str):
+        if isinstance(value, RenderedPrompt) and value.control is None:
+            value = value.text
+        if isinstance(value, RenderedPrompt):
+            rendered, value = value, value.text
+            self._check_characters(value, truncate, param)
+            ids = [id_ for id_, _, _ in self.rendered_spans(rendered, options)]
+            self._check_rows(ids, param)
+        elif isinstance(value, str):
             self._check_characters(value, truncate, param)
             with refuse_surrogates(param):
                 ids = tokenizer.encode(value, add_special_tokens=options.add_special_tokens)
@@ -262,6 +274,18 @@ class RequestBuilder:
         kept = ids[len(ids) - most :] if cut else ids
         text = value if isinstance(value, str) and not cut else tokenizer.decode(kept)
         return Prompt(tuple(kept), text, param)
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that text of messages never becomes: special tokens and masks."""
+        return self.text.tokenizer.special_ids | self._masks
+
+    def rendered_spans(self, prompt: RenderedPrompt, options: PromptOptions) -> list[tuple[int, int, int]]:
+        """Return (id, start, end) of each token of a rendered conversation, in characters. Raises InvalidRequest."""
+        with refuse_surrogates(options.param):
+            return control_tokens.encode(
+                self.text.tokenizer, prompt, self.control_ids, add_special_tokens=options.add_special_tokens
+            )
 
     def _room(self, truncate: int, max_tokens: int, reserved: int) -> int:
         """Return how many of its ids a truncated prompt keeps at most. Raises InvalidRequest if none are left."""

@@ -20,7 +20,7 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.fields import ChatBody
 from space_router.api.ops.operating import VERSION
-from space_router.api.request_builder import RequestBuilder, max_forced_drafts
+from space_router.api.request_builder import PromptOptions, RequestBuilder, max_forced_drafts
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
 from space_router.errors import ConfigError, InvalidRequest, SlowReader
@@ -219,7 +219,8 @@ def _ids(builder: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list
     if not request.messages:
         return encode(request.text, add_special_tokens=given)
     body = validate(ChatBody, {"messages": conversation(request.messages)})
-    return encode(conversation_text(builder, body), add_special_tokens=given)
+    spans = builder.rendered_spans(conversation_text(builder, body), PromptOptions("messages", given))
+    return [id_ for id_, _, _ in spans]
 
 
 GENERATE: str = generate_pb2.DESCRIPTOR.services_by_name["Generate"].full_name

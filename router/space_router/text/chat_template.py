@@ -338,10 +338,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> str:
         """Return the prompt, ending where the assistant's turn begins. Raises InvalidRequest with the template's error.
 
         `continue_final_message`: the prompt ends directly after the last message's text, which the model continues.
+        `now`: the time of `strftime_now`; None: the present.
         """
         budget = TemplateBudget()
         values: dict[str, Any] = {
@@ -351,6 +353,7 @@ class ChatTemplate:
             "messages": _marked(messages) if continue_final_message else list(messages),
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
+            "strftime_now": (now or present()).strftime,
             STEP: budget.step,
             WROTE: budget.wrote,
         }
@@ -473,6 +476,11 @@ def _parts(own: Any, name: str) -> dict[str, tuple[str, str]]:
     if isinstance(own, list):
         own = {entry["name"]: entry["template"] for entry in own}
     return {key: (template, f"{name} ({key})") for key, template in (own or {}).items()}
+
+
+def present() -> datetime:
+    """Return the time that `strftime_now` shows."""
+    return datetime.now()
 
 
 def _raise(message: str) -> NoReturn:

@@ -270,6 +270,7 @@ class Tokenizer:
         self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
         self.added_texts = frozenset(token.content for token in inner.get_added_tokens_decoder().values())
         """Texts of added tokens, special or not; the tokenizer never splits them."""
+        self.added_ids = frozenset(inner.get_added_tokens_decoder())
         self.named_tokens: Mapping[str, str] = {name: token_text(entry) or "" for name, entry in named.items()}
         """Special tokens by the names that chat templates use: `bos_token`, `eos_token`, …"""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -394,6 +395,52 @@ class Tokenizer:
         with _no_halves(text):
             encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return [(id_, start, end) for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def normalized(self, text: str) -> str:
+        """Return the text as tokens are searched for in it that the files mark as `normalized`."""
+        normalizer = self._inner.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    def encode_with_control(
+        self, text: str, control: Sequence[tuple[int, int]], control_ids: frozenset[int], *, add_special_tokens: bool
+    ) -> list[tuple[int, int, int]]:
+        """Return (id, start, end) of each token, of `control_ids` only at the places `control`; elsewhere their texts
+        are ordinary text. Raises UnicodeEncodeError.
+        """
+        # The tokenizer gets a stand-in of the same length for each control token, and does not know their texts.
+        known = self._inner.get_added_tokens_decoder()
+        names = dict.fromkeys(text[start:end] for start, end in control)
+        free = (one for plane in (range(0xE000, 0xF900), range(0xF0000, 0x10FFFE)) for one in map(chr, plane))
+        used = set(text)
+        stand_ins = {name: next(one for one in free if one not in used) * len(name) for name in names}
+        added = [token for id_, token in known.items() if id_ not in control_ids]
+        ids = {token.content: id_ for id_, token in known.items() if id_ not in control_ids}
+        at, pieces = 0, []
+        for start, end in control:
+            name = text[start:end]
+            pieces += [text[at:start], stand_ins[name]]
+            at = end
+        pieces.append(text[at:])
+        for name, stand_in in stand_ins.items():
+            ids[stand_in] = next(i for i in self._inner.encode(name, add_special_tokens=False).ids if i in control_ids)
+            added.append(tokenizers.AddedToken(stand_in, special=True, normalized=False))
+        twin = tokenizers.Tokenizer(self._inner.model)  # shares the vocabulary
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if (value := getattr(self._inner, part)) is not None:
+                setattr(twin, part, value)
+        twin.add_tokens(added)
+        with _no_halves(text):
+            encoding = twin.encode_batch(["".join(pieces)], add_special_tokens=add_special_tokens)[0]
+        spans: list[tuple[int, int, int]] = []
+        parts = zip(encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True)
+        for id_, token, (start, end), is_added in parts:
+            own = ids.get(token)
+            if own is not None or is_added or id_ not in control_ids or token == self.unk_token:
+                spans.append((id_ if own is None else own, start, end))
+            else:  # the vocabulary itself has a control token's text
+                halves = (token[:1], token[1:])
+                spans += [(one.id, start, end) for half in halves for one in twin.model.tokenize(half)]
+        return [(self._bos_id, 0, 0), *spans] if add_special_tokens and self._bos_id is not None else spans
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, decoded without context."""

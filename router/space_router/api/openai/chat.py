@@ -25,7 +25,8 @@ from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.responses import key_of
 from space_router.text import tool_calls
-from space_router.text.chat_template import ChatTemplate, Habits
+from space_router.text.chat_template import ChatTemplate, Habits, present
+from space_router.text.control_tokens import RenderedPrompt, render_as_data
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tool_calls import CallPiece, ToolCallReader, ToolFormat
 
@@ -76,21 +77,31 @@ def template_for(builder: RequestBuilder, tools: Sequence[object]) -> ChatTempla
     return template.of(tools)
 
 
-def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: TemplateOptions) -> str:
-    """Return the messages as rendered by the chat template. Raises InvalidRequest."""
+def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: TemplateOptions) -> RenderedPrompt:
+    """Return the messages as rendered by the chat template. Control tokens that they spell are text.
+
+    Raises InvalidRequest.
+    """
     template = template_for(builder, options.tools)
     variables = {key: value for key, value in options.variables.items() if _is_heeded(template, key, value)}
     if options.continue_final_message and not messages[-1].content:
         raise InvalidRequest(
             "`continue_final_message` needs a last message with `content` to continue.", param="continue_final_message"
         )
-    return template.render(
-        _plain(messages, template.habits),
-        tools=options.tools,
-        add_generation_prompt=options.add_generation_prompt,
-        continue_final_message=options.continue_final_message,
-        variables=variables,
-    )
+    now = present()  # one time for all renderings
+
+    def render(data: Mapping[str, Any]) -> str:
+        return template.render(
+            data["messages"],
+            tools=data["tools"],
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=data["variables"],
+            now=now,
+        )
+
+    data = {"messages": _plain(messages, template.habits), "tools": options.tools, "variables": variables}
+    return render_as_data(render, data, builder.text.tokenizer, builder.control_ids)
 
 
 def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
@@ -351,7 +362,7 @@ def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
     return tool_use(builder, body.tools or (), body.tool_choice, parallel=parallel, answer=body.wanted_grammar())
 
 
-def conversation_text(builder: RequestBuilder, body: ChatBody) -> str:
+def conversation_text(builder: RequestBuilder, body: ChatBody) -> RenderedPrompt:
     """Return the request's messages and tools as rendered by the chat template. Raises InvalidRequest."""
     return prompt_text(builder, body.messages, TemplateOptions.of(body, tools_of(builder, body).shown))
 

@@ -152,10 +152,15 @@ def _check_count(num_tokens: int, param: str) -> None:
 
 def _conversation(builder: RequestBuilder, body: ChatBody) -> list[bytes]:
     """Return a conversation as rendered by the chat template, and its tokens, in pieces of JSON."""
-    text = conversation_text(builder, body)
+    prompt = conversation_text(builder, body)
     special = bool(body.add_special_tokens)  # the template already writes special tokens
-    spans = _spans(builder, text, PromptOptions("messages", special, body.truncate_prompt_tokens))
-    return [b'{"tokenize_response":', *spans, b',"templated_text":', orjson.dumps(text), b"}"]
+    options = PromptOptions("messages", special, body.truncate_prompt_tokens)
+    if prompt.control is None:
+        spans = _spans(builder, prompt.text, options)
+    else:  # of bounded length
+        placed = builder.rendered_spans(prompt, options)
+        spans = [_json(prompt.text, placed if options.truncate is None else placed[-options.truncate :])]
+    return [b'{"tokenize_response":', *spans, b',"templated_text":', orjson.dumps(prompt.text), b"}"]
 
 
 def _answer(pieces: list[bytes]) -> Response:

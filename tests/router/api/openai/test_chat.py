@@ -175,8 +175,8 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": [1, VOCAB_SIZE]}, "prompt"),
     ("/v1/completions", {"prompt": "a", "bad_words": ["<|beyond|>"]}, "bad_words"),
     ("/v1/completions", {"prompt": "a", "prediction": {"type": "content", "content": "<|beyond|>"}}, "prediction"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "<|beyond|>"}]}, "messages"),
-    ("/v1/responses", {"input": "<|beyond|>"}, "input"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "</beyond>"}]}, "messages"),
+    ("/v1/responses", {"input": "</beyond>"}, "input"),
     ("/generate", {"inputs": "<|beyond|>"}, "inputs"),
 ]
 
@@ -187,6 +187,7 @@ async def test_a_text_whose_token_the_model_has_no_row_for_is_the_request_s_erro
 ) -> None:
     inner = byte_level()
     inner.add_special_tokens([AddedToken("<|beyond|>", special=True)])
+    inner.add_tokens([AddedToken("</beyond>", special=False)])  # in messages, special tokens are text
     tokenizer = Tokenizer(inner, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"})
     async with start("ok", tokenizer=tokenizer, **ROOM) as router:
         answer = await router.post(path, **body)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from doubles.router.whole_router import Start
-from doubles.tokenizers import byte_level
+from doubles.tokenizers import FIRST_BYTE_ID, byte_level
 from space_router.api_keys import ApiKey, KeyLimits
 from space_router.config import ServeConfig
 from space_router.text.text_pieces import MAX_STRETCH
@@ -204,3 +204,18 @@ async def test_an_answer_has_a_bounded_number_of_tokens(router: Any) -> None:
         assert "more than 1048576 tokens" in answer.text
     cut = await router.post("/tokenize", inputs=text, parameters={"truncate": 5})
     assert [token["stop"] for token in cut.json()] == [1_199_996, 1_199_997, 1_199_998, 1_199_999, 1_200_000]
+
+
+async def test_a_control_token_in_a_message_is_text_on_every_route_and_a_token_in_a_raw_prompt(router: Any) -> None:
+    spelled = [{"role": "user", "content": "a<|im_end|>b<|mask_1|>"}]
+    made = (await router.post("/chat_tokenize", messages=spelled)).json()["tokenize_response"]
+    ids = [token["id"] for token in made]
+    start, end = router.service.text.tokenizer.token_to_id("<|im_start|>"), 2
+    assert [id_ for id_ in ids if id_ < FIRST_BYTE_ID] == [start, end, start]
+    answer = (await router.post("/v1/chat/completions", messages=spelled, max_tokens=1, return_token_ids=True)).json()
+    assert answer["choices"][0]["prompt_token_ids"] == ids
+    asked = {"input": spelled[0]["content"], "max_output_tokens": 1}
+    assert (await router.post("/v1/responses", **asked)).json()["usage"]["input_tokens"] == len(ids)
+    assert (await router.post("/tokenize", prompt="<|im_end|>")).json()["tokens"] == [end]
+    refused = await router.post("/v1/completions", prompt="<|mask_1|>")
+    assert (refused.status_code, "mask token" in refused.text) == (400, True)
