@@ -105,6 +105,9 @@ class SamplingOptions:
     min_tokens: int = 0
 
 
+_LORA_SALT = "lora "
+
+
 @dataclass(frozen=True)
 class ServedLora:
     """An ordinary LoRA adapter, which changes text, keys and values."""
@@ -151,7 +154,11 @@ class ValidRequest:
     @property
     def prefix_salt(self) -> str:
         """What its keys and values depend on besides ids: requests with another salt share no prefix."""
-        return self.cache_salt if self.lora is None else f"lora {self.lora.digest}\0{self.cache_salt}"
+        if self.lora is None and not self.cache_salt.startswith(_LORA_SALT):
+            return self.cache_salt
+        # A client's salt that looks like a LoRA's is another one than any LoRA's.
+        digest = "none" if self.lora is None else self.lora.digest
+        return f"{_LORA_SALT}{digest}\0{self.cache_salt}"
 
     @property
     def can_end_early(self) -> bool:
