@@ -17,7 +17,7 @@ BOUNDS = {  # field -> values outside of it
     "repetition_penalty": [0, -1, "x"],
     "logit_bias": [{"a": 1}, {"1": 101}, {"1": "x"}, {"999999999": 1}, {"-1": 1}, [1]], "bad_words": [[""], "x", [1]],
     "allowed_token_ids": [[], [-1], [10**8], ["a"]],
-    "stop": [[""], "", 5, [5], ["a"] * 5, ["a"] * 10_000, ["x" * 5000]], "stop_token_ids": [[-1], [10**8], "a"],
+    "stop": [[""], "", 5, [5], ["a"] * 17, ["a"] * 10_000, ["x" * 5000]], "stop_token_ids": [[-1], [10**8], "a"],
     "n": [0, -1, 1.5, 10**6], "seed": [-(2**64), 2**64, 1.5, "x"], "stream": ["yes", 1],
     "stream_options": [[], {"include": True}], "speculation": ["fast", -1, 1.5, 99], "prompt_logprobs": [-1, 21],
     "priority": [2**31, "high"], "timeout": [0, -1, "soon"], "request_id": ["", "a b", "x" * 200],

@@ -87,7 +87,7 @@ def prefix_of(known: int, *, k: int, block_size: int, window: int, max_pages: in
     state.put(0, admission)
     layout = DraftLayout.full(k, k) if k else DraftLayout.plain()
     laid_out = rows(state, StepIndex.of(1, layout))
-    pattern = batch_pattern((((k + 1, layout, None), 1),), (49,) * k, (), CPU)
+    pattern = batch_pattern((((k + 1, layout, None, None), 1),), (49,) * k, (), CPU)
     columns = state.page_table[:, :pages]
     tables = StepTables(PatternTables.of(pattern.rows, CPU), laid_out.starts, columns, block_size, laid_out.num_written)
     return PrefixRows.of(tables.as_rows(pattern.rows))
