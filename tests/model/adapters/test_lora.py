@@ -71,12 +71,25 @@ CASES: list[tuple[str, str, type, int | None]] = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[3]}")
 def test_a_row_s_bits_depend_on_its_own_lora_alone(case: tuple[str, str, type, int | None], tmp_path: Path) -> None:
     family, dtype, network, adapter_rank = case
+    check_rows(family, {"dtype": dtype}, network, adapter_rank, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "weights", "network"),
+    [("llama", "int8", CompiledLlama), ("qwen2", "int4", CompiledLlama), ("phi3", "int4", TransformersNetwork)],
+)
+def test_loras_act_on_quantised_bases(family: str, weights: str, network: type, tmp_path: Path) -> None:
+    check_rows(family, {"dtype": "bfloat16", "weights": weights}, network, 3, tmp_path)
+
+
+def check_rows(family: str, settings: dict[str, Any], network: type, adapter_rank: int | None, tmp_path: Path) -> None:
+    """Compare steps of mixed LoRAs with steps of each sequence alone, and of no LoRA with those of the bare model."""
     base = tiny_checkpoint(tmp_path / "base", family, seed=1, adapter_rank=adapter_rank)
     loras = {
         "wide": tiny_lora(tmp_path / "wide", base, rank=4, seed=5),
         "few": tiny_lora(tmp_path / "few", base, rank=7, seed=6, linears=FEW),
     }
-    model, bare = load_model(base, dtype=dtype, loras=loras), load_model(base, dtype=dtype)
+    model, bare = load_model(base, loras=loras, **settings), load_model(base, **settings)
     assert type(model._network) is network
     plain = step(bare, (None,) * 3)
     alone = {lora: {n: step(model, (lora,) * 3, (n,))[n] for n in range(3)} for lora in (None, 0, 1)}
