@@ -45,6 +45,8 @@ WHITESPACE = r" |\n[ \t]{0,40}"
 """Between the parts of a JSON text: nothing, a space, or a line break and indentation. Bounded, so that a model cannot
 repeat it forever."""
 
+AS_ANY_OF = {"coerce_one_of": True}  # the library does not enforce that just one branch of `oneOf` matches
+
 _MOST_IDS = 1 << 20
 
 _OPTIONS = '%llguidance {"no_forcing": true}'  # forced text would have to be tokenized exactly as the tokenizer does
@@ -113,7 +115,7 @@ def _json_schema(source: str) -> str:
     if "x-guidance" in schema:
         raise GrammarError("`x-guidance` is not taken in a schema.")
     _check_depth(schema)
-    return f"start: %json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+    return f"start: %json {json.dumps(schema | {'x-guidance': {**AS_ANY_OF, 'whitespace_pattern': WHITESPACE}})}"
 
 
 def _json_object(source: str) -> str:

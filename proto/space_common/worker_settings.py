@@ -151,6 +151,12 @@ def flag(default: str | None, help: str | None, parse: Callable[[str], Any] = st
     return field(default=value, metadata={"default": default, "help": help, "parse": parse, **more})
 
 
+def named_folders(help: str) -> Any:
+    """Return a field that is a repeatable flag NAME=FOLDER."""
+    metadata = {"default": None, "action": "append", "parse": _adapter, "metavar": "NAME=FOLDER", "help": help}
+    return field(default=(), metadata=metadata)
+
+
 def switch(help: str) -> Any:
     """Return a field that is a flag with the values on and off; off is the default."""
     return field(default=False, metadata={"default": "off", "help": help, "parse": str, "choices": ("on", "off")})
@@ -239,25 +245,11 @@ class WorkerSettings:
     )
     space_mask_ids: tuple[int, ...] | None = flag(None, "comma-separated: one shared id, or one per mask", _ids)
     space_num_masks: int | None = flag(None, "masks per group", at_least(1))
-    adapter: tuple[tuple[str, str], ...] = field(  # name and folder of each beside the checkpoint's own
-        default=(),
-        metadata={
-            "default": None,
-            "action": "append",
-            "parse": _adapter,
-            "metavar": "NAME=FOLDER",
-            "help": "a gated adapter that drafts for requests naming it; repeatable",
-        },
+    adapter: tuple[tuple[str, str], ...] = named_folders(  # beside the checkpoint's own
+        "a gated adapter that drafts for requests naming it; repeatable"
     )
-    lora: tuple[tuple[str, str], ...] = field(  # name and folder of each
-        default=(),
-        metadata={
-            "default": None,
-            "action": "append",
-            "parse": _adapter,
-            "metavar": "NAME=FOLDER",
-            "help": "an ordinary LoRA adapter, as peft saved it, for requests naming it; repeatable",
-        },
+    lora: tuple[tuple[str, str], ...] = named_folders(
+        "an ordinary LoRA adapter, as peft saved it, for requests naming it; repeatable"
     )
     synthetic_acceptance: tuple[float, ...] | None = flag(
         None,

@@ -3,7 +3,7 @@
     y[rows] += scale · B·(A·x[rows])        scale = lora_alpha / r, or lora_alpha / sqrt(r) with rsLoRA
 
 All rows of a sequence have its LoRA: prompt, chain and masks; on mask rows the delta of a gated adapter is added, too.
-Keys and values depend on it, so a LoRA is known by its content's hash (space_common/lora_files.py).
+Keys and values depend on it, so a LoRA is known by its content's hash (space_common.files.hash_lora).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class LayerKV(NamedTuple):
 
     kv_heads: int
     head_dim: int
-    source: int  # the layer whose pages it reads; its own number: it has pages, and writes them
+    source: int  # number of the layer whose pages it reads; its own if it stores keys and values
     value_size: int | None = None  # numbers of a value; None: as many as of a key
 
     @property

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
-from pairwise import covering_cases
+from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint
@@ -58,21 +57,12 @@ def checkpoint(folder: Path, family: str, **options: int | None) -> Path:
     return tiny_checkpoint(folder, family, seed=1, tie_word_embeddings=False, **(sizes | options))
 
 
-def cover(**narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
-    cases = covering_cases({"model": MODELS, **AXES, **narrowed}, strength=2)
-    return [(case.pop("model"), Cell(**case)) for case in cases]
-
-
-def name_of(value: object) -> str | None:
-    return str(value) if isinstance(value, Cell) else None
-
-
-@pytest.mark.parametrize(("model", "cell"), cover(**FEW), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FEW), ids=cell_name)
 def test_gated_drafts_leave_the_base_s_text(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(**FEW | {"model": ("own-deepseek_v3",)})[::3], ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FEW | {"model": ("own-deepseek_v3",)})[::3], ids=cell_name)
 def test_gated_drafts_leave_the_text_of_a_base_with_latent_attention(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -80,7 +70,7 @@ def test_gated_drafts_leave_the_text_of_a_base_with_latent_attention(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=MODELS), ids=cell_name)
 def test_gated_drafts_leave_the_base_s_text_under_every_two_conditions(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell
-from pairwise import covering_cases
+from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
 from space_common.files import hash_lora
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
@@ -52,27 +51,18 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     return find
 
 
-def cover(**narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
-    cases = covering_cases({"model": MODELS, **AXES, **narrowed}, strength=2)
-    return [(case.pop("model"), Cell(**case)) for case in cases]
-
-
-def name_of(value: object) -> str | None:
-    return str(value) if isinstance(value, Cell) else None
-
-
-@pytest.mark.parametrize(("model", "cell"), cover(**FEW), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FEW), ids=cell_name)
 def test_drafts_leave_the_text_of_each_lora(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(**FEW | {"model": ("own-deepseek_v3",)})[::4], ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FEW | {"model": ("own-deepseek_v3",)})[::4], ids=cell_name)
 def test_drafts_leave_the_text_of_each_lora_of_compressed_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=MODELS), ids=cell_name)
 def test_drafts_leave_the_text_of_each_lora_under_every_two_conditions(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:

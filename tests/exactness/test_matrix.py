@@ -9,27 +9,26 @@ from itertools import product
 import pytest
 import torch
 from doubles.gguf_files import write_gguf
-from exactness_matrix import AXES, LAYOUTS, PROCESSORS, TEMPERATURES, Cell, Subject, check_cell
-from pairwise import covering_cases
+from exactness_matrix import (
+    AXES,
+    FAMILIES,
+    LAYOUTS,
+    PROCESSORS,
+    TEMPERATURES,
+    Cell,
+    Subject,
+    cell_name,
+    check_cell,
+    cover,
+)
 from quantized_testing import write_quantized
 from space_model.loading.load import load_model
 from space_model.testing import tiny_adapter, tiny_checkpoint
 
 Subjects = Callable[..., Subject]
 
-FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
 FEW_LAWS = {"temperature": (0.0, 0.8), "processor": ("none", "repetition", "top_p"), "context": ("short",)}
 """For the embedded model, whose steps are not tiny."""
-
-
-def name_of(value: object) -> str | None:
-    return str(value) if isinstance(value, Cell) else None
-
-
-def cover(strength: int, **narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
-    """(model, cell) such that every `strength` conditions meet somewhere."""
-    cases = covering_cases({"model": FAMILIES, **AXES, **narrowed}, strength=strength)
-    return [(case.pop("model"), Cell(**case)) for case in cases]
 
 
 def conditions() -> list[tuple[str, Cell]]:
@@ -47,12 +46,12 @@ def conditions() -> list[tuple[str, Cell]]:
     return cells
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2), ids=cell_name)
 def test_space_is_plain_bit_by_bit(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, model=("qwen2_vl",)), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("qwen2_vl",)), ids=cell_name)
 def test_space_is_plain_bit_by_bit_with_the_text_part_of_a_model_that_sees(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -62,19 +61,19 @@ def test_space_is_plain_bit_by_bit_with_the_text_part_of_a_model_that_sees(
 FORCED = {"model": ("llama", "gemma2"), "layout": ("forced",), "company": ("batch",)}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, **FORCED, **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FORCED, **FEW_LAWS), ids=cell_name)
 def test_space_is_plain_bit_by_bit_with_drafts_that_requests_command(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=cell_name)
 def test_space_is_plain_bit_by_bit_with_the_embedded_model(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name)
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_it_is_so_with_compiled_operations_and_without(
     model: str, cell: Cell, attention: str, subject_of: Subjects
@@ -84,7 +83,7 @@ def test_it_is_so_with_compiled_operations_and_without(
     check_cell(subject, cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name)
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("int8", "auto"), ("int8", "torch"), ("fp8", "auto"), ("int4", "auto"), ("int4", "torch")],
@@ -122,7 +121,9 @@ def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subje
 
 
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+    ("model", "cell"),
+    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS),
+    ids=cell_name,
 )
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_it_is_so_with_the_blocks_of_a_gguf(
@@ -152,7 +153,9 @@ def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subje
 
 
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS), ids=name_of
+    ("model", "cell"),
+    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS),
+    ids=cell_name,
 )
 @pytest.mark.parametrize("kind", ["awq", "gptq 4 bits, one order for all linears", "int4 in groups"])
 def test_it_is_so_with_the_four_bits_of_a_quantised_checkpoint(
@@ -161,7 +164,7 @@ def test_it_is_so_with_the_four_bits_of_a_quantised_checkpoint(
     check_cell(as_packed(kind), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=cell_name)
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
 def test_it_is_so_with_keys_and_values_of_eight_bits(
     model: str, cell: Cell, weights: str, subject_of: Subjects
@@ -175,7 +178,7 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
 @pytest.mark.parametrize(
     ("model", "cell"),
     cover(1, model=("falcon", "bloom", "phi3_longrope"), layout=("k5", "mixed"), **FEW_LAWS),
-    ids=name_of,
+    ids=cell_name,
 )
 def test_it_is_so_with_families_that_attend_by_themselves_or_turn_by_length(
     model: str, cell: Cell, subject_of: Subjects
@@ -189,12 +192,12 @@ LATENT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, **LATENT, temperature=(0.0, 0.8)), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **LATENT, temperature=(0.0, 0.8)), ids=cell_name)
 def test_it_is_so_with_latent_attention(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **LATENT, temperature=(0.0, 0.8)), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **LATENT, temperature=(0.0, 0.8)), ids=cell_name)
 @pytest.mark.parametrize(("kv_dtype", "weights"), [("fp8", "plain"), ("auto", "int4")])
 def test_it_is_so_with_latent_attention_in_other_formats(
     model: str, cell: Cell, kv_dtype: str, weights: str, subject_of: Subjects
@@ -206,7 +209,7 @@ def test_it_is_so_with_latent_attention_in_other_formats(
 ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_LAWS}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **ROUTED), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **ROUTED), ids=cell_name)
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_it_is_so_with_experts_chosen_by_sigmoids_and_a_shared_one(
     model: str, cell: Cell, weights: str, subject_of: Subjects
@@ -214,12 +217,12 @@ def test_it_is_so_with_experts_chosen_by_sigmoids_and_a_shared_one(
     check_cell(subject_of(model, cell.dtype if weights == "plain" else "bfloat16", weights=weights), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("gpt_oss",)})), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("gpt_oss",)})), ids=cell_name)
 def test_it_is_so_with_attention_sinks(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("llama4",)})), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **(ROUTED | {"model": ("llama4",)})), ids=cell_name)
 def test_it_is_so_with_chunks_of_positions_and_experts_of_scaled_rows(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -229,13 +232,13 @@ def test_it_is_so_with_chunks_of_positions_and_experts_of_scaled_rows(
 UNEQUAL_LAYERS: dict[str, tuple[object, ...]] = {"model": ("gemma4", "gemma4_moe"), "layout": ("k5", "mixed")}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **UNEQUAL_LAYERS, **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **UNEQUAL_LAYERS, **FEW_LAWS), ids=cell_name)
 def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_LAWS), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_LAWS), ids=cell_name)
 def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -244,7 +247,7 @@ def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=name_of
+    ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name
 )
 @pytest.mark.parametrize(
     "held", [{"weights": "int8"}, {"weights": "fp8"}, {"weights": "fp8", "kv_dtype": "fp8"}, {"weights": "int4"}]
@@ -257,7 +260,7 @@ def test_every_two_conditions_with_eight_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(2, model=("falcon", "bloom", "phi3_longrope"), **FEW_LAWS), ids=name_of
+    ("model", "cell"), cover(2, model=("falcon", "bloom", "phi3_longrope"), **FEW_LAWS), ids=cell_name
 )
 def test_every_two_conditions_with_families_that_attend_by_themselves_or_turn_by_length(
     model: str, cell: Cell, subject_of: Subjects
@@ -267,7 +270,7 @@ def test_every_two_conditions_with_families_that_attend_by_themselves_or_turn_by
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("model", "cell"), cover(3), ids=name_of)
+@pytest.mark.parametrize(("model", "cell"), cover(3), ids=cell_name)
 def test_every_three_conditions_together(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 

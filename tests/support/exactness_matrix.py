@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pairwise import covering_cases
 from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import DRAFTS, RIGHT, Future, ScriptedDrafts, first_difference
 from space_eval.acceptance.equivalence import describe_difference as describe
@@ -304,6 +305,20 @@ def make_worker(
         sources=sources,
         loras=model.loras,
     )
+
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gemma3")
+
+
+def cover(strength: int, *, model: Sequence[str] = FAMILIES, **narrowed: tuple[object, ...]) -> list[tuple[str, Cell]]:
+    """Return models and cells such that every `strength` conditions meet in one; `narrowed`: axes with fewer values."""
+    cases = covering_cases({"model": tuple(model), **AXES, **narrowed}, strength=strength)
+    return [(case.pop("model"), Cell(**case)) for case in cases]
+
+
+def cell_name(value: object) -> str | None:
+    """Return the id of a cell as a test's parameter, None for other parameters."""
+    return str(value) if isinstance(value, Cell) else None
 
 
 def check_cell(subject: Subject, cell: Cell) -> None:

@@ -234,20 +234,24 @@ def _compare(model: SpaceModel, model_type: str, folder: Path) -> tuple[float, b
     bits.
     """
     ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
-    whole = _logits(model, ids, (NUM_TOKENS,))
+    whole = paged_logits(model, ids, (NUM_TOKENS,))
     config = AutoConfig.from_pretrained(folder)
     config = getattr(config, "thinker_config", config)  # a model that also speaks writes with this part
     keywords = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
     dense = _auto_class(model_type).from_pretrained(folder, **keywords).eval()
     wanted = dense(torch.tensor([ids]), use_cache=False).logits[0].float()[:, : whole.shape[1]]
     difference = float((whole - wanted).abs().max() / wanted.abs().max())
-    return difference, torch.equal(_logits(model, ids, CHUNKS), whole)
+    return difference, torch.equal(paged_logits(model, ids, CHUNKS), whole)
 
 
-def _logits(model: SpaceModel, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
+@torch.inference_mode()
+def paged_logits(
+    model: SpaceModel, ids: list[int], chunks: tuple[int, ...], pages: Sequence[int] = (0, 1, 2)
+) -> Tensor:
+    """Return the logits [len(ids), vocabulary] of ids computed in chunks of these lengths, with keys in these pages."""
     kv, parts, start = model.allocate_kv(3, 16), [], 0
     for length in chunks:
-        segment = Segment(ids[start : start + length], start, [0, 1, 2])
+        segment = Segment(ids[start : start + length], start, pages)
         batch = ForwardBatch.build([segment], block_size=16, mask_ids=())
         parts.append(model.logits(model.forward(batch, kv)[:length]))
         start += length
@@ -440,9 +444,9 @@ def _published() -> Iterator[str]:
             tensors = write_published(Path(folder), config)
             model = load_model(folder, dtype="float32")
             ids = [(7 * i + 3) % 100 + 16 for i in range(NUM_TOKENS)]
-            whole, wanted = _logits(model, ids, (NUM_TOKENS,)), DENSE[kind](config, tensors, torch.tensor(ids))
+            whole, wanted = paged_logits(model, ids, (NUM_TOKENS,)), DENSE[kind](config, tensors, torch.tensor(ids))
             difference = float((whole - wanted).abs().max() / wanted.abs().max())
-            is_equal = difference < EQUAL and torch.equal(_logits(model, ids, CHUNKS), whole)
+            is_equal = difference < EQUAL and torch.equal(paged_logits(model, ids, CHUNKS), whole)
         yield f"| `{kind}` | {name} | `{TRANSLATED[kind]}` | {'equal' if is_equal else 'differs'} |"
 
 

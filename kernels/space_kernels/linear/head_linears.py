@@ -25,7 +25,7 @@ class HeadLinears(nn.Module):
         self._structs = (LinearStruct * len(compiled))(*compiled) if len(compiled) == len(weights) else None
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [H, R, in], whose last dimension is dense -> [H, R, out]; `out`: where to write it, of such a layout."""
+        """x [H, R, in] -> [H, R, out], both contiguous in the last dimension. `out`: the tensor to write to."""
         num_heads, num_rows, _ = x.shape
         if out is None:
             out = x.new_empty(num_heads, num_rows, self.out_features)

@@ -188,7 +188,7 @@ def _tiktoken_table(content: bytes) -> dict[bytes, int] | None:
 
 
 def _of_tiktoken(source: Path, ranks: Mapping[bytes, int], files: _Files) -> dict[str, Any]:
-    """Return tokenizer.json of a tiktoken table: byte-level BPE whose merges are ordered by the rank of the result."""
+    """Return tokenizer.json of a tiktoken table: byte-level BPE, merges in the order of the merged token's rank."""
     words = _WORDS.get(files.model_type)
     if words is None:
         raise TokenizerFileError(
@@ -234,7 +234,7 @@ def _of_sentencepiece(source: Path, content: bytes, files: _Files) -> dict[str, 
     model = sentencepiece_model_pb2.ModelProto()
     try:
         model.ParseFromString(content)
-    except Exception as error:  # protobuf's DecodeError, whose place has moved between its versions
+    except Exception as error:  # DecodeError, which protobuf's versions export from different modules
         raise TokenizerFileError(f"{source} is neither a SentencePiece model nor a tiktoken table.") from error
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     if trainer.model_type != trainer.BPE:

@@ -69,7 +69,11 @@ _ONE, _MANY, _NAMED = (
     frozenset({"anyOf", "oneOf", "allOf", "prefixItems"}),
     frozenset({"properties", "patternProperties", "$defs", "definitions"}),
 )
-"""Keywords whose value is a schema, a list of schemas, or schemas by name."""
+"""Keywords of one schema, of a list of schemas, and of schemas by name."""
+
+_ANNOTATIONS = frozenset({"default", "example", "examples", "title", "description", "$comment", "deprecated"})
+"""Keywords that restrict nothing; beside a `$ref` to an outer schema the grammar library takes them for restrictions.
+What they hold is data."""
 
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _DATA = frozenset({"const", "enum"})
@@ -131,19 +135,25 @@ class _SchemaWalk:
                 self._open(key, inner)
             elif key == "format" and not self._is_known(inner, value.get("type")):
                 self._open(f"format: {short_repr(inner)}", inner)
+            elif key == "$schema":
+                if isinstance(inner, str) and (dialect := _dialect(inner)) is not None:
+                    kept[key] = dialect
+            elif key == "$ref" and isinstance(inner, str) and not inner.startswith("#"):
+                self._open(f"$ref: {short_repr(inner)}", inner)  # nothing is fetched
+            elif key not in _DATA | _ANNOTATIONS and isinstance(inner, Mapping):
+                kept[key] = self.object(inner)  # a place of schemas that a `$ref` may name
             elif key in _BOUNDS and isinstance(inner, int | float) and abs(inner) > _MOST_EXACT:
                 self._open(f"{key}: {inner}", inner)
             else:
                 if key in _DATA:
                     self._check_numbers(key, inner)
                 kept[key] = inner
+        if "$ref" in kept:
+            kept = {key: inner for key, inner in kept.items() if key not in _ANNOTATIONS}
         self._patterns(kept)
-        if "oneOf" in kept and "anyOf" not in kept and isinstance(kept["oneOf"], list):
-            if not _are_disjoint(kept["oneOf"]):
-                self._open("oneOf", None)
-            kept["anyOf"] = kept.pop("oneOf")
-        elif "oneOf" in kept:
-            self._open("oneOf", kept.pop("oneOf"))
+        self._sizes(kept)
+        if isinstance(kept.get("oneOf"), list) and not _are_disjoint(kept["oneOf"]):
+            self._open("oneOf", None)  # the grammar takes it for `anyOf`
         return kept
 
     def _open(self, keyword: str, value: Any) -> None:
@@ -154,20 +164,31 @@ class _SchemaWalk:
     @staticmethod
     def _is_known(name: Any, kind: Any) -> bool:
         """Return whether a format is enforced, or only means numbers."""
-        return name in _FORMATS or kind in ("integer", "number")
+        return (isinstance(name, str) and name in _FORMATS) or kind in ("integer", "number")
 
     def _patterns(self, kept: dict[str, Any]) -> None:
         """Leave `patternProperties` open where the grammar cannot tell which pattern a name matches."""
         patterns = kept.get("patternProperties")
         if not isinstance(patterns, Mapping):
             return
-        listed = kept.get("properties") or {}
+        listed = _strings(kept.get("properties"))
         overlaps = len(patterns) > 1 or any(_matches(pattern, name) for pattern in patterns for name in listed)
         if overlaps or any(_NOT_REGULAR.search(pattern) for pattern in patterns):
             self._open("patternProperties", patterns)
             del kept["patternProperties"]
             if kept.get("additionalProperties") is not None:
                 kept["additionalProperties"] = True  # names that only a pattern allows
+
+    def _sizes(self, kept: dict[str, Any]) -> None:
+        """Leave the number of properties open where listed ones are optional, which the grammar does not count."""
+        required = _strings(kept.get("required"))
+        if _strings(kept.get("properties")) <= required:
+            return
+        if isinstance(least := kept.get("minProperties"), int) and least <= len(required):
+            del kept["minProperties"]  # the required ones are as many
+        for key in ("minProperties", "maxProperties"):
+            if key in kept:
+                self._open(key, kept.pop(key))
 
     def _check_numbers(self, key: str, value: Any) -> None:
         """Raise InvalidRequest for a number that would be taken for its neighbour."""
@@ -186,6 +207,20 @@ class _SchemaWalk:
             )
 
 
+def _strings(value: Any) -> frozenset[str]:
+    """Return the strings in a list, or the keys of an object; none of anything else."""
+    return frozenset(one for one in value if isinstance(one, str)) if isinstance(value, list | Mapping) else frozenset()
+
+
+def _dialect(uri: str) -> str | None:
+    """Return a `$schema` as the grammar library knows it, or None for a dialect that would have to be fetched."""
+    if found := re.fullmatch(r"https?://json-schema\.org/draft-0([467])/schema#?", uri):
+        return f"http://json-schema.org/draft-0{found[1]}/schema#"
+    if found := re.fullmatch(r"https?://json-schema\.org/draft/(2019-09|2020-12)/schema#?", uri):
+        return f"https://json-schema.org/draft/{found[1]}/schema"
+    return None
+
+
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a name matches a pattern; True if it is not known."""
     try:
@@ -196,6 +231,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _are_disjoint(branches: Sequence[Any]) -> bool:
     """Return whether no value matches two branches: they are of different types, or a property tells them apart."""
+    if len(branches) < 2:
+        return True
     if not all(isinstance(branch, Mapping) for branch in branches):
         return False
     types = [_types(branch) for branch in branches]
@@ -204,7 +241,7 @@ def _are_disjoint(branches: Sequence[Any]) -> bool:
     values = [_values(branch) for branch in branches]
     if None not in values:
         return not _repeats(values)
-    names = set.intersection(*(set(branch.get("required") or ()) for branch in branches)) if branches else set()
+    names = frozenset.intersection(*(_strings(branch.get("required")) for branch in branches))
     return any(_tells_apart(name, branches) for name in names)
 
 
@@ -227,7 +264,8 @@ def _type_of(value: Any) -> str:
 
 def _tells_apart(name: str, branches: Sequence[Schema]) -> bool:
     """Return whether each branch allows other values of this property."""
-    declared = [(branch.get("properties") or {}).get(name) for branch in branches]
+    properties = [branch.get("properties") for branch in branches]
+    declared = [one.get(name) if isinstance(one, Mapping) else None for one in properties]
     values = [_values(one) if isinstance(one, Mapping) else None for one in declared]
     return None not in values and not _repeats(values)
 

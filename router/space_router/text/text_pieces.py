@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 
 PIECE = 32 * 1024  # characters of a piece, up to its next cut
 MAX_STRETCH = 256 * 1024  # characters that are tokenised at once, where a text has no cut
-MAX_UNCUT = 1024**2  # characters of a text, for a tokenizer whose texts cannot be cut
+MAX_UNCUT = 1024**2  # most characters of a text where the tokenizer has no safe place to cut
 
 _NORMALIZERS = frozenset({"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "Replace"})
 _PRE_TOKENIZERS = frozenset({"Sequence", "ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"})

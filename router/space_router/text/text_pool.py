@@ -12,9 +12,8 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -58,21 +57,6 @@ def checkpoint(num_bytes: int) -> None:
         pool._checkpoint(job, num_bytes)
 
 
-@contextmanager
-def elsewhere() -> Iterator[None]:
-    """Give the turn away while the block waits for another process."""
-    mine = _job.get()
-    if mine is None:
-        yield
-        return
-    pool, job = mine
-    pool._leave(job)
-    try:
-        yield
-    finally:
-        pool._enter(job)
-
-
 class TextPool:
     """Runs jobs in threads, `num_running` at a time.
 
@@ -103,10 +87,6 @@ class TextPool:
         """
         if size < LONG_BODY:
             return function(*args, **kwargs)
-        return await self.run_apart(key, size, function, *args, **kwargs)
-
-    async def run_apart(self, key: str, size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `run`, in a thread however short the body is: for functions that wait for another process."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -171,18 +151,6 @@ class TextPool:
         job.turn.wait()
         if job.abandoned:
             raise Abandoned
-
-    def _leave(self, job: _Job) -> None:
-        with self._lock:
-            self._num_free += 1
-            job.turn.clear()
-            self._dispatch()
-
-    def _enter(self, job: _Job) -> None:
-        with self._lock:
-            self._waiting.append(job)
-            self._dispatch()
-        job.turn.wait()
 
     def _end(self, job: _Job) -> None:
         with self._lock:

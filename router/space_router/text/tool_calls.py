@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
+from space_common.grammar import AS_ANY_OF
+
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 """A coroutine that yields when it needs more text and resumes where it stopped."""
@@ -582,7 +584,7 @@ def recognised(template: str) -> ToolFormat | None:
 SpecialId = Callable[[str], int | None]  # Maps a text to the id of its special token, or None
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by name of tool
 
-_SPACED = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_SPACED = {"x-guidance": {**AS_ANY_OF, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _CALL_KEYS = "name|function|type|id|parameters|arguments"
 
 

@@ -318,7 +318,7 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
         return ()
     count = int(config.num_hidden_layers)
     shapes = [_sizes(one)[1:] for one in layers or [config] * count]
-    stored: dict[str, int] = {}  # kind of layer -> the last one whose keys and values others read
+    stored: dict[str, int] = {}  # layer type -> its last layer that stores keys and values
     found = []
     for number, shape in enumerate(shapes):
         mode = modes[number] if modes else None
@@ -343,7 +343,7 @@ def has_odd_values(config: PreTrainedConfig) -> bool:
 
 
 def name_base(model: PreTrainedModel) -> None:
-    """Give a causal language model whose class names the base of the whole one (Llama 4) the name of its own."""
+    """Set `base_model_prefix` to the model's own decoder. Llama 4's class has that of the whole multimodal model."""
     if model.base_model is model and isinstance(getattr(model, "model", None), PreTrainedModel):
         model.base_model_prefix = "model"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from family_sweep import paged_logits
 from space_kernels.dispatch import ops_for
-from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, InvalidSpaceSection
 from space_model.space_model import SpaceModel
@@ -73,15 +73,8 @@ def write(folder: Path, fields: dict[str, Any]) -> None:
     model.save_pretrained(folder)
 
 
-@torch.inference_mode()
 def logits(model: SpaceModel, chunks: tuple[int, ...] = (len(IDS),)) -> Tensor:
-    kv, parts, start = model.allocate_kv(3, 16), [], 0
-    for length in chunks:
-        segment = Segment(IDS[start : start + length], start, [2, 0, 1])
-        batch = ForwardBatch.build([segment], block_size=16, mask_ids=())
-        parts.append(model.logits(model.forward(batch, kv)[:length]))
-        start += length
-    return torch.cat(parts)
+    return paged_logits(model, IDS, chunks, pages=(2, 0, 1))
 
 
 @torch.inference_mode()

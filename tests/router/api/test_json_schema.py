@@ -1,9 +1,12 @@
 """JSON schemas as clients write them: what is enforced, what is left open and named, and what is refused."""
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from space_common.grammar import lark
 from space_common.worker_errors import CONTRADICTION
@@ -54,6 +57,12 @@ def opened(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ({"type": "object", "properties": None, "required": None}, []),
         ({"type": "integer", "maximum": 2**64 - 1}, ["maximum: 18446744073709551615"]),
         ({"type": "integer", "maximum": 2**53}, []),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}, ["minProperties"]),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "required": ["a"]}, []),
+        ({"type": "object", "properties": {"a": {}}, "maxProperties": 3, "required": ["a"]}, []),
+        ({"$ref": "other.json#/definitions/a"}, ["$ref: 'other.json#/definitions/a'"]),
+        ({"type": "string", "$schema": "https://json-schema.org/draft-07/schema"}, []),
+        ({"type": "string", "$schema": "https://example.com/own-dialect.json"}, []),
         ({"type": "object", "patternProperties": {"^a": PROPERTY, "b$": PROPERTY}}, ["patternProperties"]),
         ({"type": "object", "properties": {"ab": {"type": "integer"}}, "patternProperties": {"^a": PROPERTY}},
          ["patternProperties"]),
@@ -79,7 +88,7 @@ def test_branches_that_a_property_tells_apart_are_exclusive() -> None:
         return {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
 
     kept, named = opened({"oneOf": [branch("a"), branch("b")]})
-    assert kept == {"anyOf": [branch("a"), branch("b")]}
+    assert kept == {"oneOf": [branch("a"), branch("b")]}
     assert named == []
     assert opened({"oneOf": [branch("a"), branch("a")]})[1] == ["oneOf"]
 
@@ -100,6 +109,41 @@ def test_names_that_only_an_open_pattern_allows_stay_possible() -> None:
 def test_numbers_that_are_taken_for_their_neighbours_are_refused(schema: dict[str, Any], strict: bool) -> None:
     with pytest.raises(InvalidRequest, match=r"numbers beyond 2\^53 are not exact"):
         enforceable({"properties": {"x": schema}}, "response_format", strict=strict)
+
+
+def test_schemas_are_enforceable_wherever_references_find_them() -> None:
+    own = {"type": "array", "uniqueItems": True}
+    kept, named = opened({"$ref": "#/own/deep", "own": {"deep": own}, "oneOf": [{"$ref": "#/own/deep"}]})
+    assert kept["own"]["deep"] == {"type": "array"}
+    assert named == ["uniqueItems"]
+
+
+def test_a_model_that_contains_itself_may_have_a_default_beside_the_reference() -> None:
+    child = {"$ref": "#/$defs/Node", "default": None, "title": "Child", "description": "as pydantic writes it"}
+    node = {"type": "object", "properties": {"child": child}, "required": ["child"]}
+    assert opened({"$ref": "#/$defs/Node", "$defs": {"Node": node}})[1] == []
+
+
+KEYWORDS = [
+    *("type", "properties", "required", "items", "enum", "const", "oneOf", "anyOf", "allOf", "not", "if"),
+    *("pattern", "format", "minProperties", "patternProperties", "additionalProperties", "$ref", "$schema"),
+    *("$defs", "uniqueItems", "maximum", "prefixItems", "minLength", "default"),
+]
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4), st.sampled_from(KEYWORDS)
+)
+HOSTILE = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=5),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYWORDS), HOSTILE, max_size=6), st.booleans())
+def test_what_is_no_schema_is_no_failure_of_the_server(schema: dict[str, Any], strict: bool) -> None:
+    with contextlib.suppress(InvalidRequest):
+        json.dumps(enforceable(schema, "tools", strict=strict))
 
 
 def test_data_is_not_read_as_a_schema() -> None:

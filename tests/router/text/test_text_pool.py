@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from space_router.errors import Overloaded
-from space_router.text.text_pool import LONG_BODY, TextPool, checkpoint, elsewhere
+from space_router.text.text_pool import LONG_BODY, TextPool, checkpoint
 
 LONG = LONG_BODY
 
@@ -78,20 +78,6 @@ async def test_bodies_beyond_the_room_are_refused_and_one_key_gets_half_of_it() 
     await asyncio.gather(*first, *second)
     assert await pool.run("a", 100 * LONG, lambda: "alone") == "alone"
     assert pool.num_bytes == 0
-
-
-async def test_a_job_that_waits_for_another_process_holds_nobody_up() -> None:
-    pool, gate = TextPool(1), threading.Event()
-
-    def away() -> str:
-        with elsewhere():
-            gate.wait(30)
-        return "back"
-
-    waiting = asyncio.create_task(pool.run_apart("", 10, away))
-    assert await pool.run("", LONG, lambda: "done") == "done"
-    gate.set()
-    assert await waiting == "back"
 
 
 async def test_an_error_is_the_callers() -> None:

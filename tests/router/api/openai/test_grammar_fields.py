@@ -88,7 +88,8 @@ WRONG = [
      "response_format", "Invalid type: tex"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}, "strict": True}}},
      "response_format", "asks for `not`, which cannot be enforced"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "http://a/b"}}}},
+    ({"response_format": {"type": "json_schema", "json_schema":
+        {"name": "n", "schema": {"$ref": "http://a/b"}, "strict": True}}},
      "response_format", "http://a/b"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs",
      "give one"),
