@@ -48,7 +48,7 @@ def at_least(bound: int) -> Callable[[str], int]:
 
 def parse_amount(text: str) -> int | float:
     """`512MiB` -> bytes (int); `0.9` -> a fraction of the free memory (float)."""
-    digits = text.strip().rstrip("BbKkMmGgIi")
+    digits = text.strip().rstrip("BbKkMmGgTtIi")
     unit = text.strip()[len(digits) :].upper()
     try:
         amount = float(digits)
@@ -59,6 +59,13 @@ def parse_amount(text: str) -> int | float:
     if not unit and amount <= 1 and "." in digits:
         return amount
     return int(amount * _UNITS[unit])
+
+
+def parse_size(text: str) -> int:
+    """`512MiB` -> bytes."""
+    if isinstance(amount := parse_amount(text), float):
+        raise ValueError(f"must be a size such as 8GiB; got {text!r}")
+    return amount
 
 
 def parse_chances(text: str) -> tuple[float, ...]:
@@ -199,6 +206,12 @@ class WorkerSettings:
         "auto",
         "for keys and values: auto, bytes such as 1GiB, or a fraction of free memory",
         lambda text: None if text == "auto" else parse_amount(text),
+    )
+    kv_offload: int | None = flag(  # bytes
+        None,
+        "host memory that keeps blocks of shared prefixes when they must leave --kv-memory (default: none)",
+        parse_size,
+        metavar="SIZE",
     )
     num_blocks: int | None = flag(None, "blocks of keys and values; wins over --kv-memory", at_least(1))
     block_size: int = flag(

@@ -168,6 +168,8 @@ class Command(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     LOAD_LORA_FIELD_NUMBER: _builtins.int
     UNLOAD_LORA_FIELD_NUMBER: _builtins.int
+    OFFLOAD_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORE_BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """exactly once, first: accepts the worker's Hello"""
@@ -196,6 +198,14 @@ class Command(_message.Message):
     def unload_lora(self) -> Global___UnloadLora:
         """no sequence uses it any more"""
 
+    @_builtins.property
+    def offload_blocks(self) -> Global___CopyBlocks:
+        """keep blocks in the host memory of Hello.num_host_blocks"""
+
+    @_builtins.property
+    def restore_blocks(self) -> Global___CopyBlocks:
+        """bring them back"""
+
     def __init__(
         self,
         *,
@@ -206,12 +216,14 @@ class Command(_message.Message):
         drain: Global___Drain | None = ...,
         load_lora: Global___LoadLora | None = ...,
         unload_lora: Global___UnloadLora | None = ...,
+        offload_blocks: Global___CopyBlocks | None = ...,
+        restore_blocks: Global___CopyBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "release", b"release", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "release", b"release", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain", "load_lora", "unload_lora"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain", "load_lora", "unload_lora", "offload_blocks", "restore_blocks"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -634,6 +646,38 @@ class UnloadLora(_message.Message):
 Global___UnloadLora: _TypeAlias = UnloadLora  # noqa: Y015
 
 @_typing.final
+class CopyBlocks(_message.Message):
+    """Copy blocks of keys and values between the KV cache and host memory. Commands after this one see the copies. No
+    running sequence writes to the blocks, and none uses those that are restored into.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the KV cache"""
+
+    @_builtins.property
+    def host_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """for each of them, the block of host memory"""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        host_blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyBlocks: _TypeAlias = CopyBlocks  # noqa: Y015
+
+@_typing.final
 class Drain(_message.Message):
     """Finish all sequences, then exit 0. New Admits are handed back: FINISH_RETURNED."""
 
@@ -725,6 +769,7 @@ class Hello(_message.Message):
     INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -772,6 +817,8 @@ class Hello(_message.Message):
     """of the products, such as amx_bf16 or sm_90: with others the last bits of a text's probabilities differ; "": the worker does not say"""
     mask_format: _builtins.str
     """of the checkpoint's own adapter: space, uno or i-dlm; "": it has none"""
+    num_host_blocks: _builtins.int
+    """blocks of host memory for CopyBlocks, numbered from 0 (0: there is none)"""
     num_head_drafts: _builtins.int
     """most drafts that the checkpoint's own recurrent head makes in a step (0: it has none)"""
     @_builtins.property
@@ -825,11 +872,12 @@ class Hello(_message.Message):
         instruction_set: _builtins.str = ...,
         mask_format: _builtins.str = ...,
         loras: _abc.Iterable[Global___Lora] | None = ...,
+        num_host_blocks: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

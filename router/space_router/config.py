@@ -247,6 +247,10 @@ class ServeConfig:
     kv_memory: str = _own_memory("auto", MEMORY)
     """memory for keys and values: a size (1GiB), or a fraction of what is free (0.9); auto takes 0.9 of what a GPU has
     free, and on a CPU what 64 whole windows need, up to 1GiB and half of what is free"""
+    kv_offload: int | None = _own_memory(None, SIZE)
+    """host memory (8GiB) beside a GPU's --kv-memory: prefixes of earlier requests that must make room there are kept
+    here, and copied back when a request begins with them, which is faster than to compute them again. For long
+    conversations of more users than --kv-memory holds. Per worker; off by default. The text is the same"""
     block_size: int = _own_memory(16, one_of(8, 16, 32, 64, 128, 256, metavar="POSITIONS"))
     """positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster"""
     num_blocks: int | None = _own_memory(None, whole(1, None, "BLOCKS"))
@@ -415,6 +419,11 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             "give one shared id, or one per mask."
         )
     check_lora_names(config)
+    if config.kv_offload is not None and config.tensor_parallel > 1:
+        raise ConfigError(
+            f"--kv-offload does not go with --tensor-parallel {config.tensor_parallel}: only a worker that is one "
+            "process keeps blocks in host memory. Leave it out."
+        )
     if config.model_name in dict(config.adapter):
         raise ConfigError(
             f"--adapter {config.model_name}=...: the model itself is called so. Give the adapter another name, or the "

@@ -70,6 +70,8 @@ POSITIONS = [str(position) for position in range(1, 17)]
 ROW_KINDS = ("chain", "mask", "prefill")
 PHASES = ("forward", "sample", "draft")
 BLOCK_STATES = ("free", "held", "cached")
+HOST_BLOCK_STATES = ("free", "cached")
+COPY_DIRECTIONS = ("to_host", "from_host")
 
 # Seconds. A step of a small CPU model takes ~1 ms, an 8B model on a GPU 3-5 ms, a long prefill chunk up to seconds.
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -203,6 +205,14 @@ class Metrics:
             "prefix_cache_hit_tokens_total", "Prompt tokens whose keys and values were already in shared blocks"
         )
         self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", state=BLOCK_STATES)
+        self.kv_offload_blocks = gauge(
+            "kv_offload_blocks", "Blocks of host memory for what leaves the key/value cache", state=HOST_BLOCK_STATES
+        )
+        self.kv_offload_copied_blocks_total = counter(
+            "kv_offload_copied_blocks_total",
+            "Blocks copied between the key/value cache and host memory",
+            direction=COPY_DIRECTIONS,
+        )
         self.preemptions_total = counter("preemptions_total", "Sequences released to make room and admitted again")
         # One series per sensor; none without sensors.
         self.energy_joules_total = counter("energy_joules_total", "Energy drawn, by device", device=())

@@ -70,6 +70,7 @@ from space_server.device_runner.device_batch import why_on_host
 from space_server.drafts import DraftSources
 from space_server.grammar import Grammars
 from space_server.grpc_server import WorkerService, start_server
+from space_server.kv_offload import choose_host_blocks
 from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
@@ -250,6 +251,18 @@ def build_worker(
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
     kv = model.allocate_kv(num_blocks, size)
+    if config.kv_offload is not None and lead is not None:
+        raise InvalidSetting("--kv-offload does not go with --tensor-parallel: ranks keep no blocks in host memory.")
+    host_blocks = choose_host_blocks(
+        config.kv_offload,
+        block_bytes=facts.kv_bytes_per_token * size,
+        available=free_bytes(torch.device("cpu")),
+    )
+    if host_blocks and facts.device.type == "cpu":
+        _log.warning(
+            "--kv-offload on a CPU: keys and values are in host memory anyway; a larger --kv-memory does the same "
+            "without copies"
+        )
     cost = measured_cost(config, model, kv, watch, steps)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None
@@ -289,11 +302,12 @@ def build_worker(
         eager=steps == "eager",
         grammars=_grammars(source.checkpoint(), facts),
         loras=model.loras if isinstance(model, SpaceModel) else None,
+        num_host_blocks=host_blocks,
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s recurrent_head=%d "
         "adapters=%s loras=%s "
-        "blocks=%d block_size=%d kv_bytes=%d seconds=%.2f",
+        "blocks=%d block_size=%d kv_bytes=%d host_blocks=%d seconds=%.2f",
         facts.name,
         facts.number_format,
         facts.dtype_reason,
@@ -309,6 +323,7 @@ def build_worker(
         num_blocks,
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,
+        host_blocks,
         time.perf_counter() - started,
     )
     return worker

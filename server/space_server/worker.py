@@ -28,6 +28,7 @@ from space_server.drafts import (
 from space_server.engine import EngineCore
 from space_server.grammar import Grammars
 from space_server.host_runner import HostRunner
+from space_server.kv_offload import HostBlocks
 from space_server.machine.memory import give_back_unused, is_lost
 from space_server.model_runner import SequenceOutput, StepModel, StepOutput
 from space_server.scheduled_batch import PrefillBudget
@@ -80,6 +81,7 @@ class Worker:
         eager: bool = False,
         grammars: Grammars | None = None,
         loras: LoadedLoras | None = None,
+        num_host_blocks: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
@@ -89,6 +91,7 @@ class Worker:
         `kv`: KV cache to use; None: allocate one. `device_steps`: sequences past prefill keep their state on the
         device, and their next step is launched before the last one is read. `eager`: no CUDA graphs. `grammars`: the
         grammar compiler; None: requests with a grammar are refused. `loras`: of the model; None: it takes none.
+        `num_host_blocks`: blocks of host memory that keep what leaves the KV cache.
         """
         facts = model.facts
         self.facts = facts
@@ -101,6 +104,7 @@ class Worker:
             self.max_draft_length = min(self.max_draft_length, facts.most_drafts)
         self._sources = sources or DraftSources()
         self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
+        self._host_blocks = HostBlocks(self.kv, num_host_blocks)
         self.synthetic = synthetic
         self.draining = False
         self.cost = cost or StepCost.typical(facts.device.type)
@@ -163,6 +167,7 @@ class Worker:
             vocab_size=facts.vocab_size,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            num_host_blocks=self._host_blocks.num_blocks,
             window=facts.window,
             max_draft_length=self.max_draft_length,
             num_masks=facts.num_masks,
@@ -216,6 +221,12 @@ class Worker:
                 self._load_lora(command.load_lora)
             case "unload_lora":
                 self._unload_lora(command.unload_lora.hash)
+            case "offload_blocks":
+                self._check_copy(command.offload_blocks)
+                self._host_blocks.offload(command.offload_blocks.blocks, command.offload_blocks.host_blocks)
+            case "restore_blocks":
+                self._check_copy(command.restore_blocks)
+                self._host_blocks.restore(command.restore_blocks.blocks, command.restore_blocks.host_blocks)
             case "drain":
                 self.draining = True
             case _:
@@ -232,6 +243,15 @@ class Worker:
         self._started = True
         self._max_prefill_rows = start.max_prefill_rows or self._default_prefill_rows
         self._draft_bound = min(self.max_draft_length, start.max_draft_length)
+
+    def _check_copy(self, copy: pb.CopyBlocks) -> None:
+        """Raise ProtocolError for a copy of blocks that do not exist."""
+        for numbers, most, what in (
+            (copy.blocks, self.num_blocks, "block"),
+            (copy.host_blocks, self._host_blocks.num_blocks, "block of host memory"),
+        ):
+            if len(numbers) != len(copy.blocks) or max(numbers, default=-1) >= most:
+                raise ProtocolError(f"The router copies a {what} that does not exist; there are {most}.")
 
     @contextmanager
     def _failing_alone(self, seq_id: int) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from doubles.router.scenario import Performance, Scenario
+from doubles.router.scenario import Performance, RuleBroken, Scenario
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
@@ -16,6 +16,7 @@ from space_proto import worker_pb2 as pb
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import ValidRequest
 from space_router.metrics import Metrics
+from space_server.kv_offload import HostBlocks
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 
@@ -104,6 +105,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         oracle = Oracle(dice.choice([0, 5, 8, 10]))
         oracle.texts = [[*v.request.prompt_ids, *texts[v.request.request_id]] for v in scenario.visits]
         workers: list[TableWorker] = []
+        num_host_blocks = random.Random(f"host {seed}").choice([4, 30])
         measured = dice.random() < 0.3  # the layouts and draft sources of a server as it is started
 
         def new_worker() -> TableWorker:
@@ -112,6 +114,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
                 controller=None if measured else FixedLayout.full(dice.choice([1, 3, 4])),
                 draft_source=None if measured or on_device else oracle, device_steps=on_device,
                 kv=workers[0]._worker.kv if workers and scenario.num_workers == 1 else None,
+                num_host_blocks=num_host_blocks,
             )  # fmt: skip
             workers.append(TableWorker(worker, len(workers)))
             return workers[-1]
@@ -121,6 +124,7 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         ).run()
         happened = performance.outcomes + sum((worker.accepted for worker in workers), Counter())
         happened["cached"] += performance.num_cached
+        happened["restored"] += performance.num_restored
         happened["preempted"] += performance.num_preemptions
         devices = [worker._worker.engine.device for worker in workers]
         happened["launched"] += sum(device.num_forwards for device in devices if device is not None)
@@ -131,13 +135,21 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
 
 def test_every_request_ends_once_with_the_text_of_its_solo_run(perform: Callable[..., Counter[str]]) -> None:
     happened = sum((perform(seed) for seed in range(10)), Counter())
-    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached"))
+    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached", "restored"))
 
 
 def test_steps_on_a_device_change_nothing_of_that(perform: Callable[..., Counter[str]]) -> None:
     """Among others, pages run out while steps are under way, and the router takes every report as it takes a GPU's."""
     happened = sum((perform(seed, on_device=True) for seed in range(12)), Counter())
-    assert all(happened[one] for one in ("finished", "none", "launched", "cached", "preempted"))
+    assert all(happened[one] for one in ("finished", "none", "launched", "cached", "restored", "preempted"))
+
+
+def test_a_copy_that_does_not_come_back_is_caught(
+    perform: Callable[..., Counter[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostBlocks, "restore", lambda *_: None)
+    with pytest.raises(RuleBroken, match="alone it is"):
+        any(perform(seed) is None for seed in range(10))
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_every_measurement_has_flags_and_runs(name: str) -> None:
 
 def test_removed_benchmarks_name_their_measurement_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     named = [found[1] for line in MOVED.values() if (found := re.search(r"tests/perf ([a-z-]+)`", line))]
-    assert {*named, "loading", "sampling", "sources"} == set(MEASUREMENTS)  # these never were of `bench`
+    assert {*named, "kv-offload", "loading", "sampling", "sources"} == set(MEASUREMENTS)  # these never were of `bench`
     assert bench(["product", "--rows", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("spaceserve bench product was removed; in a checkout, `.venv/bin/python tests/perf matmul`")

@@ -258,12 +258,15 @@ class Engine:
 
     def load(self) -> LoadFigures:
         pools = [scheduler.pool for scheduler in self._schedulers()]
+        offloads = [scheduler.offload for scheduler in self._schedulers()]
         return LoadFigures(
             num_queued=len(self._queue),
             num_running=len(self._open) - len(self._queue),
             blocks_free=sum(pool.num_free for pool in pools),
             blocks_held=sum(pool.num_held for pool in pools),
             blocks_cached=sum(pool.num_cached for pool in pools),
+            host_blocks_free=sum(offload.num_free for offload in offloads),
+            host_blocks_cached=sum(offload.num_cached for offload in offloads),
             num_workers_up=len(pools),
             draining=self._draining,
         )
@@ -381,6 +384,8 @@ class Engine:
         for connection in self.connections:
             if connection.scheduler is not None:
                 connection.scheduler.grant_pages()
+                if any(copied := connection.scheduler.offload.take_copied()):
+                    self._engine_metrics.copied(*copied)
                 connection.flush()
 
     def _deliver(self, update: SequenceUpdate, now: float) -> None:

@@ -125,6 +125,12 @@ class EngineMetrics:
         self._metrics.prompt_tokens_total.inc(live.num_prompt)
         self._metrics.prefix_cache_hit_tokens_total.inc(live.statistics.num_cached)
 
+    def copied(self, num_offloaded: int, num_restored: int) -> None:
+        """Record blocks copied to host memory and back."""
+        copied = self._metrics.kv_offload_copied_blocks_total
+        copied.labels(direction="to_host").inc(num_offloaded)
+        copied.labels(direction="from_host").inc(num_restored)
+
     def tokens(self, live: RequestState, num_tokens: int, now: float) -> None:
         """Record new tokens of a request: the gap since its last ones, per token, observed once per step."""
         if live.last_token is None:
@@ -142,5 +148,8 @@ class EngineMetrics:
         blocks.labels(state="free").set_function(lambda: load().blocks_free)
         blocks.labels(state="held").set_function(lambda: load().blocks_held)
         blocks.labels(state="cached").set_function(lambda: load().blocks_cached)
+        host_blocks = self._metrics.kv_offload_blocks
+        host_blocks.labels(state="free").set_function(lambda: load().host_blocks_free)
+        host_blocks.labels(state="cached").set_function(lambda: load().host_blocks_cached)
         requests.labels(state="queued").set_function(lambda: load().num_queued)
         requests.labels(state="running").set_function(lambda: load().num_running)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class BlockKeys:
@@ -52,6 +52,7 @@ class PagePool:
         # Known blocks without holder, least recently used first. A plain dict would scan the slots of its deleted
         # first entries to find the next one.
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.on_evict: Callable[[int, bytes], None] | None = None  # called with a block and its key
 
     @property
     def num_free(self) -> int:
@@ -65,6 +66,10 @@ class PagePool:
     def num_available(self) -> int:
         """Blocks that `take` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
+
+    def find(self, key: bytes) -> int | None:
+        """Return the block of a key, or None."""
+        return self._block.get(key)
 
     def lookup_prefix(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known prefix of `keys`, without holding them (see `hold`)."""
@@ -101,8 +106,11 @@ class PagePool:
             raise ValueError(f"{num_blocks} blocks asked for, {self.num_available} available")
         while len(self._free) < num_blocks:
             block, _ = self._cached.popitem(last=False)
-            del self._block[self._key.pop(block)]
+            key = self._key.pop(block)
+            del self._block[key]
             self._free.append(block)
+            if self.on_evict is not None:
+                self.on_evict(block, key)
         taken = [self._free.pop() for _ in range(num_blocks)]
         for block in taken:
             self._num_holders[block] = 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
+from space_router.engine.kv_offload import KVOffload, PrefixBlock
 from space_router.engine.pages import PagePool
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Delta, Grammar, ServedLora
@@ -28,8 +29,9 @@ from space_router.engine.request.worker_messages import WorkerModelFacts
 class Placement:
     """The blocks of a possible admission."""
 
-    shared: list[int]  # cached blocks of its prefix
-    num_fresh: int  # further blocks that it needs
+    prefix: list[PrefixBlock]  # known blocks of its prefix
+    shared: list[int]  # of them, those in the KV cache
+    num_fresh: int  # further blocks that it needs, also for what is restored from host memory
 
 
 MAX_KNOWN_GRAMMARS = 64  # remembered, most recently used last; the worker's own cache is bounded too
@@ -78,8 +80,8 @@ class PendingPrefix:
 class PendingPrefixes:
     """The full blocks of admitted prompts until they are in the prefix cache."""
 
-    def __init__(self, pool: PagePool, block_size: int) -> None:
-        self._pool = pool
+    def __init__(self, cache: KVOffload, block_size: int) -> None:
+        self._cache = cache
         self._block_size = block_size
         self._by_key: dict[bytes, WorkerSequence] = {}  # key of a block -> sequence whose prefill computes it
 
@@ -89,7 +91,7 @@ class PendingPrefixes:
             return None
         num_whole = (len(live.ids) - 1) // self._block_size
         keys = live.keys(self._block_size, num_whole)
-        start = num_pending = len(self._pool.lookup_prefix(keys[:num_whole]))
+        start = num_pending = len(self._cache.lookup_prefix(keys[:num_whole]))
         leader = self._by_key.get(keys[start]) if start < num_whole else None
         while leader and num_pending < num_whole and self._by_key.get(keys[num_pending]) is leader:
             num_pending += 1
@@ -135,7 +137,8 @@ class Scheduler:
         """`max_prefill_rows`: prompt rows per step; `max_draft_length`: the server's limit, None for the worker's."""
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
-        self.pending_prefixes = PendingPrefixes(self.pool, facts.block_size)
+        self.offload = KVOffload(self.pool, facts.num_host_blocks)
+        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # sequences that are not released
         self.num_prefill_ahead = 0  # prompt ids that wait in the worker: sum of `_prefill_share`
@@ -189,32 +192,32 @@ class Scheduler:
 
     def _placement(self, live: RequestState) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
-        shared: list[int] = []
+        prefix: list[PrefixBlock] = []
         if live.request.share_prefix and not live.wants_prompt_logprobs:
             # The last id is always computed, into an unshared block: its row gives the next token.
             num_whole = (num_ids - 1) // size
-            shared = self.pool.lookup_prefix(live.keys(size, num_whole)[:num_whole])
+            prefix = self.offload.lookup_prefix(live.keys(size, num_whole)[:num_whole])
         # A long prompt counts at most one step's rows, so that it does not keep short ones out.
         room = PREFILL_STEPS_AHEAD * self._max_prefill_rows - self.num_prefill_ahead
-        if self.num_prefill_ahead and num_ids - len(shared) * size > room:
+        if self.num_prefill_ahead and num_ids - len(prefix) * size > room:
             return None
+        shared = [known.block for known in prefix if not known.is_offloaded]
         num_fresh = _blocks(min(num_ids + 1, self._most_slots(live)), size) - len(shared)
         # Keep one block per running sequence free, so that the new one is not preempted at once. An empty worker has
         # room for every request that `fits`.
         reserve = self.num_running if self.sequences else 0
         if num_fresh + self.pool.num_unheld(shared) + reserve > self.pool.num_available:
             return None
-        return Placement(shared, num_fresh)
+        return Placement(prefix, shared, num_fresh)
 
     def num_ids(self, placement: Placement) -> int:
         """Return the number of ids whose keys and values are already cached."""
-        return len(placement.shared) * self.facts.block_size
+        return len(placement.prefix) * self.facts.block_size
 
     def admit(self, live: RequestState, placement: Placement) -> WorkerSequence:
         """Admit a request with a placement that `placement` has just returned."""
-        self.pool.hold(placement.shared)
-        pages = placement.shared + self.pool.take(placement.num_fresh)
-        num_cached = len(placement.shared) * self.facts.block_size
+        pages = self._take(live, placement)
+        num_cached = self.num_ids(placement)
         # Another worker may draft less than the one that the request was checked against.
         num_forced = min(live.request.num_forced_drafts, self._max_forced_drafts(live))
         sequence = WorkerSequence(
@@ -251,6 +254,18 @@ class Scheduler:
         )
         self._request_pages(sequence)
         return sequence
+
+    def _take(self, live: RequestState, placement: Placement) -> list[int]:
+        """Return the held pages of a placement, in order of position; what host memory has is restored."""
+        self.pool.hold(placement.shared)
+        keys = live.keys(self.facts.block_size, len(placement.prefix)) if placement.prefix else []
+        offloaded = [key for known, key in zip(placement.prefix, keys, strict=False) if known.is_offloaded]
+        fresh = self.offload.take(placement.num_fresh, self._commands, frozenset(offloaded))
+        if not offloaded:
+            return placement.shared + fresh
+        self.offload.restore(fresh[: len(offloaded)], offloaded, self._commands)
+        blocks = iter(fresh)
+        return [next(blocks) if known.is_offloaded else known.block for known in placement.prefix] + list(blocks)
 
     def load_lora(self, lora: ServedLora) -> None:
         """Have the worker load a LoRA, unless it has."""
@@ -381,7 +396,7 @@ class Scheduler:
             num_wanted = sequence.num_wanted(scarce=self._scarce)
             num_given = min(num_wanted, self.pool.num_available)
             if num_given:
-                pages = self.pool.take(num_given)
+                pages = self.offload.take(num_given, self._commands)
                 sequence.pages += pages
                 self._commands.append(worker_messages.extend(sequence.seq_id, pages))
             if num_given == num_wanted:
@@ -497,6 +512,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise ValueError if the invariants are violated. For tests."""
         self.pool.check()
+        self.offload.check()
         held = {page for sequence in self.sequences.values() for page in sequence.pages}
         if len(held) != self.pool.num_held:
             raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")

@@ -23,6 +23,7 @@ def perform(first: int, count: int) -> Counter[str]:
         happened += performance.outcomes
         happened["preempted"] += performance.num_preemptions
         happened["cached"] += performance.num_cached
+        happened["restored"] += performance.num_restored
         happened["deaths"] += len(performance.scenario.deaths)
     return happened
 
@@ -32,6 +33,7 @@ def test_every_request_ends_once_with_the_text_of_its_solo_run_within_every_budg
     happened = perform(first, 25)
     assert happened["finished"] > 50
     assert happened["cached"] > 100
+    assert happened["restored"] > 0
     assert happened["preempted"] > 0
     assert happened["deaths"] > 0
 

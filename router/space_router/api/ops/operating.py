@@ -78,6 +78,7 @@ class WorkerState(ResponseModel):
     num_running: Count
     num_cached_blocks: Count
     num_available_blocks: Count
+    num_offloaded_blocks: Count
     trouble: str | None
 
 
@@ -389,5 +390,6 @@ def _describe_worker(connection: WorkerConnection) -> dict[str, Any]:
         "num_running": 0 if scheduler is None else scheduler.num_running,
         "num_cached_blocks": 0 if scheduler is None else scheduler.pool.num_cached,
         "num_available_blocks": 0 if scheduler is None else scheduler.pool.num_available,
+        "num_offloaded_blocks": 0 if scheduler is None else scheduler.offload.num_cached,
         "trouble": connection.trouble or None,
     }

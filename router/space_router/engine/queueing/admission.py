@@ -172,6 +172,8 @@ class LoadFigures:
     blocks_free: int
     blocks_held: int
     blocks_cached: int
+    host_blocks_free: int
+    host_blocks_cached: int
     num_workers_up: int
     draining: bool
 

@@ -50,6 +50,7 @@ class WorkerModelFacts:
     mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
     num_head_drafts: int = 0  # most drafts of the checkpoint's own recurrent head in a step; 0: it has none
+    num_host_blocks: int = 0  # blocks of host memory that keep what is evicted from the KV cache
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say

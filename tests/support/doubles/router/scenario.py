@@ -149,6 +149,7 @@ class Performance:
         self.outcomes: Counter[str] = Counter()
         self.num_preemptions = 0
         self.num_cached = 0
+        self.num_restored = 0
         self._solo_text = solo_text
         self._returns: list[tuple[int, int]] = []  # tick, seat
 
@@ -254,7 +255,9 @@ class Performance:
         return True
 
     def _note(self, scheduler: Scheduler | None) -> None:
-        self.num_preemptions += 0 if scheduler is None else scheduler.num_preemptions
+        if scheduler is not None:
+            self.num_preemptions += scheduler.num_preemptions
+            self.num_restored += scheduler.offload.num_restored
 
     def _check_finish(self, visit: Visit, finish: Finish) -> None:
         reason = Finish.EOS if visit.tokens[-1] in visit.request.eos_ids else Finish.LENGTH
@@ -321,6 +324,7 @@ def scripted_performance(seed: int, metrics: Metrics | None = None) -> Performan
         release_steps=dice.randrange(3),
     )  # fmt: skip
     script.num_blocks = dice.choice([76, 80, 100, 130, 400]) // script.block_size + 1
+    script.num_host_blocks = random.Random(f"host {seed}").choice([0, 3, 20, 200])
     scenario = Scenario.random(
         seed, window=script.window, num_slots=script.num_blocks * script.block_size, vocabulary=range(4, 250),
         eos_ids=(2,), max_drafts=script.draft_length,

@@ -93,6 +93,7 @@ class Script:
     vocab_size: int = 256
     block_size: int = 4
     num_blocks: int = 64
+    num_host_blocks: int = 0  # of host memory
     window: int = 512
     max_sequences: int = 64
     mask_ids: tuple[int, ...] = (3,)

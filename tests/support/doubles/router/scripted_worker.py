@@ -30,8 +30,9 @@ class PageLedger:
     ids before them. A sequence's computed slots must always hold its own prefix, whoever wrote them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
+        self._host: list[list[bytes | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._contents: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._writer: dict[int, int] = {}  # block -> the one sequence that may write to it
         self._readers: dict[int, set[int]] = {}  # block -> sequences that share it
@@ -72,6 +73,18 @@ class PageLedger:
                 raise Violation(
                     f"sequence {seq_id} finds foreign content in its block {pages[start // self.block_size]}"
                 )
+
+    def offload(self, copy: worker_pb2.CopyBlocks) -> None:
+        for block, host_block in zip(copy.blocks, copy.host_blocks, strict=True):
+            if block in self._writer:
+                raise Violation(f"block {block} is offloaded while sequence {self._writer[block]} may write to it")
+            self._host[host_block] = list(self._contents[block])
+
+    def restore(self, copy: worker_pb2.CopyBlocks) -> None:
+        for block, host_block in zip(copy.blocks, copy.host_blocks, strict=True):
+            if block in self._writer or self._readers.get(block):
+                raise Violation(f"block {block} is restored into while it is in use")
+            self._contents[block] = list(self._host[host_block])
 
     def release(self, seq_id: int) -> None:
         self._writer = {block: writer for block, writer in self._writer.items() if writer != seq_id}
@@ -244,7 +257,7 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         num_masks=script.draft_length if script.num_masks is None else script.num_masks,
         lays_out_masks=script.lays_out_masks, mask_ids=script.mask_ids,
         dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
-        attention="none", instruction_set=script.instruction_set,
+        attention="none", instruction_set=script.instruction_set, num_host_blocks=script.num_host_blocks,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
         loras=[worker_pb2.Lora(name=name, hash=digest, rank=4) for name, digest in script.loras],
@@ -264,6 +277,7 @@ class Figures:
     num_extends: int = 0
     num_releases: int = 0
     num_cached_ids: int = 0  # over all admits
+    num_restored_blocks: int = 0  # from host memory
     num_computed_prompt_ids: int = 0  # rows of prefill
     num_admits_by_adapter: Counter[str] = field(default_factory=Counter)
     num_admits_by_forced: Counter[int] = field(default_factory=Counter)  # drafts that the request commands
@@ -278,7 +292,7 @@ class ScriptedBatch:
         self.sequences: dict[int, ScriptedSequence] = {}
         self.draining = False
         self.is_dead = False  # a sequence has killed the worker
-        self._ledger = PageLedger(script.num_blocks, script.block_size)
+        self._ledger = PageLedger(script.num_blocks, script.block_size, script.num_host_blocks)
         self._seen: set[int] = set()
         self._start: worker_pb2.Start | None = None
         self._released: list[int] = []
@@ -316,6 +330,11 @@ class ScriptedBatch:
                     sequence.releasing = self.script.release_steps
                 else:
                     self._released.append(command.release.seq_id)
+            case "offload_blocks":
+                self._ledger.offload(command.offload_blocks)
+            case "restore_blocks":
+                self.figures.num_restored_blocks += len(command.restore_blocks.blocks)
+                self._ledger.restore(command.restore_blocks)
             case "load_lora":
                 self._load_lora(command.load_lora)
             case "unload_lora":
