@@ -135,6 +135,8 @@ class Generation:
                         request.trace.ended("error", Statistics(num_prompt=len(request.prompt_ids)))
                     refusal = translate(error, choice.prompt.param, self.plan.limit_param)
                     refusal.request_id = self.plan.request_id
+                    if isinstance(error, engine_errors.QueueFull) and self.choices:
+                        refusal.message = self._too_many(error)
                     raise refusal from error
                 scope = await undo.enter_async_context(AsyncExitStack())
                 await scope.enter_async_context(stream)
@@ -162,6 +164,14 @@ class Generation:
             if request.trace is not None:
                 request.trace.ended(outcome, statistics)
             await progress.scope.aclose()
+
+    def _too_many(self, error: engine_errors.QueueFull) -> str:
+        """Return why the queue refuses this request, some of whose prompts have found a place in it."""
+        num_placed = -(-len(self.choices) // self.plan.per_prompt)
+        return (
+            f"The queue has no room for the {len(self.plan.prompts)} prompts of this request: {num_placed} would find "
+            f"a place now. Send fewer, or try again in about {error.retry_after:.0f} s."
+        )
 
     def overdue(self) -> None:
         """Record that the client's deadline passed: unfinished choices count as `deadline`, not as `cancelled`."""

@@ -62,8 +62,12 @@ class CacheTooSmall(Refused):
 
 
 class QueueFull(Refused):
-    def __init__(self, waiting: str, *, retry_after: float) -> None:
-        super().__init__(f"{waiting} are waiting already. Try again in about {retry_after:.0f} s.")
+    """`waiting`: what waits, with its number; `most`: how many of it the queue takes."""
+
+    def __init__(self, waiting: str, most: str, *, retry_after: float) -> None:
+        super().__init__(
+            f"{waiting} are waiting already, and the queue takes {most}. Try again in about {retry_after:.0f} s."
+        )
         self.retry_after = retry_after  # seconds
 
 

@@ -149,8 +149,9 @@ async def read(
         raise TimedOut("The call's deadline had passed before it was read. Give it more time.")
     refuse_unknown(request)
     values, size = values_of(request), request.ByteSize()
-    if time_left is not None:
-        values["timeout"] = min(time_left, values.get("timeout", MAX_TIMEOUT), MAX_TIMEOUT)
+    given = values.get("timeout", MAX_TIMEOUT)
+    if time_left is not None and 0 < given <= MAX_TIMEOUT:  # others, such as NaN, are refused below
+        values["timeout"] = min(time_left, given)
     if request.messages:
         num_top = validate(Scores, {"logprobs": values.pop("logprobs", None)}).logprobs
         if num_top is not None:  # two fields in a chat body

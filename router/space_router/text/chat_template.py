@@ -1,7 +1,6 @@
 """Render messages into a prompt with the checkpoint's Jinja template or a built-in one, in a sandbox."""
 
 import functools
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from jinja2.visitor import NodeTransformer
 from space_common.files import NotUtf8, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
+from space_router.text import written_numbers
 from space_router.text.checkpoint import read_json
 
 _VICUNA = """\
@@ -495,4 +495,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return plain JSON. Jinja's own filter escapes for HTML, which models are not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return written_numbers.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

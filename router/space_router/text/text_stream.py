@@ -165,6 +165,11 @@ class TextToken(NamedTuple):
     draft: bool = False  # an accepted draft, not the step's own token
     num_predicted: int = 0  # number of `prediction` ids matched with it
 
+    @property
+    def has_text(self) -> bool:
+        """Whether it has characters; a skipped special token and the token that ends a text have none."""
+        return self.span.start < self.span.end
+
 
 class TextDelta(NamedTuple):
     """The text that one step made certain, and the tokens that begin in it."""

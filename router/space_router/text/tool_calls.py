@@ -158,11 +158,17 @@ Form: TypeAlias = Callable[[Cursor, CallCollector, frozenset[str]], Reading[None
 
 
 class ToolCallReader:
-    """Splits one streamed text into content and calls of known tools."""
+    """Splits one streamed text into content and calls of known tools.
 
-    def __init__(self, form: Form, tools: frozenset[str]) -> None:
+    `forced`: a grammar allows nothing but calls. Then no text is content: what is left of a call that was cut before
+    its name was certain is dropped, and if there is only one tool, it is a call of that with no arguments yet.
+    """
+
+    def __init__(self, form: Form, tools: frozenset[str], *, forced: bool = False) -> None:
         self._cursor = Cursor()
         self.output = CallCollector()
+        self._tools = tools
+        self._forced = forced
         self._reading: Iterator[None] = form(self._cursor, self.output, tools)
 
     def push(self, text: str, *, ended: bool = False) -> ParsedText:
@@ -170,7 +176,11 @@ class ToolCallReader:
         self._cursor.add(text)
         self._cursor.ended = ended
         next(self._reading, None)
-        return self.output.take(ended=ended)
+        if not self._forced:
+            return self.output.take(ended=ended)
+        if ended and not self.output.num_calls and len(self._tools) == 1:
+            self.output.call(*self._tools)
+        return ParsedText(self.output.take(ended=ended).calls)
 
 
 def content_until(cursor: Cursor, output: CallCollector, marker: str) -> Reading[bool]:

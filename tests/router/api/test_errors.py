@@ -582,3 +582,10 @@ async def test_a_key_may_have_letters_of_every_alphabet(start: Start) -> None:
         for key, status in (("schlüssel", 200), ("schlussel", 401)):
             answer = await router.client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()})
             assert answer.status_code == status
+
+
+async def test_a_request_whose_own_prompts_fill_the_queue_is_told_how_many_fit(start: Start) -> None:
+    async with start("yes", config=ServeConfig(max_queue=2), max_sequences=1, step_seconds=0.01) as router:
+        answer = await router.post("/v1/completions", prompt=["a", "b", "c", "d", "e"], max_tokens=50)
+        assert answer.status_code == 429
+        assert "the 5 prompts of this request: 3 would find a place now" in answer.json()["error"]["message"]

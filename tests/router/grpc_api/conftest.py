@@ -36,9 +36,10 @@ class Router:
         request = generate_pb2.GenerateRequest(**fields)
         return [event async for event in self.stub.Generate(request, timeout=deadline)]
 
-    async def refusal(self, **fields: Any) -> grpc.aio.AioRpcError:
+    async def refusal(self, *, deadline: float | None = None, **fields: Any) -> grpc.aio.AioRpcError:
         """The error of a call, which must have no event."""
-        return await self.error(self.stub.Generate(generate_pb2.GenerateRequest(**fields)).read())
+        request = generate_pb2.GenerateRequest(**fields)
+        return await self.error(self.stub.Generate(request, timeout=deadline).read())
 
     async def error(self, call: Awaitable[Any]) -> grpc.aio.AioRpcError:
         """The error of a call, which must fail."""

@@ -29,6 +29,7 @@ from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tool_calls import CallPiece, ToolCallReader, ToolFormat
+from space_router.text.written_numbers import WrittenNumber
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def _call(call: fields.ToolCall, habits: Habits) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """Return call arguments as an object, or unchanged if they are invalid, as in a truncated call."""
     try:
-        arguments = json.loads(text, parse_constant=_no_constant)
+        arguments = json.loads(
+            text, parse_constant=_no_constant, parse_float=WrittenNumber.parsed, parse_int=WrittenNumber.parsed
+        )
     except (ValueError, RecursionError):
         return text
     return arguments if isinstance(arguments, dict) else text
@@ -177,10 +180,11 @@ class ToolUse:
     format: ToolFormat | None = None  # None: calls are not parsed
     grammar: Grammar | None = None
     markers: frozenset[int] = frozenset()  # special ids that the parser needs in the text
+    forced: bool = False  # the answer is a call: `tool_choice` is required or names a tool
 
     def reader(self) -> ToolCallReader | None:
         """Return a parser for one text, or None if calls are not parsed."""
-        return None if self.format is None else ToolCallReader(self.format.form, self.names)
+        return None if self.format is None else ToolCallReader(self.format.form, self.names, forced=self.forced)
 
     def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
         """Return a call's id: reproducible for a request and seed, and unique within a conversation."""
@@ -218,6 +222,7 @@ def tool_use(
         format=known,
         grammar=_grammar(builder, known, called, mode, parallel=parallel, answer=answer),
         markers=frozenset(id_ for id_ in markers if id_ is not None),
+        forced=mode != "auto",
     )
 
 
@@ -416,8 +421,9 @@ class ChatAnswer(OpenAIAnswer):
         body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
         if (reader := self.tools.reader()) is not None:
             parsed = reader.push(written.text, ended=True)
-            if parsed.calls:
+            if parsed.calls or self.tools.forced:
                 message["content"] = parsed.content or None
+            if parsed.calls:
                 message["tool_calls"] = [self._call(progress.choice, piece) for piece in parsed.calls]
                 body |= self._reason(reader, progress.finish)
         return body
@@ -439,6 +445,9 @@ class ChatAnswer(OpenAIAnswer):
                 {"index": piece.index, **self._call(progress.choice, piece)} for piece in parsed.calls
             ]
         return body | self._reason(reader, delta.finish)
+
+    def says(self, piece: dict[str, Any]) -> bool:
+        return bool(piece["delta"])
 
     def _call(self, choice: PlannedChoice, piece: CallPiece) -> dict[str, Any]:
         """Return a tool call piece: a new call, or more arguments of one."""

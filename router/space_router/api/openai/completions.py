@@ -100,6 +100,9 @@ class CompletionAnswer(OpenAIAnswer):
         lists.add(tokens, len(prompt.text))
         return {"text": echoed + text, "logprobs": lists.lists}
 
+    def says(self, piece: dict[str, Any]) -> bool:
+        return bool(piece["text"])
+
 
 def routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])

@@ -37,9 +37,10 @@ class CompletionLogprobs:
         self.lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, tokens: Sequence[TextToken], offset: int) -> None:
-        """Add generated tokens. `offset`: the start of the generated text, in characters."""
+        """Add the generated tokens that have text. `offset`: the start of the generated text, in characters."""
         for token in tokens:
-            self.add_one(token.span.id, token.logprobs, offset + token.span.start)
+            if token.has_text:
+                self.add_one(token.span.id, token.logprobs, offset + token.span.start)
 
     def add_one(self, id_: int, logprobs: TokenLogprobs | None, offset: int) -> None:
         text = self._tokenizer.token_text
@@ -56,7 +57,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice."""
+    """Return the `logprobs` of a chat choice: an entry for each token that has text."""
 
     def one(id_: int, logprob: float) -> dict[str, Any]:
         return {"token": tokenizer.token_text(id_), "logprob": finite(logprob), "bytes": list(tokenizer.bytes_of[id_])}
@@ -64,7 +65,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str
     content = [
         {**one(token.span.id, token.logprobs.logprob), "top_logprobs": [one(*entry) for entry in token.logprobs.top]}
         for token in tokens
-        if token.logprobs is not None
+        if token.logprobs is not None and token.has_text
     ]
     return {"content": content, "refusal": None}
 
@@ -188,7 +189,11 @@ class OpenAIAnswer(ABC):
 
     @abstractmethod
     def piece(self, progress: ChoiceState, delta: TextDelta, *, first: bool) -> dict[str, Any]:
-        """Return a piece of a choice without its index."""
+        """Return a piece of a choice without its index. Its tokens may begin before its text."""
+
+    @abstractmethod
+    def says(self, piece: dict[str, Any]) -> bool:
+        """Whether a piece has content."""
 
     async def whole(self, running: Generation) -> dict[str, Any]:
         written = await running.whole()
@@ -218,7 +223,8 @@ class OpenAIAnswer(ABC):
         written = _Events(self, running)
         try:
             async for step in with_prompts(steps, self.plan) if self.plan.wants_prompt_logprobs else steps:
-                yield b"".join([written.event(progress, delta) for progress, delta in step])
+                if events := b"".join([written.event(progress, delta) for progress, delta in step]):
+                    yield events
             yield written.last()
         except Exception as error:
             yield b"data: " + event_json(openai_error(as_api_error(error))) + b"\n\n"
@@ -252,15 +258,21 @@ class _Events:
         head |= {"model": reply.model, "system_fingerprint": running.fingerprint}
         self._prefix = b"data: " + event_json(head)[:-1] + b","  # the same in all events
         self._begun: set[int] = set()  # indexes of choices that have sent an event
+        self._held: dict[int, TextDelta] = {}  # what of each choice goes with its next event
         self._num_open = len(running.choices)
 
     def event(self, progress: ChoiceState, delta: TextDelta) -> bytes:
-        """Return the event for a piece of one choice."""
+        """Return the event for a piece of one choice; b"" if it has no content: its tokens go with the next event."""
         reply, index = self._reply, progress.choice.index
         first = index not in self._begun
-        if first:
-            self._begun.add(index)
-        body = reply.piece(progress, delta, first=first)
+        text = delta.text
+        if (held := self._held.pop(index, None)) is not None:
+            delta = delta._replace(text=held.text + text, tokens=held.tokens + delta.tokens)
+        body = reply.piece(progress, delta._replace(text=text), first=first)
+        if delta.finish is None and not delta.prompt_logprobs and not reply.says(body):
+            self._held[index] = delta
+            return b""
+        self._begun.add(index)
         if reply.body.return_token_ids or reply.body.prompt_logprobs is not None:
             written = CompletedChoice(progress, tokens=list(delta.tokens))
             reply.add_extensions(body, written, delta.prompt_logprobs, first=first)

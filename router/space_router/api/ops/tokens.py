@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
 
 from space_router.api.openai.chat import conversation_text
@@ -24,18 +24,25 @@ from space_router.api.schema import (
 from space_router.api.service import Service
 from space_router.api.tgi.generate import GENERATE_NEUTRAL, GenerateParameters, Settings
 from space_router.errors import InvalidRequest
-from space_router.http_server.body import Body, BodyT, Neutral, validate
+from space_router.http_server.body import Body, BodyT, Neutral, read_object, validate
 from space_router.http_server.responses import json_response, key_of
 
-STATUSES = (413, 415, 422, 429, 503)
+STATUSES = (404, 413, 415, 422, 429, 503)
 MAX_TOKENS = 2**20  # of one answer
 
 
 class TokenizeBody(Body):
-    """`inputs` is answered as TGI does, `prompt` as OpenAI-like servers do."""
+    """`inputs` is answered as TGI does, `prompt` and `messages` as OpenAI-like servers do."""
 
+    model: Annotated[str, Field(max_length=512)] | None = None
     inputs: str | None = None
     prompt: str | None = None
+    messages: Annotated[
+        Any,
+        Field(description="a conversation, with the other fields of a chat completion, such as `tools`"),
+        WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "object"}, "minItems": 1}, {"type": "null"}]}),
+    ] = None
+    add_generation_prompt: Annotated[bool | None, Field(description="goes with `messages`")] = None
     add_special_tokens: bool | None = None
     parameters: Settings | None = None  # as for `/generate`; only `truncate` has an effect
 
@@ -43,6 +50,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Ids to text."""
 
+    model: Annotated[str, Field(max_length=512)] | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
     skip_special_tokens: bool | None = None
 
@@ -97,6 +105,15 @@ def _ids(builder: RequestBuilder, text: str, *, add_special_tokens: bool) -> lis
             written.add(ids)
     end = f',"count":{count},"max_model_len":{builder.facts.window}}}'
     return [b'{"tokens":', *written.pieces, b"]", end.encode()]
+
+
+def _conversation_ids(builder: RequestBuilder, body: ChatBody) -> list[bytes]:
+    """Return the ids that a chat completion gives the model, in the same form."""
+    special = bool(body.add_special_tokens)  # the template already writes special tokens
+    options = PromptOptions("messages", special, body.truncate_prompt_tokens)
+    ids = builder.prompt(conversation_text(builder, body), options).ids
+    written = orjson.dumps({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
+    return [written]
 
 
 def _spans(builder: RequestBuilder, text: str, options: PromptOptions) -> list[bytes]:
@@ -190,17 +207,26 @@ def routes(service: Service) -> APIRouter:
     placed = {"type": "array", "items": schema_ref(PlacedToken)}
     either = describe_responses({"anyOf": [placed, schema_ref(TokenIds)]}, errors=TgiError, statuses=STATUSES)
     conversation = describe_responses(ConversationTokens, errors=TgiError, statuses=STATUSES)
-    detokenized = describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 413, 415, 429, 503))
+    detokenized = describe_responses(Detokenized, errors=OpenAIError, statuses=(400, 404, 413, 415, 429, 503))
 
     @router.post("/tokenize", openapi_extra=json_body(TokenizeBody), responses=either)
     async def tokenize(request: Request) -> Response:
-        """`inputs`: a list of {id, text, start, stop}; `prompt`: {tokens, count, max_model_len}."""
+        """`inputs`: a list of {id, text, start, stop}; `prompt`, `messages`: {tokens, count, max_model_len}."""
+        if (await read_object(request, service.config)).values.get("messages") is not None:
+            conversation, size = await _read(service, request, ChatBody, CHAT_NEUTRAL)
+            builder = service.builder(key_of(request))
+            builder.adapter(conversation.model)
+            return _answer(await service.text_work(request, size, _conversation_ids, builder, conversation))
         body, size = await _read(service, request, TokenizeBody)
         parameters = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
         builder = service.builder(key_of(request))
+        builder.adapter(body.model)
         special = body.add_special_tokens is not False
+        if body.add_generation_prompt is not None:
+            message = "`add_generation_prompt` goes with `messages` only."
+            raise InvalidRequest(message, param="add_generation_prompt")
         if (body.inputs is None) == (body.prompt is None):
-            raise InvalidRequest("Give one of `inputs` and `prompt`.", param="inputs")
+            raise InvalidRequest("Give one of `inputs`, `prompt` and `messages`.", param="inputs")
         if body.inputs is not None:
             options = PromptOptions("inputs", special, parameters.truncate)
             return _answer(await service.text_work(request, size, _spans, builder, body.inputs, options))
@@ -220,7 +246,9 @@ def routes(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
         body, size = await _read(service, request, DetokenizeBody)
-        ids = service.builder().check_ids(body.tokens, "tokens")
+        builder = service.builder()
+        builder.adapter(body.model)
+        ids = builder.check_ids(body.tokens, "tokens")
         decode = service.text.tokenizer.decode
         text = await service.text_work(request, size, decode, ids, skip_special_tokens=bool(body.skip_special_tokens))
         return json_response({"prompt": text})

@@ -229,8 +229,8 @@ class RequestQueue:
         """Return the error for a request that finds no room, with an estimated delay to retry after."""
         seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
         if len(self._waiting) < self.max_waiting:
-            return QueueFull(f"{self.num_tokens} prompt tokens", retry_after=seconds)
-        return QueueFull(f"{len(self._waiting)} requests", retry_after=seconds)
+            return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=seconds)
+        return QueueFull(f"{len(self._waiting)} choices of requests", f"{self.max_waiting}", retry_after=seconds)
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)

@@ -118,7 +118,8 @@ async def test_a_turn_end_ends_an_answer_wherever_in_an_accepted_run_it_comes(
         assert choice["message"]["content"] == "STOP hello"
         assert choice["finish_reason"] == "stop"
         assert choice["token_ids"][-1] == IM_END
-        assert num_tokens == len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+        assert num_tokens == len(choice["token_ids"]) == len(choice["logprobs"]["content"]) + 1
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "STOP hello"
 
         events = []
         async with router.client.stream(

@@ -415,11 +415,13 @@ async def test_ids_logprobs_and_usage_end_where_the_text_does(start: Start, stop
             assert choice["stop_reason"] == ("c" if by_text else 70)
             num_tokens = len(text) if by_text else 3  # a stop token is counted, as EOS is; a stop string is cut off
             assert answer["usage"]["completion_tokens"] == num_tokens
-            assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == num_tokens
+            assert len(choice["token_ids"]) == num_tokens
+            assert "".join(choice["logprobs"]["tokens"]) == text  # the token that ended it has no text, and no entry
             events = await lines(router, "/v1/completions", **asked, include_stop_str_in_output=keep)
             pieces = [json.loads(line.removeprefix("data: "))["choices"][0] for line in events[:-1]]
             assert "".join(piece["text"] for piece in pieces) == text
             assert [id_ for piece in pieces for id_ in piece["token_ids"]] == choice["token_ids"]
+            assert [one for piece in pieces for one in piece["logprobs"]["tokens"]] == choice["logprobs"]["tokens"]
             assert (pieces[-1]["stop_reason"], pieces[-1]["finish_reason"]) == (choice["stop_reason"], "stop")
 
 

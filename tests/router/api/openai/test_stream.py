@@ -302,3 +302,34 @@ async def test_best_of_has_the_prompts_of_the_choice_that_computed_them(start: S
         found, expected = (one["choices"][0]["logprobs"] for one in (answer.json(), alone))
         for name in found:
             assert found[name][:num_prompt] == expected[name][:num_prompt]
+
+
+@pytest.mark.parametrize("lengths", [[0], [2, 0]])
+@pytest.mark.parametrize(("path", "asked"), WAYS)
+async def test_no_event_is_sent_for_tokens_that_are_hidden_and_the_next_one_has_them(
+    start: Start, path: str, asked: dict[str, Any], lengths: list[int]
+) -> None:
+    async with start("ab<|im_start|><|im_start|>c<|im_start|>", accepts=listed(lengths)) as router:
+        logprobs = {"logprobs": True} if "messages" in asked else {"logprobs": 1}
+        asked = {**asked, **logprobs, "max_tokens": 6, "return_token_ids": True, "temperature": 0}
+        whole = (await router.post(path, **asked)).json()
+        options = {"include_steps": True, "continuous_usage_stats": True}
+        events = await router.events(path, **asked, stream_options=options)
+        found = [event["choices"][0] for event in events]
+        begun = found[1:] if "messages" in asked else found
+        assert all(text_of(choice) for choice in begun[:-1])
+        assert "".join(map(text_of, found)) == "abc"
+        ids = [id_ for choice in found for id_ in choice["token_ids"]]
+        assert ids == whole["choices"][0]["token_ids"]
+        assert len(ids) == 6
+        told = [token["text"] for event in events for token in event["spaceserve"]["tokens"]]
+        assert told == ["a", "b", "", "", "c", ""]
+        assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 6
+        names = [one for choice in found for one in list_of(choice["logprobs"])]
+        assert names == list_of(whole["choices"][0]["logprobs"])
+        assert [one if isinstance(one, str) else one["token"] for one in names] == ["a", "b", "c"]
+
+
+def list_of(logprobs: dict[str, Any]) -> list[Any]:
+    found: list[Any] = logprobs["content"] if "content" in logprobs else logprobs["tokens"]
+    return found

@@ -154,9 +154,9 @@ async def test_ids_of_calls_follow_from_seed_and_prompt(start: Any) -> None:
 async def test_logprobs_and_usage_count_every_token_of_a_call(start: Any) -> None:
     async with start(CALL + END, **ROOM) as router:
         whole = await chat(router, logprobs=True)
-        text = "".join(entry["token"] for entry in whole["choices"][0]["logprobs"]["content"])
-        assert len(whole["choices"][0]["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
-        assert "get_weather" in text
+        text = bytes(byte for entry in whole["choices"][0]["logprobs"]["content"] for byte in entry["bytes"]).decode()
+        assert len(whole["choices"][0]["logprobs"]["content"]) == whole["usage"]["completion_tokens"] - 1  # all but EOS
+        assert text == CALL
         found = await events(router, logprobs=True)
         streamed = [entry for event in found for entry in event["choices"][0]["logprobs"]["content"]]
         assert streamed == whole["choices"][0]["logprobs"]["content"]
@@ -355,3 +355,38 @@ async def test_without_a_parser_nobody_can_be_made_to_call(start: Any) -> None:
                 ({"parallel_tool_calls": False}, "parallel_tool_calls"),
             ]:
                 await router.refuses("/v1/chat/completions", param, "", messages=USER, tools=[WEATHER], **body)
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_call_that_is_cut_anywhere_is_a_part_of_a_call_and_no_text(start: Any, choice: Any) -> None:
+    num_named = CALL.index(', "arguments"')
+    async with start(CALL + END, **ROOM) as router:
+        for num_tokens in range(1, 60):
+            asked = {"max_tokens": num_tokens, "seed": 1, "tool_choice": choice, "speculation": "off"}
+            whole = (await chat(router, **asked))["choices"][0]
+            found = await events(router, **asked)
+            message = joined(found)
+            assert whole["finish_reason"] == message["finish_reason"] == "length"
+            assert whole["message"]["content"] is message["content"] is None
+            assert message["tool_calls"] == whole["message"].get("tool_calls", [])
+            assert all(event["choices"][0]["delta"] or event["choices"][0]["finish_reason"] for event in found)
+            if choice == NAMED or num_tokens > num_named + 20:
+                (call,) = message["tool_calls"]
+                assert call["function"]["name"] == "get_weather"
+                assert '{"city": "Zürich"}'.startswith(call["function"]["arguments"].rstrip("\ufffd"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"x": 1e400}', '{"x": 18446744073709551617}', '{"x": -1e400, "y": [0.10, {"z": 1.0000000000000000001}]}',
+     '{"x": -0, "y": 1E5}', '{"x": ' + "9" * 5000 + "}", '{"x": 1.5, "y": 3}'],
+)  # fmt: skip
+async def test_numbers_of_an_earlier_call_reach_the_model_as_they_were_written(start: Any, arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    async with start("ok" + END, window=16384, num_blocks=2048) as router:
+        answer = await router.post("/chat_tokenize", messages=[*USER, said], tools=[WEATHER])
+        assert f'"arguments": {arguments}}}' in answer.json()["templated_text"]

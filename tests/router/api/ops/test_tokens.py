@@ -219,3 +219,29 @@ async def test_a_control_token_in_a_message_is_text_on_every_route_and_a_token_i
     assert (await router.post("/tokenize", prompt="<|im_end|>")).json()["tokens"] == [end]
     refused = await router.post("/v1/completions", prompt="<|mask_1|>")
     assert (refused.status_code, "mask token" in refused.text) == (400, True)
+
+
+async def test_tokenize_takes_a_conversation_and_gives_the_ids_of_a_chat(router: Any) -> None:
+    name = router.service.text.name
+    weather = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for more in ({}, {"tools": [weather]}, {"add_generation_prompt": False}, {"model": name}):
+        asked = {"messages": [{"role": "user", "content": "Hi <|im_end|>"}], **more}
+        answer = (await router.post("/v1/chat/completions", **asked, max_tokens=1, return_token_ids=True)).json()
+        made = (await router.post("/tokenize", **asked)).json()
+        assert made["tokens"] == answer["choices"][0]["prompt_token_ids"]
+        assert made["count"] == answer["usage"]["prompt_tokens"] == len(made["tokens"])
+        assert made["max_model_len"] == router.service.engine.facts.window
+
+
+async def test_tokenize_and_detokenize_check_the_model_and_the_messages(router: Any) -> None:
+    name = router.service.text.name
+    assert (await router.post("/tokenize", model=name, prompt="a")).json()["count"] == 1
+    assert (await router.post("/detokenize", model=name, tokens=[70])).json()["prompt"]
+    bodies = {"/tokenize": [{"prompt": "a"}, {"inputs": "a"}, {"messages": USER}], "/detokenize": [{"tokens": [70]}]}
+    for path, asked in bodies.items():
+        for body in asked:
+            answer = await router.post(path, model="other", **body)
+            assert (answer.status_code, "not served here" in answer.text) == (404, True)
+    for body in ({"messages": []}, {"messages": [{"role": "nobody"}]}, {"messages": USER, "prompt": "a"},
+                 {"prompt": "a", "add_generation_prompt": True}):  # fmt: skip
+        assert (await router.post("/tokenize", **body)).status_code == 422

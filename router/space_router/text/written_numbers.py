@@ -1,0 +1,55 @@
+"""Numbers of JSON that are written again exactly as they were read."""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+
+class WrittenNumber(float):
+    """A number that Python would write in another way than it was written, such as `1e400` or `1.50`.
+
+    As a text it is what was written. `dumps` writes it so, too; `json.dumps` does not.
+    """
+
+    written: str
+
+    @classmethod
+    def parsed(cls, written: str) -> "int | float":
+        """Return a number of JSON: a plain one if Python writes it in the same way."""
+        try:
+            plain: int | float = float(written) if set(written) & set(".eE") else int(written)
+            if repr(plain) == written:
+                return plain
+        except ValueError:  # more digits than Python converts
+            pass
+        number = cls(written)
+        number.written = written
+        return number
+
+    def __repr__(self) -> str:
+        return self.written
+
+    __str__ = __repr__
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """Return `json.dumps(value, **options)` with each WrittenNumber as it was written."""
+    mark = f"number {secrets.token_hex(16)} "  # cannot be guessed, so that no text of a client looks like it
+    marked, has_numbers = _marked(value, mark)
+    text = json.dumps(marked if has_numbers else value, **options)
+    return re.sub(f'"{mark}([^"]*)"', r"\1", text) if has_numbers else text
+
+
+def _marked(value: Any, mark: str) -> tuple[Any, bool]:
+    """Return the value with marked texts for its WrittenNumbers, and whether it has any."""
+    if isinstance(value, WrittenNumber):
+        return mark + value.written, True
+    if isinstance(value, Mapping):
+        pairs = [(key, _marked(one, mark)) for key, one in value.items()]
+        return {key: one for key, (one, _) in pairs}, any(has for _, (_, has) in pairs)
+    if isinstance(value, list | tuple):
+        found = [_marked(one, mark) for one in value]
+        return [one for one, _ in found], any(has for _, has in found)
+    return value, False
