@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.fp8 import FORMAT
+from space_kernels.recurrence.states import LayerState
 from torch import Tensor
 
 
@@ -105,6 +106,7 @@ class ModelFacts:
     latent_dim: int | None = None  # of latent attention (MLA): numbers of a key that are its value; None: all others
     is_chunked: bool = False  # some layers see chunks of positions (Llama 4)
     kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own
+    states: tuple[LayerState | None, ...] = ()  # what each layer remembers beside keys and values; empty: nothing
     num_ranks: int = 1  # ranks that share the model; numbers of heads and bytes of KV cache are per rank
 
     @property
@@ -125,6 +127,15 @@ class ModelFacts:
     def has_odd_values(self) -> bool:
         """Return whether values are a part of the keys, or of another size."""
         return self.latent_dim is not None or any(one.value_dim != one.head_dim for one in self.kv_layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether layers remember states, which belong to a whole text and not to its pages."""
+        return bool(self.states)
+
+    def state_bytes(self, most_drafts: int) -> int:
+        """Return the bytes of the recurrent states of one sequence, with so many drafts in a step."""
+        return sum(state.num_bytes(most_drafts) for state in self.states if state is not None)
 
     def kv_of(self, layer: int) -> LayerKV:
         """Return what the pages hold of one layer."""

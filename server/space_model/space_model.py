@@ -12,7 +12,7 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.lora import LoadedLoras
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import Network, PagedKV
+from space_model.networks.network import USUAL_ROOM, Network, PagedKV, StateRoom
 from space_model.recurrent_head import RecurrentHead
 
 
@@ -44,9 +44,9 @@ class SpaceModel:
         """Return the adapter's recurrent draft head; None: the checkpoint's own. None if there is none."""
         return self._recurrent_heads.get(adapter)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Allocate a KV cache of num_blocks·block_size slots."""
-        return PagedKV.allocate(self.facts, num_blocks, block_size)
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
+        """Allocate a KV cache of num_blocks·block_size slots, and room for the states of recurrent layers."""
+        return PagedKV.allocate(self.facts, num_blocks, block_size, room=room)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

@@ -53,6 +53,12 @@ _LATENT: dict[str, Any] = {
     },
 }  # fmt: skip
 
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama3": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
@@ -101,6 +107,34 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 64,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next", **_DELTA_NET, "num_experts": 4, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, **_MOE,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **_DELTA_NET},
+    "olmo_hybrid": {"model_type": "olmo_hybrid", **_DELTA_NET},
+    "lfm2": {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "bamba": {
+        "model_type": "bamba", "num_hidden_layers": 3, "attn_layer_indices": [1], "time_step_limit": [0.01, 0.2],
+        **_MAMBA_2,
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid", **_GRANITE, **_MAMBA_2, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 4, **_MOE,
+        "shared_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1", **_MAMBA_2, "mamba_d_ssm": 128, "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False, "lm_head_multiplier": 0.6, "embedding_multiplier": 1.5,
+        "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8], "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8,
+        "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "key_multiplier": 0.8,
+        "mlp_multipliers": [0.9, 0.7],
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2,
+    },
     "llama4": {
         "model_type": "llama4_text", "num_hidden_layers": 3, "intermediate_size_mlp": 128, "attention_chunk_size": 24,
         "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "num_local_experts": 4, "floor_scale": 10, "attn_scale": 0.5,
@@ -112,7 +146,9 @@ window, and latent attention (MLA) with queries from one linear, as in V2-Lite, 
 size than keys, and sliding layers with twice as many heads of both. Layers of Gemma 4 differ in their heads: the small
 ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
 keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
-positions whose queries are scaled by position, and experts of scaled rows."""
+positions whose queries are scaled by position, and experts of scaled rows. Of the hybrids, whose layers are recurrent
+or attend, the first three have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan: Falcon-H1 beside
+attention in every layer, with factors everywhere."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
@@ -191,6 +227,8 @@ def tiny_checkpoint(
             weight.data = torch.randn(weight.shape, generator=generator) * (gain * weight.shape[-1] ** -0.5)
         elif name.endswith("sinks"):
             weight.data = torch.randn(weight.shape, generator=generator) + 1.0
+        elif name.endswith(("dt_bias", "A_log")):  # states of which something is left after tens of rows
+            weight.data = torch.randn(weight.shape, generator=generator) - (3.0 if name.endswith("dt_bias") else 0.0)
     for name, buffer in model.named_buffers():
         if name.endswith("score_correction_bias"):  # part of an expert's score while experts are chosen
             buffer += 0.1 * torch.randn(buffer.shape, generator=generator)

@@ -61,7 +61,7 @@ from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory, use_one_heap
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts, Ranks
-from space_model.networks.network import PagedKV
+from space_model.networks.network import PagedKV, StateRoom
 from space_model.networks.tensor_parallel import check_ranks
 from space_model.space_model import SpaceModel
 
@@ -75,6 +75,7 @@ from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
     choose_num_blocks,
+    choose_num_sequences,
     free_bytes,
     give_back_unused,
 )
@@ -89,7 +90,7 @@ from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu
 from space_server.startup.model_need import ModelNeed, bytes_of_graphs, num_blocks_of, take_largest_step
 from space_server.step_cost import StepCost, StepShape
 from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
-from space_server.worker import MAX_PREFILL_ROWS, Worker
+from space_server.worker import MAX_PREFILL_ROWS, Worker, most_drafts
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -246,13 +247,27 @@ def build_worker(
         )
         available -= taken
         _log.info("steps on the device take %d bytes", taken)
+    room = StateRoom(config.max_sequences, most_drafts(facts, config.max_draft_length))
+    state_bytes = facts.state_bytes(room.most_drafts)
+    fitting = choose_num_sequences(facts, asked=room.num_sequences, state_bytes=state_bytes, available=available)
+    if fitting < room.num_sequences:
+        _log.warning(
+            "at most %d sequences run at once, not %d: recurrent layers remember %d bytes of each",
+            fitting,
+            room.num_sequences,
+            state_bytes,
+        )
+        config, room = replace(config, max_sequences=fitting), room._replace(num_sequences=fitting)
+    available -= fitting * state_bytes
     if config.num_blocks is None:
         num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
     else:
         num_blocks = check_num_blocks(facts, num_blocks=config.num_blocks, block_size=size, available=available)
-    kv = model.allocate_kv(num_blocks, size)
+    kv = model.allocate_kv(num_blocks, size, room)
     if config.kv_offload is not None and lead is not None:
         raise InvalidSetting("--kv-offload does not go with --tensor-parallel: ranks keep no blocks in host memory.")
+    if config.kv_offload is not None and facts.is_recurrent:
+        raise InvalidSetting("--kv-offload does not go with recurrent layers: their prefixes are not shared.")
     host_blocks = choose_host_blocks(
         config.kv_offload,
         block_bytes=facts.kv_bytes_per_token * size,
@@ -307,7 +322,7 @@ def build_worker(
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s recurrent_head=%d "
         "adapters=%s loras=%s "
-        "blocks=%d block_size=%d kv_bytes=%d host_blocks=%d seconds=%.2f",
+        "blocks=%d block_size=%d kv_bytes=%d state_bytes=%d host_blocks=%d seconds=%.2f",
         facts.name,
         facts.number_format,
         facts.dtype_reason,
@@ -323,6 +338,7 @@ def build_worker(
         num_blocks,
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,
+        fitting * state_bytes,
         host_blocks,
         time.perf_counter() - started,
     )

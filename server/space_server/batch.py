@@ -105,6 +105,7 @@ class RunningSequence:
     counts: TokenCounts | None = None  # of `ids`, where a penalty is set
     adapter: int | None = None  # adapter whose masks draft; None: the checkpoint's own
     lora: int | None = None  # number of the LoRA of all its rows; None: the weights alone
+    state: int = 0  # slot of its recurrent states, where layers have some
     num_masks: int = 0  # masks per group that the adapter or checkpoint has
     num_head_drafts: int = 0  # drafts that its recurrent head makes; 0: there is none
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
@@ -216,6 +217,11 @@ class RunningBatch:
     def get(self, seq_id: int) -> RunningSequence | None:
         """Return the running sequence, or None."""
         return self._running.get(seq_id)
+
+    def free_state(self) -> int:
+        """Return the lowest slot of recurrent states that no running sequence has."""
+        taken = {sequence.state for sequence in self}
+        return next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
     def end(self, seq_id: int) -> None:
         """Stop running this sequence. The router keeps its pages until it releases it."""
@@ -356,6 +362,11 @@ def admit(
         )
     if message.num_cached > len(message.pages) * block_size:
         raise AdmissionError(f"{message.num_cached} cached ids do not fit in {len(message.pages)} pages.")
+    if message.num_cached and facts.is_recurrent:
+        raise AdmissionError(
+            f"{message.num_cached} ids are cached, and layers of this model have recurrent states, which pages do not "
+            "hold: num_cached must be 0."
+        )
     if message.HasField("num_prompt_logprobs") and message.num_cached:
         raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
     eos_ids = frozenset(message.limits.eos_ids)

@@ -11,7 +11,7 @@ from space_kernels.sampling.sampler import IdLogprobs
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_model.recurrent_head import RecurrentHead
 from torch import Tensor
 
@@ -185,8 +185,8 @@ class StepModel(Protocol):
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head of an adapter's masks (None: the checkpoint's own), or None if there is none."""
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Allocate a KV cache of num_blocks · block_size slots."""
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
+        """Allocate a KV cache of num_blocks · block_size slots, and room for the states of recurrent layers."""
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Return [R, hidden] after the final norm."""

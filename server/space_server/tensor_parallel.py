@@ -41,7 +41,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads import DraftHeadWeights
 from space_model.model_error import InvalidSetting
 from space_model.model_facts import ModelFacts, Ranks
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_model.recurrent_head import RecurrentHead
 from space_model.space_model import SpaceModel
 from torch import Tensor
@@ -386,8 +386,8 @@ class TensorParallelLeader:
         with self._ordered(PlanMessageKind.MEMORY):
             return self._group.least(self._free())
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        """Allocate pages on every rank, replacing earlier ones."""
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
+        """Allocate pages on every rank, replacing earlier ones. No model that ranks share has recurrent layers."""
         with self._ordered(PlanMessageKind.PAGES, num_blocks, block_size):
             self._kv = self._model.allocate_kv(num_blocks, block_size)
             return self._kv

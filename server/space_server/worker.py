@@ -11,7 +11,8 @@ from pathlib import Path
 from space_model.free_memory import is_out_of_memory
 from space_model.lora import LoadedLora, LoadedLoras
 from space_model.model_error import InvalidLora
-from space_model.networks.network import PagedKV
+from space_model.model_facts import ModelFacts
+from space_model.networks.network import PagedKV, StateRoom
 from space_proto import worker_pb2 as pb
 
 from space_server.batch import AdmissionError, RunningBatch, Waiting, admit, check_pages
@@ -51,6 +52,14 @@ _log = logging.getLogger(__name__)
 
 Shapes = dict[int | None, AcceptanceShape]
 """By adapter."""
+
+
+def most_drafts(facts: ModelFacts, asked: int | None, *, only_masks: bool = False) -> int:
+    """Return the most drafts per sequence and step. `asked`: None: as many as usual; `only_masks`: there is no other
+    source."""
+    most = max(facts.most_drafts, 0 if only_masks else SOURCE_DRAFTS)
+    found = most if asked is None else asked
+    return min(found, facts.most_drafts) if only_masks else found
 
 
 class ProtocolError(Exception):
@@ -98,12 +107,12 @@ class Worker:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.max_sequences = max_sequences
         only_masks = draft_source is None and (sources is None or synthetic is not None)
-        most = max(facts.most_drafts, 0 if only_masks else SOURCE_DRAFTS)
-        self.max_draft_length = most if max_draft_length is None else max_draft_length
-        if only_masks:
-            self.max_draft_length = min(self.max_draft_length, facts.most_drafts)
+        self.max_draft_length = most_drafts(facts, max_draft_length, only_masks=only_masks)
         self._sources = sources or DraftSources()
-        self.kv = model.allocate_kv(num_blocks, block_size) if kv is None else kv
+        room = StateRoom(max_sequences, self.max_draft_length)
+        self.kv = model.allocate_kv(num_blocks, block_size, room) if kv is None else kv
+        if self.kv.states is not None and not self.kv.states.has_room(*room):
+            raise ValueError(f"{max_sequences} sequences with {self.max_draft_length} drafts have no room for states.")
         self._host_blocks = HostBlocks(self.kv, num_host_blocks)
         self.synthetic = synthetic
         self.draining = False
@@ -117,7 +126,7 @@ class Worker:
         self._ended: float | None = None  # end of the last step, if work remained after it
         self._default_prefill_rows = max_prefill_rows
         device = None
-        if device_steps and draft_source is None and facts.num_ranks == 1:
+        if device_steps and draft_source is None and facts.num_ranks == 1 and not facts.is_recurrent:
             device = DeviceRunner(
                 model,
                 self.kv,
@@ -177,6 +186,7 @@ class Worker:
             dtype=facts.number_format,
             device=str(facts.device),
             instruction_set=facts.instruction_set,
+            state_bytes_per_sequence=facts.state_bytes(self.max_draft_length),
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,
             max_sequences=self.max_sequences,
@@ -296,6 +306,7 @@ class Worker:
             kind = message.lora, sequence.waits
             if kind not in self._shapes:
                 self._shapes[kind] = shapes_by_adapter(self.facts), head_shapes_by_adapter(self.facts)
+            sequence.state = self.batch.free_state()
             of_masks, of_heads = self._shapes[kind]
             sequence.acceptance = Acceptance(of_masks[sequence.adapter])
             sequence.head_acceptance = Acceptance(of_heads[sequence.adapter])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.free_memory import FreeMemory
 from space_model.model_error import ModelError
 from torch import nn
@@ -172,6 +173,8 @@ class ModelShape:
             raise UnknownShape(f"{name} has experts ({experts} in config.json); only dense decoders are estimated.")
         if family.latent_dim(config) is not None:
             raise UnknownShape(f"{name} has latent attention (MLA); only decoders with plain keys are estimated.")
+        if layer_states(config):
+            raise UnknownShape(f"{name} has recurrent layers; only decoders whose layers all attend are estimated.")
         wanted = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         missing = [key for key in wanted if getattr(config, key, None) is None]
         if missing:

@@ -14,7 +14,7 @@ import torch
 from doubles.router.tabletop import OfflineConnection, VirtualTime
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_proto import worker_pb2
 from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
@@ -168,7 +168,7 @@ class NoWeights:
             has_draft_head=False, kv_bytes_per_token=0, attention="none", num_threads=1,
         )  # fmt: skip
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
         return PagedKV([], [], num_blocks, block_size)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ from space_kernels.fp8 import FORMAT, NAN, as_kept
 from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
@@ -44,8 +44,8 @@ class WatchedModel:
         self.batches: list[ForwardBatch] = []  # of the passes since this was last emptied
         self.kv: PagedKV | None = None  # the pages of the worker that was built last
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        self.kv = self._model.allocate_kv(num_blocks, block_size)
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
+        self.kv = self._model.allocate_kv(num_blocks, block_size, room)
         return self.kv
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

@@ -30,6 +30,7 @@ from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
 from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
+from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.checkpoint.translation import TRANSLATED
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS, OTHER_PARTS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -85,13 +86,26 @@ _GEMMA_4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_MAMBA_2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 2, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2,
+}  # fmt: skip
+
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "cohere": {"logit_scale": 1.0}, "cohere2": {"logit_scale": 1.0}, "cohere_compass_text": {"num_hidden_layers": 4},
     "beam": {"mlp_layer_types": ["dense", "sparse"]}, "granitemoeshared": {"shared_intermediate_size": 64},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
-    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]}, "moshi": {"audio_vocab_size": 16},
+    **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe")},
+    "moshi": {"audio_vocab_size": 16},
     "zaya": {"num_experts_per_tok": 1}, **{kind: {"rope_parameters": _SECTIONS} for kind in _MULTIMODAL_ROPE},
     "glm4v_moe_text": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}},
     "qwen2_5_omni": {"enable_audio_output": False}, "qwen3_omni_moe": {"enable_audio_output": False},
@@ -110,6 +124,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "zero_expert_num": 2, "moe_topk": 3,
     },
     "llama4_text": {"intermediate_size_mlp": 128, "attention_chunk_size": WINDOW, "no_rope_layers": [1, 0]},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _HYBRID | _DELTA),
+    "bamba": {"attn_layer_indices": [1]} | _MAMBA_2, "falcon_h1": _MAMBA_2, "granitemoehybrid": _HYBRID | _MAMBA_2,
+    "nemotron_h": _MAMBA_2 | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
     "gemma4_text": _GEMMA_4 | {"num_kv_shared_layers": 2}, "gemma4_unified_text": _GEMMA_4,
 }  # fmt: skip
 """Overrides by family; None: the family's own default."""
@@ -176,6 +193,8 @@ def write_tiny(model_type: str, folder: Path) -> None:
         if weight.dim() > 1:
             gain = 2.0 if "embed" in name or "lm_head" in name else 1.0
             weight.data = noise * (gain * weight.shape[-1] ** -0.5)
+        elif name.endswith("dt_bias"):  # recurrent states of which something is left after tens of rows
+            weight.data = noise - 3.0
         else:
             weight.data = weight.data + 0.1 * noise
     for name, buffer in model.named_buffers():
@@ -314,6 +333,10 @@ ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention 
     "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
     **dict.fromkeys(("llama4", "llama4_text"), "GPU: with `--attention torch`"),
     **dict.fromkeys(
+        (*HYBRIDS, "lfm2_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"),
+        "recurrent layers; prefixes are not shared; GPU: by torch, in host steps",
+    ),
+    **dict.fromkeys(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
         "GPU: with heads of size 512 (`global_head_dim`) with `--attention torch`",
     ),
@@ -350,11 +373,10 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "",
         "`model_type` is what `config.json` says. *Equal*: the logits of a prompt of 40 tokens are those of "
         "transformers in float32, but for rounding; in chunks they have the same bits. *Computed*: equal with the "
-        "networks that a GPU runs, on a CPU; no GPU has tried this family. *Tried*: on a GPU, too. Layers of other "
-        "kinds than attention and feed-forward, such as the convolutions of LFM2, are refused where a checkpoint has "
-        "them. Of a model that also sees or hears, the text part is served, as the whole model computes text alone; "
-        "images, audio and video in a request are refused with status 400. `spaceserve train` leaves the text part "
-        "alone, too, and `spaceserve convert` refuses such checkpoints.",
+        "networks that a GPU runs, on a CPU; no GPU has tried this family. *Tried*: on a GPU, too. Of a model that "
+        "also sees or hears, the text part is served, as the whole model computes text alone; images, audio and video "
+        "in a request are refused with status 400. `spaceserve train` leaves the text part alone, too, and "
+        "`spaceserve convert` refuses such checkpoints.",
         "",
         "| `model_type` | in transformers | CPU | GPU | remark |",
         "|---|---|---|---|---|",

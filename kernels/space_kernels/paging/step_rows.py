@@ -34,6 +34,7 @@ class RowPattern:
     num_chain_rows: int
     num_padded: int
     parts: dict[Hashable, object] = field(default_factory=dict)  # filled on first use, shared by all steps
+    drafts: Ints | None = None  # [S] last chain rows, which may be rejected; None: none are
 
     @cached_property
     def chains(self) -> tuple[Ints, Ints]:
@@ -74,6 +75,18 @@ class StepRows:
     block_size: int
     device: torch.device
     parts: dict[Hashable, object] = field(default_factory=dict)  # filled on first use, shared by all layers
+    states: Ints | None = None  # [S] slot of each sequence's recurrent states; None: that of its number
+
+    @property
+    def state_slots(self) -> Ints:
+        """[S] slot of each sequence's recurrent states."""
+        return np.arange(len(self.starts)) if self.states is None else self.states
+
+    @property
+    def num_drafts(self) -> Ints:
+        """[S] last chain rows of each sequence, which may be rejected."""
+        drafts = self.pattern.drafts
+        return np.zeros(len(self.starts), dtype=np.int64) if drafts is None else drafts
 
     @property
     def chain_runs(self) -> Sequence[range]:

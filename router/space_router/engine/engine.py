@@ -172,7 +172,7 @@ class Engine:
             on_caught_up=lambda: self._reader_caught_up(live),
         )
         first = self._open.get(leader) if leader is not None else None
-        parked = first is not None and should_follow(first, live, self.facts.block_size)
+        parked = first is not None and should_follow(first, live, self.facts)
         self._open[stream] = live
         self._by_name.setdefault(request.request_id, set()).add(live)
         self.loras.hold(request.lora)

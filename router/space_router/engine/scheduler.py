@@ -80,9 +80,9 @@ class PendingPrefix:
 class PendingPrefixes:
     """The full blocks of admitted prompts until they are in the prefix cache."""
 
-    def __init__(self, cache: KVOffload, block_size: int) -> None:
+    def __init__(self, cache: KVOffload, block_size: int, *, may_share: bool) -> None:
         self._cache = cache
-        self._block_size = block_size
+        self._block_size, self._may_share = block_size, may_share
         self._by_key: dict[bytes, WorkerSequence] = {}  # key of a block -> sequence whose prefill computes it
 
     def find(self, live: RequestState) -> PendingPrefix | None:
@@ -100,7 +100,7 @@ class PendingPrefixes:
     def add(self, sequence: WorkerSequence) -> None:
         """Add the full blocks of an admitted prompt."""
         live = sequence.live
-        if not live.request.share_prefix or sequence.awaits_grammar:
+        if not self._may_share or not live.request.share_prefix or sequence.awaits_grammar:
             return
         sequence.num_pending = sequence.num_admitted // self._block_size
         for key in live.keys(self._block_size, sequence.num_pending)[sequence.num_published : sequence.num_pending]:
@@ -138,7 +138,7 @@ class Scheduler:
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
         self.offload = KVOffload(self.pool, facts.num_host_blocks)
-        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size)
+        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size, may_share=facts.shares_prefixes)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # sequences that are not released
         self.num_prefill_ahead = 0  # prompt ids that wait in the worker: sum of `_prefill_share`
@@ -190,10 +190,14 @@ class Scheduler:
         """Whether a quarantined request runs here, beside which no other may run."""
         return self.num_running == 1 and self.running[0].live.is_suspect
 
+    def _shares(self, live: RequestState) -> bool:
+        """Whether blocks of the request may come from the prefix cache, and go there."""
+        return live.request.share_prefix and self.facts.shares_prefixes
+
     def _placement(self, live: RequestState) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
         prefix: list[PrefixBlock] = []
-        if live.request.share_prefix and not live.wants_prompt_logprobs:
+        if self._shares(live) and not live.wants_prompt_logprobs:
             # The last id is always computed, into an unshared block: its row gives the next token.
             num_whole = (num_ids - 1) // size
             prefix = self.offload.lookup_prefix(live.keys(size, num_whole)[:num_whole])
@@ -326,7 +330,7 @@ class Scheduler:
         else:
             self._computed(sequence, part.num_computed, decodes=bool(delta.tokens))
         num_whole = sequence.computed // self.facts.block_size
-        if num_whole > sequence.num_published and live.request.share_prefix:
+        if num_whole > sequence.num_published and self._shares(live):
             self._publish(sequence, num_whole)
         if delta.decoded:
             sequence.drafted(delta.drafted)

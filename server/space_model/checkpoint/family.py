@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.recurrent_layers import HYBRIDS, attending_layers
 from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
@@ -57,7 +58,7 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             f"{name} attends to later tokens, too (is_causal or use_bidirectional_attention in config.json)"
             ": it is no causal language model, and writes no text. Use a checkpoint of one."
         )
-    served = SERVED_LAYERS | ({_CHUNKED} if kind == "llama4_text" else set())
+    served = SERVED_LAYERS | ({_CHUNKED} if kind == "llama4_text" else set()) | HYBRIDS.get(kind, frozenset())
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         raise UnsupportedModel(
             f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
@@ -82,7 +83,7 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             f"Models of type {kind!r} carry several versions of every row from layer to layer, and predict all from "
             "one (AltUp, altup_num_inputs in config.json); steps have one. Use a checkpoint of Gemma 3 or Gemma 4."
         )
-    if not getattr(model_class, "_supports_attention_backend", False) and kind not in OWN_ATTENTION:
+    if not getattr(model_class, "_supports_attention_backend", False) and kind not in {*OWN_ATTENTION, *HYBRIDS}:
         raise UnsupportedModel(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "
             "so its keys and values cannot be paged."
@@ -266,6 +267,8 @@ def head_scale(config: PreTrainedConfig) -> float:
     """Return the factor that the family multiplies its logits by."""
     if getattr(config, "logits_scaling", None):
         return 1.0 / float(config.logits_scaling)  # Granite
+    if config.model_type == "falcon_h1":
+        return float(config.lm_head_multiplier)
     return float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
 
 
@@ -310,6 +313,9 @@ def kv_layers(config: PreTrainedConfig) -> tuple[LayerKV, ...]:
     """Return what the pages hold of each layer; empty if layers are alike and each has keys and values of its own."""
     modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", None) or ()
     layers = _each_layer(config)
+    if attends := attending_layers(config):
+        _, kv_heads, head_dim = _sizes(config)
+        return tuple(LayerKV(kv_heads * does, head_dim, number) for number, does in enumerate(attends))
     if config.model_type == "mimo_v2_flash":  # sliding layers have twice as many heads of keys and values
         _, kv_heads, head_dim = _sizes(config)
         counts = [kv_heads * (2 if kind == "sliding_attention" else 1) for kind in config.layer_types]

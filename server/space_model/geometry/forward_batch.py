@@ -100,7 +100,8 @@ def batch_pattern(
             bounds[adapter] = range(begun.start, len(offsets))
     num_padded = len(offsets) + -len(offsets) % ROW_MULTIPLE
     of_row = [np.array(values, dtype=np.int64) for values in (offsets, reach, group)]
-    rows = RowPattern(chain_rows, mask_runs, of_row[0], of_row[1], of_row[2], num_chain_rows, num_padded)
+    drafts = np.array([layout.num_drafts for _, layout, _, _ in shapes], dtype=np.int64)
+    rows = RowPattern(chain_rows, mask_runs, of_row[0], of_row[1], of_row[2], num_chain_rows, num_padded, drafts=drafts)
     padded_ids = np.array(ids + [0] * (num_padded - len(offsets)), dtype=np.int64)
     gated: list[GatedRows] = []
     if bounds:
@@ -139,6 +140,7 @@ class Segment:
     adapter: int | None = None  # the adapter that the masks belong to; None: the checkpoint's own masks, by id
     owner: int | None = None  # sequence number, under which its pages are cached between steps; None: not cached
     lora: int | None = None  # number of the LoRA that acts on all its rows; None: the weights alone
+    state: int = 0  # slot of its recurrent states, where layers have some
 
 
 # chain rows of all segments            mask rows of all segments                     padding
@@ -222,7 +224,10 @@ class ForwardBatch:
         device = torch.device(device)
         pattern = batch_pattern(runs, tuple(mask_ids), tuple(adapter_masks), device)
         starts = np.array([segment.start for segment in segments], dtype=np.int64)
-        rows = StepRows(pattern.rows, starts, [segment.pages for segment in segments], block_size, device)
+        states = np.array([segment.state for segment in segments], dtype=np.int64)
+        rows = StepRows(
+            pattern.rows, starts, [segment.pages for segment in segments], block_size, device, states=states
+        )
         num_chain_rows, num_rows = pattern.rows.num_chain_rows, len(pattern.rows.offsets)
         packed = np.zeros((2, pattern.rows.num_padded), dtype=np.int64)  # ids, positions
         ids_of_chains = chain.from_iterable([segment.ids for segment in segments])

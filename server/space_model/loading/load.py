@@ -22,6 +22,7 @@ from space_model.adapters import OWN, Adapter, Drafting
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.quantized_formats import read_format
+from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.checkpoint.unused_tensors import check_found
 from space_model.checkpoint.weight_files import refuse_odd_values
@@ -49,6 +50,7 @@ from space_model.model_facts import HeadFacts, ModelFacts, Ranks
 from space_model.networks.fixed_rope import fix_angles
 from space_model.networks.llama_network import compact_network
 from space_model.networks.own_attention.attach import attach as attach_own_attention
+from space_model.networks.recurrent.attach import attach as attach_recurrent
 from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
@@ -178,6 +180,7 @@ def load_model(
         latent_dim=family.latent_dim(config),
         is_chunked=family.is_chunked(config),
         kv_layers=family.kv_layers(model.config),
+        states=layer_states(model.config),
         num_ranks=num_ranks,
     )
     try:
@@ -289,6 +292,7 @@ def _read_weights(
     family.refuse_more_head(model)
     refuse_odd_values(checkpoint.name, model, packed=packed is not None)
     attach_own_attention(model)
+    attach_recurrent(model)
     model.set_attn_implementation(ATTENTION_NAME)
     model.requires_grad_(False)
     if weights == "fp8":

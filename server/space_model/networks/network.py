@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from space_kernels.attention.attention import KVPages
+from space_kernels.recurrence.states import RecurrentStates
 from torch import Tensor
 
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.lora import Lora
 from space_model.model_facts import ModelFacts
+
+
+class StateRoom(NamedTuple):
+    """For how many sequences and drafts recurrent states are kept."""
+
+    num_sequences: int
+    most_drafts: int  # of one sequence in one step
+
+
+USUAL_ROOM = StateRoom(8, 16)
+"""Where a caller does not say."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +36,33 @@ class PagedKV:
     values: list[Tensor]
     num_blocks: int
     block_size: int
+    states: RecurrentStates | None = None  # of recurrent layers; None: there are none
+
+    def attends(self, number: int) -> bool:
+        """Return whether a layer has keys and values."""
+        return self.keys[number].shape[1] > 0
+
+    def recurs(self, number: int) -> bool:
+        """Return whether a layer has recurrent states."""
+        return self.states is not None and number in self.states.layers
 
     def layer(self, number: int) -> KVPages:
         """Return one layer's pages."""
         return KVPages(self.keys[number], self.values[number])
 
     @classmethod
-    def allocate(cls, facts: ModelFacts, num_blocks: int, block_size: int, *, in_turn: bool = False) -> PagedKV:
-        """Allocate blocks of zeros; every page is touched now, so that lack of memory fails here. `in_turn`: layers
-        with as many heads of one size have the same pages, for one layer at a time."""
+    def allocate(
+        cls,
+        facts: ModelFacts,
+        num_blocks: int,
+        block_size: int,
+        *,
+        room: StateRoom = USUAL_ROOM,
+        in_turn: bool = False,
+    ) -> PagedKV:
+        """Allocate blocks of zeros, and room for recurrent states where layers have them; every page is touched now, so
+        that lack of memory fails here. `in_turn`: layers with as many heads of one size have the same pages, for one
+        layer at a time."""
         layers = [facts.kv_of(number) for number in range(facts.num_layers)]
 
         def pages(*, values: bool = False) -> list[Tensor]:
@@ -46,7 +76,9 @@ class PagedKV:
             return [made[layer[:2] if in_turn else layer.source] for layer in layers]
 
         keys = pages()
-        return cls(keys, keys if facts.latent_dim is not None else pages(values=True), num_blocks, block_size)
+        recurrent = {number: state for number, state in enumerate(facts.states) if state is not None}
+        states = RecurrentStates(recurrent, *room, facts.device, in_turn=in_turn) if recurrent else None
+        return cls(keys, keys if facts.latent_dim is not None else pages(values=True), num_blocks, block_size, states)
 
 
 class Network(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import EllipsisType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from space_kernels.attention.alibi import Alibi
@@ -24,6 +24,7 @@ from space_kernels.layers.row_invariant_calls import GuardedActivation, calls_an
 from space_kernels.linear.cpu_linear import cpu_linear
 from space_kernels.linear.experts import RowInvariantRouter
 from space_kernels.linear.gated_delta import GatedDelta
+from space_kernels.recurrence.states import LayerMemory, StateStep
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.activations import ACT2CLS
@@ -141,12 +142,12 @@ def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
                 layer.forward = forward
 
 
-_WITH_TUPLES: WeakSet[PreTrainedModel] = WeakSet()  # bases whose layers were seen to return tuples
+_TUPLES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # bases whose layers return tuples, and lengths
 
 
-def layers_return_tuples(base: PreTrainedModel) -> None:
+def layers_return_tuples(base: PreTrainedModel, length: int = 1) -> None:
     """Say so of a base before its layers run for the first time."""
-    _WITH_TUPLES.add(base)
+    _TUPLES[base] = length
 
 
 def _wrapped(
@@ -157,12 +158,12 @@ def _wrapped(
             named = keywords if inputs else keywords | {"hidden_states": rows}
             out = forward(*(rows, *inputs[1:])[: len(inputs)], **named)
             if isinstance(out, tuple):
-                _WITH_TUPLES.add(base)
+                _TUPLES[base] = len(out)
             made: Tensor = out[0] if isinstance(out, tuple) else out
             return made
 
         rows = around(number, inputs[0] if inputs else keywords["hidden_states"], run)
-        return (rows,) if base in _WITH_TUPLES else rows
+        return (rows, *[None] * (_TUPLES[base] - 1)) if base in _TUPLES else rows
 
     return stand_in
 
@@ -208,7 +209,25 @@ class AttentionStep:
     batch: ForwardBatch
     kv: PagedKV
     attention: Attention = space_attention
-    layers_seen: list[int] = field(default_factory=list)
+    layers_seen: list[int] = field(default_factory=list)  # that attended
+    recurrent_seen: list[int] = field(default_factory=list)  # that advanced their states
+    states: StateStep | None = None  # made by the first recurrent layer
+
+    def states_of(self, layer: int) -> tuple[LayerMemory, StateStep]:
+        """Return what a recurrent layer remembers, and the rows that advance it. Raises UnsupportedModel for a layer
+        without memory."""
+        kept = self.kv.states
+        if kept is None or layer not in kept.layers:
+            raise UnsupportedModel(f"Layer {layer} is recurrent, which config.json does not say.")
+        if self.states is None:
+            self.states = kept.begin(self.batch.rows)
+        self.recurrent_seen.append(layer)
+        return kept.layers[layer], self.states
+
+    def commit(self) -> None:
+        """All layers were computed: keep the states that they wrote."""
+        if self.states is not None and self.kv.states is not None:
+            self.kv.states.commit(self.states)
 
 
 def paged_attention(
@@ -319,7 +338,10 @@ class TransformersNetwork:
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] after the final norm."""
         self._gate.open_for(batch)
-        return self._run(batch, AttentionStep(batch, kv, self._attention))
+        step = AttentionStep(batch, kv, self._attention)
+        hidden = self._run(batch, step)
+        step.commit()
+        return hidden
 
     def add_lora(self, number: int, lora: Lora) -> None:
         """Let a LoRA act on the rows that name it by `number`. Raises UnsupportedModel for one of a linear that is part
@@ -375,10 +397,15 @@ class TransformersNetwork:
             self._by_parts(run_one, batch, step)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UnsupportedModel(f"{type(self.base).__name__} does not run on paged attention: {error}") from error
-        if step.layers_seen != [number]:
+        if step.layers_seen != [number] * kv.attends(number):
             raise UnsupportedModel(
                 f"Layer {number} of {type(self.base).__name__} attends through transformers' AttentionInterface as "
                 f"{step.layers_seen}; every layer must, once, and as itself."
+            )
+        if step.recurrent_seen != [number] * kv.recurs(number):
+            raise UnsupportedModel(
+                f"Layer {number} of {type(self.base).__name__} advances recurrent states as {step.recurrent_seen}; a "
+                "recurrent layer must, once, and no other."
             )
         return made[0]
 

@@ -12,7 +12,7 @@ part that a norm's epsilon shows, and that the residual does not hide the layer'
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
@@ -39,6 +39,7 @@ from space_model.networks.latent_heads import expansions
 from space_model.networks.own_attention.attach import usual_attention
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
+from space_model.verification.state_reference import InFloat64, StateBefore, StateLayer
 
 NUM_ROWS = 24  # more than a page of 16
 
@@ -100,8 +101,11 @@ class LayerRows:
     number: int
     given: Tensor  # [R, hidden]
     out: Made  # [R, hidden]
-    keys: Made  # [G, R, head dim], as written to the cache
-    values: Made
+    keys: Made | None  # [G, R, head dim], as written to the cache; None: the layer does not attend
+    values: Made | None
+    before: StateBefore | None  # a recurrent layer's memory before the rows
+    inputs_left: Made | None  # [taps - 1, C]: the last rows' inputs to its convolution
+    states_left: Made | None  # [heads, …]: its state behind the rows
     is_routed: bool  # has experts, so rounding may select another one
 
 
@@ -176,7 +180,7 @@ class _Walk:
         given: dict[int, Tensor] = {}
         exact_out: dict[int, Tensor] = {}
         usual_out: dict[int, Tensor] = {}
-        cache = [_ContextLayer(self._contexts, number) for number in range(parts)]
+        cache = [self._cached(number) for number in range(parts)]
         entries: list[Tensor] = []
         norms: list[Tensor] = []
         logits: list[Tensor | None] = []
@@ -186,7 +190,7 @@ class _Walk:
                 entries.append(hidden[0])
             if number in self._checked:
                 given[number] = self._input(hidden[0])
-                with self._held(number, self._wide):
+                with self._held(number, self._wide), self._widened(number):
                     hidden = run(given[number][None].to(self._wide))
                 exact_out[number] = hidden[0]
             if number == parts - 1:
@@ -215,8 +219,8 @@ class _Walk:
                     n,
                     given[n],
                     Made(exact_out[n], usual_out[n]),
-                    *cache[self._facts.kv_of(n).source].made(),
                     is_routed=_is_routed(self._layers[n]),
+                    **self._seen(cache, n),
                 )
                 for n in sorted(self._checked)
             ],
@@ -243,10 +247,39 @@ class _Walk:
         sizes = torch.logspace(*LARGE_ROWS, len(normed) - whole, dtype=self._wide, device=normed.device)
         return torch.cat([normed[:whole], normed[whole:] * sizes[:, None]]).to(self._dtype)
 
+    def _cached(self, number: int) -> _ContextLayer | StateLayer:
+        """Return a layer of the cache."""
+        state = self._facts.states[number] if self._facts.states else None
+        if state is None:
+            return _ContextLayer(self._contexts, number)
+        before = StateBefore(state, number, self._dtype, self._facts.device)
+        if self._facts.kv_of(number).kv_heads:
+            return _ContextAndStateLayer(self._contexts, number, before)
+        return StateLayer(before)
+
+    def _seen(self, cache: Sequence[_ContextLayer | StateLayer], number: int) -> dict[str, Any]:
+        """Return what a layer wrote: keys, values; its memory before the rows, and inputs and states behind them."""
+        kept = self._facts.kv_of(number)
+        source, layer = cache[kept.source], cache[number]
+        keys, values = source.made() if isinstance(source, _ContextLayer) and kept.kv_heads else (None, None)
+        seen: dict[str, Any] = {"keys": keys, "values": values, "before": None, "inputs_left": None}
+        seen["states_left"] = None
+        if isinstance(layer, StateLayer):
+            seen["before"], seen["inputs_left"] = layer.before, Made(*layer.inputs_left)
+            seen["states_left"] = Made(*layer.states_left) if layer.states_left else None
+        return seen
+
+    def _widened(self, number: int) -> AbstractContextManager[Any]:
+        """Let a recurrent layer compute in float64 where that is the wide dtype."""
+        is_recurrent = bool(self._facts.states) and self._facts.states[number] is not None
+        return InFloat64() if is_recurrent and self._wide is torch.float64 else nullcontext()
+
     def _held(self, number: int, dtype: torch.dtype) -> AbstractContextManager[None]:
         return _held(self._layers[number], self._dtype, dtype, self._facts.weights, self._rounded)
 
-    def _pass(self, around: AroundLayer, cache: Sequence[_ContextLayer], norms: list[Tensor]) -> Tensor | None:
+    def _pass(
+        self, around: AroundLayer, cache: Sequence[_ContextLayer | StateLayer], norms: list[Tensor]
+    ) -> Tensor | None:
         """Return the logits of the head's input. Appends the final norm's output to `norms`, the exact one first."""
         rows, device = self._rows, self._facts.device
 
@@ -364,7 +397,7 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a cache: the context, then the rows' keys and values, first wide, then in the serving dtype."""
 
     def __init__(self, contexts: Contexts, number: int) -> None:
-        super().__init__()
+        DynamicLayer.__init__(self)
         self._number = number
         self.keys_seen: list[Tensor] = []
         self.values_seen: list[Tensor] = []
@@ -392,6 +425,15 @@ class _ContextLayer(DynamicLayer):  # type: ignore[misc]
         if copies == 1:  # repeat_interleave would copy
             return keys, values
         return keys.repeat_interleave(copies, 1), values.repeat_interleave(copies, 1)
+
+
+class _ContextAndStateLayer(_ContextLayer, StateLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer that attends and is recurrent, both on what the layer above gave."""
+
+    def __init__(self, contexts: Contexts, number: int, before: StateBefore) -> None:
+        LinearAttentionLayer.__init__(self)
+        _ContextLayer.__init__(self, contexts, number)
+        self._begin_with(before)
 
 
 class _Swaps:

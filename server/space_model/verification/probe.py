@@ -31,13 +31,14 @@ from space_model.checkpoint import family
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV, ModelFacts
-from space_model.networks.network import Network, PagedKV
+from space_model.networks.network import Network, PagedKV, StateRoom
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.verification.layer_reference import Made, Reference, first_of_kinds, with_sources
 
 FACTOR = 2.0  # allowed ratio of a part's deviation to transformers', apart from the two terms above
 
 _BLOCK = 16
+_ONE = StateRoom(1, 0)
 _HEAD_ROWS = 8  # whose logits of the whole vocabulary are in memory at a time
 
 
@@ -60,7 +61,7 @@ class Difference:
 def check_attention(model: PreTrainedModel, facts: ModelFacts) -> None:
     """Raises UnsupportedModel unless every kind of layer uses transformers' AttentionInterface, over the KV cache."""
     batch = ForwardBatch.build([Segment(range(4), 0, [0])], block_size=_BLOCK, mask_ids=(), device=facts.device)
-    network, kv = TransformersNetwork(model.base_model), PagedKV.allocate(facts, 1, _BLOCK, in_turn=True)
+    network, kv = TransformersNetwork(model.base_model), PagedKV.allocate(facts, 1, _BLOCK, room=_ONE, in_turn=True)
     _, layers = family.decoder_layers(model.base_model)
     hidden = network.enter(batch)
     for number in with_sources(first_of_kinds(list(layers)), facts):
@@ -92,7 +93,7 @@ def differences(
     batch = ForwardBatch.build(
         [Segment(wanted.rows.ids, start, pages)], block_size=_BLOCK, mask_ids=(), device=facts.device
     )
-    kv = PagedKV.allocate(facts, len(pages), _BLOCK, in_turn=True)
+    kv = PagedKV.allocate(facts, len(pages), _BLOCK, room=_ONE, in_turn=True)
     comparison = _Comparison(facts, wanted)
 
     def padded(rows: Tensor) -> Tensor:
@@ -100,21 +101,34 @@ def differences(
 
     yield comparison.compare("the embedding", network.enter(batch)[:count], wanted.entry)
     for layer in wanted.layers:
-        made = {"keys": layer.keys, "values": layer.values}
-        context = [*wanted.contexts.of(layer.keys.exact, layer.values.exact)]
-        if facts.latent_dim is not None:  # transformers caches the latent as keys, and the rotated part as values
-            made = {"keys": layer.keys.beside(layer.values)}
-            context = [torch.cat(context, dim=-1)]
+        made: dict[str, Made] = {}
+        context: list[Tensor] = []
+        if layer.keys is not None and layer.values is not None:
+            made = {"keys": layer.keys, "values": layer.values}
+            context = [*wanted.contexts.of(layer.keys.exact, layer.values.exact)]
+            if facts.latent_dim is not None:  # transformers caches the latent as keys, and the rotated part as values
+                made = {"keys": layer.keys.beside(layer.values)}
+                context = [torch.cat(context, dim=-1)]
         here = facts.kv_of(layer.number)
         for what, one in made.items():
             size = here.value_dim if what == "values" else here.head_dim
             refuse_other_heads(f"Layer {layer.number}", one.exact.shape, here._replace(head_dim=size))
         kept = dict(zip(made, kv.layer(layer.number), strict=False))
         _fill([*kept.values()], context, pages)
+        if layer.before is not None:
+            assert kv.states is not None
+            layer.before.fill(kv.states.layers[layer.number], 0, 0)
+            kv.states.put(0, start - 1)
         out = network.layer(layer.number, padded(layer.given), batch, kv)[:count]
         name = f"layer {layer.number} of {facts.num_layers}"
         for what, stored in kept.items():
             yield comparison.compare(f"{name} ({what})", _read(stored, pages, start, count), made[what], kept=True)
+        if layer.inputs_left is not None:
+            assert kv.states is not None
+            memory = kv.states.layers[layer.number]
+            yield comparison.compare(f"{name} (inputs of the convolution)", memory.inputs[0, 1], layer.inputs_left)
+            if memory.state is not None and layer.states_left is not None:
+                yield comparison.compare(f"{name} (recurrent state)", memory.state[0, 1], layer.states_left)
         yield comparison.compare(name, out, layer.out, is_routed=layer.is_routed)
     yield comparison.compare("the final norm", network.norm(padded(wanted.norm_given))[:count], wanted.norm)
     if wanted.logits is not None:

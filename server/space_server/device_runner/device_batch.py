@@ -474,6 +474,8 @@ def why_on_host(facts: ModelFacts) -> str | None:
     """Why this model cannot be stepped on its device; None: it can."""
     if facts.num_ranks > 1:
         return f"{facts.num_ranks} ranks share the model, and rank 0 tells the others the rows of each step"
+    if facts.is_recurrent:
+        return "its recurrent layers advance states row by row, as the host says"
     if facts.device.type == "cuda" and not can_be_captured(facts.attention):
         return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
     return None

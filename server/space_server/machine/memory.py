@@ -48,6 +48,22 @@ def give_back_unused() -> None:
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
+def choose_num_sequences(facts: PageNeed, *, asked: int, state_bytes: int, available: int) -> int:
+    """Return how many sequences run at once: `asked`, or as many as have room where recurrent layers remember
+    `state_bytes` of each. States take half of what is available at most, or those of one sequence beside one window.
+    Raises NotEnoughMemory if that does not fit."""
+    if not state_bytes:
+        return asked
+    window = facts.window * facts.kv_bytes_per_token
+    if state_bytes + window > available:
+        raise NotEnoughMemory(
+            f"The recurrent states of a sequence need {state_bytes} bytes, and keys and values of one window of "
+            f"{facts.window} need {window}; {available} are available on {facts.device}. Lower --max-model-len or "
+            "--speculation."
+        )
+    return min(asked, max(1, available // 2 // state_bytes))
+
+
 def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, available: int) -> int:
     """Return `num_blocks` as configured. Raises NotEnoughMemory if they do not fit."""
     needed = num_blocks * block_size * facts.kv_bytes_per_token

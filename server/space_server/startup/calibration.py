@@ -444,13 +444,17 @@ def _admit(worker: Worker, number: int, case: CalibrationCase, pages: range, rng
         seq_id=number + 1,
         ids=ids,
         num_prompt=len(ids),
-        num_cached=case.context,
+        num_cached=0 if facts.is_recurrent else case.context,
         pages=pages,
         sampling=pb.Sampling(seed=number, temperature=case.temperature),
         limits=pb.Limits(max_tokens=NEW_TOKENS),
         max_draft_length=worker.max_draft_length,
     )
     worker.apply(pb.Command(admit=admit))
+    sequence = worker.batch.get(number + 1)
+    if worker.kv.states is not None and sequence is not None and case.context:  # states are arbitrary, too
+        sequence.num_computed = case.context
+        worker.kv.states.put(sequence.state, case.context - 1)
 
 
 FORMAT = 4

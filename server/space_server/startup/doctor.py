@@ -41,7 +41,7 @@ from space_model.released_adapters import AdapterFormat
 from transformers import PreTrainedConfig
 
 from space_server.config import ModelSource, parse
-from space_server.machine.memory import NotEnoughMemory
+from space_server.machine.memory import NotEnoughMemory, choose_num_sequences
 from space_server.machine.sensors import Meter, find_sensors
 from space_server.machine.threads import num_cores
 from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown
@@ -429,13 +429,18 @@ def _memory(config: WorkerSettings, need: ModelNeed) -> Finding:
     except NotEnoughMemory as error:
         return Finding("memory", "fail", str(error))
     used = blocks * config.block_size * need.kv_bytes_per_token
+    num_sequences = choose_num_sequences(
+        need, asked=config.max_sequences, state_bytes=need.states, available=free.num_bytes - need.fixed
+    )
+    states = f" Recurrent states of {num_sequences} sequences take {shown(num_sequences * need.states)}."
     return Finding(
         "memory",
         "ok",
         f"{shown(free.num_bytes)} are free on {need.device} ({free.bound}); the model takes {shown(need.fixed)}, "
         f"{need.parts(windows=False)}. {blocks} pages of {config.block_size} tokens take {shown(used)}: "
         f"{blocks * config.block_size / need.window:.1f} whole windows of {need.window}"
-        + ("." if need.device.type == "cpu" else ", less what the largest step needs."),
+        + ("." if need.device.type == "cpu" else ", less what the largest step needs.")
+        + states * bool(need.states),
     )
 
 

@@ -19,6 +19,7 @@ from space_kernels.linear.rounded_inputs import GROUP
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
+from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
@@ -32,10 +33,16 @@ from space_proto import worker_pb2 as pb
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from space_server.device_runner.device_runner import DeviceRunner
-from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, give_back_unused
+from space_server.machine.memory import (
+    NotEnoughMemory,
+    check_num_blocks,
+    choose_num_blocks,
+    choose_num_sequences,
+    give_back_unused,
+)
 from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
-from space_server.worker import Worker
+from space_server.worker import SOURCE_DRAFTS, Worker
 
 PROMPT_ROWS = 512
 """Prompt rows of the largest step."""
@@ -101,6 +108,7 @@ class ModelNeed:
     small: tuple[Small, ...] = ()  # with linears in fewer bits, the largest first
     held: str = "plain"  # one of precision.WEIGHTS
     fp8_kv: bool = False
+    states: int = 0  # recurrent states of one sequence; 0: there are none
 
     @property
     def fixed(self) -> int:
@@ -115,7 +123,7 @@ class ModelNeed:
     @property
     def least(self) -> int:
         """The least that serves one sequence of a whole context window."""
-        return self.fixed + self.keys_and_values
+        return self.fixed + self.states + self.keys_and_values
 
     @classmethod
     def asked(cls, config: WorkerSettings, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
@@ -145,6 +153,7 @@ class ModelNeed:
             fp8_kv=config.kv_dtype == "fp8",
             num_ranks=config.tensor_parallel,
             unread=unread,
+            most_drafts=config.max_draft_length,
         )
         return need if asked.weights == "plain" else need.with_weights(asked.weights) or need
 
@@ -163,9 +172,11 @@ class ModelNeed:
         fp8_kv: bool = False,
         num_ranks: int = 1,
         unread: int = 0,
+        most_drafts: int | None = None,
     ) -> ModelNeed:
         """`drafting`: files beside the weights; `form`: of a quantized checkpoint; `num_ranks` share the model, and the
-        result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet."""
+        result is for one of them; `unread`: bytes of weights whose headers are not downloaded yet;
+        `most_drafts`: of a step, None: as many as usual."""
         num_heads, kv_heads, head_dim = family.sizes(config)
         hidden, vocab = int(config.hidden_size), int(config.vocab_size)
         inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
@@ -209,6 +220,11 @@ class ModelNeed:
             device=device,
             small=small,
             fp8_kv=fp8_kv,
+            states=sum(
+                state.num_bytes(max(num_masks, SOURCE_DRAFTS) if most_drafts is None else most_drafts)
+                for state in layer_states(config)
+                if state is not None
+            ),
         )
 
     def with_weights(self, held: str) -> ModelNeed | None:
@@ -232,6 +248,7 @@ class ModelNeed:
             (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}{of_linears}"),
             (self.head, "the output head's packed copy"),
             (self.drafting, "what drafts"),
+            (self.states, "recurrent states of a sequence"),
             (self.keys_and_values if windows else 0, f"keys and values of one window of {self.window}"),
             (self.step, "a step"),
         ]
@@ -245,7 +262,7 @@ class ModelNeed:
 
     def longest(self, available: int) -> int:
         """Return the longest context window that fits; 0 if even a short one does not."""
-        length = (available - self.fixed) // max(1, self.kv_bytes_per_token)
+        length = (available - self.fixed - self.states) // max(1, self.kv_bytes_per_token)
         return max(0, min(self.window, length // 16 * 16))
 
 
@@ -263,6 +280,8 @@ def num_blocks_of(config: WorkerSettings, need: ModelNeed, free: FreeMemory) -> 
     """Return the number of KV-cache blocks that fit beside the model. Raises NotEnoughMemory with the cure."""
     check_fits(need, free, config.model)
     left, size = free.num_bytes - need.fixed, config.block_size
+    asked = config.max_sequences
+    left -= need.states * choose_num_sequences(need, asked=asked, state_bytes=need.states, available=left)
     if config.num_blocks is not None:
         return check_num_blocks(need, num_blocks=config.num_blocks, block_size=size, available=left)
     return choose_num_blocks(need, block_size=size, amount=config.kv_memory, available=left)
@@ -289,7 +308,7 @@ def cure(need: ModelNeed, available: int) -> str:
     if found:
         return f"It fits with {' or '.join(found)}."
     least = need.held_in(torch.bfloat16)
-    bytes_ = least.fixed + 16 * least.kv_bytes_per_token
+    bytes_ = least.fixed + least.states + 16 * least.kv_bytes_per_token
     return (
         f"No dtype and no length fits: even in bfloat16 with a short window it needs {shown(bytes_)}. End what else "
         "uses the memory, raise the limit, take a smaller or quantised checkpoint, or share it among GPUs with "

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from space_kernels.training import DraftLoss
 from space_model.checkpoint import family
+from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.model_error import UnsupportedModel
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -164,6 +165,12 @@ _UNUSED_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 def check_is_trainable(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel if the body is not built like Llama's. Works on a meta model, without weights."""
+    if layer_states(model.config):
+        raise UnsupportedModel(
+            f"Models of type {model.config.model_type!r} have recurrent layers and cannot be trained: training puts "
+            "mask rows at free positions of a text, and each would need a state of its own there. Take a model whose "
+            "layers all attend, such as Llama, Mistral, Qwen3, Gemma or Phi; this one drafts by lookup."
+        )
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise UnsupportedModel(
             f"Models of type {model.config.model_type!r} cannot be trained: training puts rows at free positions, in "

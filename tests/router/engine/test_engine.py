@@ -185,6 +185,17 @@ async def test_choices_wait_for_their_leader_and_share_its_prompt() -> None:
         assert house.metrics.value("spaceserve_prefix_cache_hit_tokens_total") == 3 * 40
 
 
+async def test_choices_share_nothing_where_layers_are_recurrent() -> None:
+    async with in_house(Script(state_bytes_per_sequence=64)) as house:
+        requests = [request_of(41, 8, sampling=SamplingOptions(seed=5, choice=choice)) for choice in range(3)]
+        leader = house.engine.submit(requests[0])
+        followers = [house.engine.submit(request, leader=leader) for request in requests[1:]]
+        for stream, request in zip((leader, *followers), requests, strict=True):
+            async with stream:
+                assert await read(stream) == answer(request, house.worker.script)
+        assert house.worker.figures.num_cached_ids == 0
+
+
 @pytest.mark.parametrize("ending", ["left", "failed"])
 async def test_choices_go_on_when_their_leader_ends_before_its_prompt_is_computed(ending: str) -> None:
     async with in_house(Script(failing_id=99), max_prefill_rows=4) as house:

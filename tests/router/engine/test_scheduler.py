@@ -77,6 +77,22 @@ def test_a_second_request_shares_what_a_running_one_has_computed() -> None:
     house.run()
 
 
+def test_no_prefix_is_shared_with_a_worker_whose_layers_are_recurrent() -> None:
+    house = Lockstep(Script(block_size=4, state_bytes_per_sequence=64))
+    first = house.submit(request_of(9, 40))
+    for _ in range(4):
+        house.step()
+    second = house.submit(request_of(9, 4))
+    house.step()
+    assert not set(house.scheduler.sequences[1].pages).intersection(house.scheduler.sequences[2].pages)
+    house.run()
+    assert [house.text(live) for live in (first, second)] == [answer(x.request, house.script) for x in (first, second)]
+    house.submit(request_of(9, 4))
+    house.run()
+    assert house.batch.figures.num_cached_ids == 0
+    assert house.scheduler.pool.num_cached == 0
+
+
 @pytest.mark.parametrize(("num_prompt", "num_cached"), [(4, 0), (5, 4), (8, 4), (9, 8)])
 def test_at_least_one_id_is_always_computed(num_prompt: int, num_cached: int) -> None:
     house = Lockstep(Script(block_size=4))

@@ -19,7 +19,13 @@ from space_common.worker_settings import parse_amount
 from space_model.free_memory import FreeMemory
 from space_model.testing import tiny_checkpoint
 from space_model.verification.layer_reference import CONTEXT
-from space_server.machine.memory import NotEnoughMemory, check_num_blocks, choose_num_blocks, free_bytes
+from space_server.machine.memory import (
+    NotEnoughMemory,
+    check_num_blocks,
+    choose_num_blocks,
+    choose_num_sequences,
+    free_bytes,
+)
 from torch import Tensor
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)
@@ -63,6 +69,21 @@ def test_less_than_one_window_and_more_than_there_is_are_refused() -> None:
         choose_num_blocks(FACTS, block_size=16, amount=100_000, available=10**9)
     with pytest.raises(NotEnoughMemory, match="asks for 2000000000 bytes; 1000000 are available"):
         choose_num_blocks(FACTS, block_size=16, amount=2_000_000_000, available=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "available", "sequences"),
+    [(0, 10, 64), (1000, 10**9, 64), (10_000, 1_000_000, 50), (900_000, 1_000_001, 1)],
+)
+def test_as_many_sequences_run_as_have_room_for_recurrent_states(
+    state_bytes: int, available: int, sequences: int
+) -> None:
+    assert choose_num_sequences(FACTS, asked=64, state_bytes=state_bytes, available=available) == sequences
+
+
+def test_recurrent_states_that_leave_no_room_for_a_window_are_refused() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"states of a sequence need 950000 bytes.*Lower --max-model-len"):
+        choose_num_sequences(FACTS, asked=64, state_bytes=950_000, available=1_000_000)
 
 
 def test_blocks_asked_for_by_number_must_fit() -> None:

@@ -16,7 +16,7 @@ from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
-from space_model.networks.network import PagedKV
+from space_model.networks.network import PagedKV, StateRoom
 from space_model.testing import tiny_checkpoint
 from space_server.__main__ import main
 from space_server.config import ModelSource, parse
@@ -103,6 +103,25 @@ def test_pages_of_compressed_keys_and_unequal_values_are_counted_as_they_are(
     kv = model.allocate_kv(3, 16)
     pages = {tensor.data_ptr(): tensor.nbytes for tensor in (*kv.keys, *kv.values)}
     assert need.kv_bytes_per_token == model.facts.kv_bytes_per_token == sum(pages.values()) // (3 * 16)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize(("words", "most"), [([], 8), (["--speculation", "off"], 0), (["--speculation", "12"], 12)])
+def test_recurrent_states_are_counted_as_they_are_allocated(
+    family: str, words: list[str], most: int, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(tmp_path, family, num_masks=3)
+    config = parse(["--listen", "h:1", "--model", str(folder), "--device", "cpu", "--dtype", "float32", *words])
+    need, facts = ModelNeed.asked(config, ModelSource(config).checkpoint()), load_model(folder, dtype="float32").facts
+    assert need.states == facts.state_bytes(most)
+    states = PagedKV.allocate(facts, 1, 16, room=StateRoom(3, most)).states
+    assert states is not None
+    assert states.num_bytes == 3 * need.states
+    assert "recurrent states of a sequence" in need.parts()
+    free = need.fixed + need.states + need.keys_and_values
+    check_fits(need, FreeMemory(free, ""), "m")
+    with pytest.raises(NotEnoughMemory, match="recurrent states of a sequence"):
+        check_fits(need, FreeMemory(free - 1, ""), "m")
 
 
 def test_a_recurrent_head_needs_its_weights_and_the_rows_of_its_vocabulary(tmp_path: Path) -> None:

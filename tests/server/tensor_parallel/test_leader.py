@@ -19,7 +19,7 @@ import torch
 from space_common.worker_client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
@@ -141,8 +141,8 @@ class Kept(SpaceModel):
         self.__dict__ = dict(model.__dict__)
         self.kvs: list[PagedKV] = []
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
-        self.kvs.append(super().allocate_kv(num_blocks, block_size))
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
+        self.kvs.append(super().allocate_kv(num_blocks, block_size, room))
         return self.kvs[-1]
 
 

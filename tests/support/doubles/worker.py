@@ -13,7 +13,7 @@ from space_common.worker_client import WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
-from space_model.networks.network import PagedKV
+from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
@@ -73,7 +73,7 @@ class ScriptedModel:
     def recurrent_head_of(self, adapter: int | None) -> None:
         """It drafts by masks."""
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> PagedKV:
+    def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
         """Pages without a layer in them."""
         return PagedKV([], [], num_blocks, block_size)
 

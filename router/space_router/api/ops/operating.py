@@ -148,6 +148,7 @@ class Info(ResponseModel):
     instruction_set: str | None
     block_size: Count | None
     num_blocks: Count | None
+    state_bytes_per_sequence: Count | None
     speculation: SpeculationInfo
     step_costs: StepCostsInfo | None
     synthetic_acceptance: list[float] | None
@@ -356,6 +357,7 @@ def describe(service: Service) -> dict[str, Any]:
         "instruction_set": None if facts is None else facts.instruction_set or None,
         "block_size": None if facts is None else facts.block_size,
         "num_blocks": None if facts is None else facts.num_blocks,
+        "state_bytes_per_sequence": None if facts is None else facts.state_bytes_per_sequence,  # beside pages
         "speculation": {
             "default": config.speculation,
             "max_draft_length": None if facts is None else facts.max_draft_length,

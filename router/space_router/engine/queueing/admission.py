@@ -191,10 +191,10 @@ def resolve_max_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
     return min(facts.window - num_prompt, facts.num_slots - num_prompt - 1)
 
 
-def should_follow(leader: RequestState, follower: RequestState, block_size: int) -> bool:
+def should_follow(leader: RequestState, follower: RequestState, facts: WorkerModelFacts) -> bool:
     """Whether the leader's prompt has full blocks to share that are not computed yet."""
-    shares = leader.request.share_prefix and follower.request.share_prefix
-    return shares and not leader.num_generated and leader.num_prompt > block_size
+    shares = leader.request.share_prefix and follower.request.share_prefix and facts.shares_prefixes
+    return shares and not leader.num_generated and leader.num_prompt > facts.block_size
 
 
 MAX_WAITS = 4  # times that one request waits for another to compute a shared prefix

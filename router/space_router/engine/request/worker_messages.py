@@ -53,12 +53,18 @@ class WorkerModelFacts:
     num_host_blocks: int = 0  # blocks of host memory that keep what is evicted from the KV cache
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
+    state_bytes_per_sequence: int = 0  # of recurrent layers, beside pages; 0: there are none
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
     step_cost_reason: str = ""  # why they are learned
 
     @property
     def num_slots(self) -> int:
         return self.block_size * self.num_blocks
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Return whether pages say all of a prefix. Recurrent layers have states beside them."""
+        return self.state_bytes_per_sequence == 0
 
     def max_forced_drafts(self, adapter: str) -> int:
         """Return the most drafts per step that a request can ask for with an adapter; "": with the checkpoint's own

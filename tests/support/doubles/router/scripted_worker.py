@@ -259,6 +259,7 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
         attention="none", instruction_set=script.instruction_set, num_host_blocks=script.num_host_blocks,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
+        state_bytes_per_sequence=script.state_bytes_per_sequence,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
         loras=[worker_pb2.Lora(name=name, hash=digest, rank=4) for name, digest in script.loras],
         adapters=[

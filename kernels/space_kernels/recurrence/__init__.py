@@ -1,0 +1,1 @@
+"""Recurrent layers: their states between steps, and how the rows of a step advance them."""

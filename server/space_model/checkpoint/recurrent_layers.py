@@ -1,0 +1,74 @@
+"""Which families have recurrent layers beside attention, and what those layers remember, as their config says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from space_kernels.recurrence.states import LayerState
+from transformers import PreTrainedConfig
+
+from space_model.model_error import UnsupportedModel
+
+_DELTA = frozenset({"linear_attention"})
+HYBRIDS: Mapping[str, frozenset[str]] = {
+    "bamba": _DELTA,
+    "falcon_h1": frozenset({"hybrid"}),
+    "granitemoehybrid": _DELTA,
+    "lfm2": frozenset({"conv"}),
+    "lfm2_moe": frozenset({"conv"}),
+    "nemotron_h": frozenset({"linear_attention", "mlp", "moe"}),
+    "olmo_hybrid": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+}
+"""model_type -> the kinds of layers that it has beside full and sliding attention."""
+
+_ATTENDS = frozenset({"full_attention", "sliding_attention", "hybrid"})
+_RECURS = frozenset({"linear_attention", "conv", "hybrid"})
+
+
+def layer_states(config: PreTrainedConfig) -> tuple[LayerState | None, ...]:
+    """Return what each layer remembers between steps; None: nothing; empty: no layer does."""
+    kinds = _kinds(config)
+    if not _RECURS.intersection(kinds):
+        return ()
+    state = _state(config)
+    return tuple(state if kind in _RECURS else None for kind in kinds)
+
+
+def attending_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
+    """Return whether each layer has keys and values; empty: all have."""
+    kinds = _kinds(config)
+    return tuple(kind in _ATTENDS for kind in kinds) if _RECURS.intersection(kinds) else ()
+
+
+def _kinds(config: PreTrainedConfig) -> tuple[str, ...]:
+    if config.model_type not in HYBRIDS:
+        return ()
+    found = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    return tuple(found or ())
+
+
+def _state(config: PreTrainedConfig) -> LayerState:
+    if config.model_type.startswith("lfm2"):
+        return LayerState(int(config.hidden_size), int(config.conv_L_cache))
+    if hasattr(config, "linear_num_value_heads"):
+        heads, width = int(config.linear_num_value_heads), int(config.linear_value_head_dim)
+        key_heads, key_dim = int(config.linear_num_key_heads), int(config.linear_key_head_dim)
+        return LayerState(
+            2 * key_heads * key_dim + heads * width, int(config.linear_conv_kernel_dim), (heads, key_dim, width)
+        )
+    if config.model_type == "nemotron_h":
+        heads, width, size = int(config.mamba_num_heads), int(config.mamba_head_dim), int(config.ssm_state_size)
+        groups, taps, inner = int(config.n_groups), int(config.conv_kernel), heads * width
+    else:
+        heads, width, size = int(config.mamba_n_heads), int(config.mamba_d_head), int(config.mamba_d_state)
+        groups, taps = int(config.mamba_n_groups), int(config.mamba_d_conv)
+        inner = int(getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size)
+    if inner != heads * width:
+        raise UnsupportedModel(
+            f"config.json says that {heads} heads of size {width} of a recurrent layer make {inner} numbers. Fetch the "
+            "config.json of the original checkpoint."
+        )
+    return LayerState(inner + 2 * groups * size, taps, (heads, width, size))

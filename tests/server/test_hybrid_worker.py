@@ -1,0 +1,108 @@
+"""A worker of a hybrid: slots of states, what it says of them, and steps that fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from space_common.worker_client import WorkerClient
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.loading.load import load_model
+from space_model.networks.network import PagedKV, StateRoom
+from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
+from space_proto import worker_pb2 as pb
+from space_server.speculation.controller import FixedLayout
+from space_server.worker import Worker
+from torch import Tensor
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "lfm2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    return load_model(tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), request.param, num_masks=3), dtype="float32")
+
+
+def worker_of(model: SpaceModel, *, k: int = 3, **more: object) -> Worker:
+    layout = DraftLayout.full(k, k) if k else DraftLayout.plain()
+    return Worker(
+        model, num_blocks=60, block_size=4, max_sequences=3, controller=FixedLayout(lambda limits: layout), **more
+    )  # type: ignore[arg-type]
+
+
+def texts_of(worker: Worker, prompts: list[list[int]], max_tokens: int = 14) -> list[list[int]]:
+    client = WorkerClient(worker, max_draft_length=worker.max_draft_length)
+    numbers = [
+        client.admit(prompt, max_tokens=max_tokens, num_pages=8, max_draft_length=worker.max_draft_length)
+        for prompt in prompts
+    ]
+    client.run()
+    return [client.sequences[number].tokens for number in numbers]
+
+
+PROMPTS = [[20, 31, 17, 40, 22], [50, 51, 52], [60, 33, 61, 34, 62, 35, 63]]
+
+
+def test_it_says_what_it_remembers_of_each_sequence(model: SpaceModel) -> None:
+    worker = worker_of(model)
+    said = worker.hello("x").state_bytes_per_sequence
+    assert worker.kv.states is not None
+    assert said == worker.kv.states.num_bytes // 3 == model.facts.state_bytes(worker.max_draft_length)
+
+
+def test_sequences_that_come_and_go_share_no_slot(model: SpaceModel) -> None:
+    alone = [texts_of(worker_of(model, k=0), [prompt])[0] for prompt in PROMPTS]
+    worker = worker_of(model)
+    for _ in range(2):
+        assert texts_of(worker, PROMPTS) == alone
+        assert texts_of(worker, PROMPTS[::-1]) == alone[::-1]
+        worker.reset()
+
+
+def test_cached_ids_are_refused_for_that_sequence_alone(model: SpaceModel) -> None:
+    worker = worker_of(model)
+    worker.apply(pb.Command(start=pb.Start(protocol_major=1, max_draft_length=3)))
+    admit = pb.Admit(seq_id=1, ids=range(20, 29), num_prompt=9, num_cached=8, pages=range(5))
+    admit.limits.max_tokens = 3
+    worker.apply(pb.Command(admit=admit))
+    report = worker.step()
+    assert report is not None
+    assert "recurrent states, which pages do not hold: num_cached must be 0" in report.sequences[0].error
+
+
+class Failing(SpaceModel):
+    """Fails behind its forward passes, or in the middle of them, where it is told so."""
+
+    def __init__(self, model: SpaceModel, *, inside: bool) -> None:
+        self.__dict__ = dict(model.__dict__)
+        self._inside = inside
+        self.num_passes = 0
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        self.num_passes += 1
+        fails = len(batch.segments) > 1 and self.num_passes % 3 == 0
+        if fails and self._inside:
+            with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(self._network), "_run", lambda *_: broken())  # type: ignore[attr-defined]
+                return super().forward(batch, kv)
+        hidden = super().forward(batch, kv)
+        return broken() if fails else hidden
+
+
+def broken() -> Tensor:
+    raise RuntimeError("made to fail")
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["behind", "inside"])
+def test_a_step_that_fails_and_is_taken_again_by_each_sequence_leaves_the_texts(
+    model: SpaceModel, inside: bool
+) -> None:
+    alone = [texts_of(worker_of(model, k=0), [prompt])[0] for prompt in PROMPTS]
+    failing = Failing(model, inside=inside)
+    assert texts_of(worker_of(failing), PROMPTS) == alone
+    assert failing.num_passes > 12
+
+
+def test_a_worker_with_too_little_room_for_states_is_refused(model: SpaceModel) -> None:
+    kv = model.allocate_kv(60, 4, StateRoom(2, 3))
+    with pytest.raises(ValueError, match="3 sequences with 3 drafts have no room for states"):
+        worker_of(model, kv=kv)
