@@ -41,12 +41,12 @@ def with_logged(gates: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
     return both
 
 
-Advance = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+NextState = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """State, row -> the state behind the row, and the row's output."""
 
 
-def _scan(advance: Advance, out: Tensor, state: Tensor, step: StateStep) -> Tensor:
-    """Advance every sequence's state by its rows, and fill out [R, …]. state: [slots, versions, H, …]"""
+def _scan(advance: NextState, out: Tensor, state: Tensor, step: StateStep) -> Tensor:
+    """NextState every sequence's state by its rows, and fill out [R, …]. state: [slots, versions, H, …]"""
     skip = step.num_replayed
     for slot, read, write, replayed, num_replayed, chain, num_chain, num_final, group, num_groups in step.runs.tolist():
         now = torch.zeros_like(state[slot, write]) if read < 0 else state[slot, read]
