@@ -245,9 +245,15 @@ class WorkerSettings:
     )
     speculation_method: Literal["auto", "masks", "head"] = flag(
         "auto",
-        "what of the model drafts: its masks, its recurrent head, or at each step the one that brings more tokens per "
-        "second (auto); either is left out where the model has it not (default: %(default)s)",
+        "what of the model drafts: its masks, its recurrent head or --draft-model (head), or at each step the one that "
+        "brings more tokens per second (auto); either is left out where the model has it not (default: %(default)s)",
         choices=("auto", "masks", "head"),
+    )
+    draft_model: str | None = flag(
+        None,
+        "a smaller model with the same tokenizer, which drafts in place of a recurrent head: a folder, a GGUF file or "
+        "a hub id; on a CPU only",
+        metavar="MODEL",
     )
     steps: Steps = flag(
         "auto",

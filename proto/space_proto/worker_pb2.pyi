@@ -112,6 +112,8 @@ class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSour
     """what the grammar leaves no choice about"""
     DRAFT_SOURCE_HEAD: _DraftSource.ValueType  # 4
     """the recurrent draft head, which needs no masks"""
+    DRAFT_SOURCE_MODEL: _DraftSource.ValueType  # 5
+    """a second model"""
 
 class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
     """Who proposed drafts. All are verified by the same rule."""
@@ -126,6 +128,8 @@ DRAFT_SOURCE_GRAMMAR: DraftSource.ValueType  # 3
 """what the grammar leaves no choice about"""
 DRAFT_SOURCE_HEAD: DraftSource.ValueType  # 4
 """the recurrent draft head, which needs no masks"""
+DRAFT_SOURCE_MODEL: DraftSource.ValueType  # 5
+"""a second model"""
 Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
@@ -772,6 +776,7 @@ class Hello(_message.Message):
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
+    HEAD_KIND_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
     protocol_minor: _builtins.int
@@ -823,7 +828,9 @@ class Hello(_message.Message):
     state_bytes_per_sequence: _builtins.int
     """what recurrent layers remember of each running sequence beside its pages; 0: there are none. Such states follow from a whole text, so Admit.num_cached must be 0"""
     num_head_drafts: _builtins.int
-    """most drafts that the checkpoint's own recurrent head makes in a step (0: it has none)"""
+    """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
+    head_kind: _builtins.str
+    """what makes those drafts: recurrent (its head) or model (a second one); "": nothing"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""
@@ -878,10 +885,11 @@ class Hello(_message.Message):
         num_host_blocks: _builtins.int = ...,
         state_bytes_per_sequence: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
+        head_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

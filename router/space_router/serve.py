@@ -182,6 +182,8 @@ def _first_request(service: Service) -> tuple[str, dict[str, object]]:
 
 def _description(facts: WorkerModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
+    if facts.max_draft_length and facts.head_kind == "model":
+        drafts += ", also by the draft model"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
     synthetic_accept = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
     description = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from space_kernels.build.cpu_library import cpu_library
@@ -41,11 +41,16 @@ class _Head(Protocol):
     def acceptance(self) -> tuple[float, ...]: ...
 
 
+HeadKind = Literal["recurrent", "model"]
+"""What drafts one id after the other behind a step: a recurrent head, or another model."""
+
+
 class HeadFacts(NamedTuple):
-    """A recurrent draft head."""
+    """What drafts without masks: a recurrent draft head, or a draft network."""
 
     num_drafts: int = 0  # most drafts of a step; 0: there is no such head
     acceptance: tuple[float, ...] = ()  # conditional, of draft 1, 2, …, as declared; empty: unknown
+    kind: HeadKind = "recurrent"
 
     @classmethod
     def of(cls, head: _Head | None) -> HeadFacts:
@@ -94,7 +99,7 @@ class ModelFacts:
     model_hash: str
     tokenizer_hash: str  # "" if the checkpoint has no tokenizer.json
     has_draft_head: bool
-    kv_bytes_per_token: int  # keys and values of one token in all layers
+    kv_bytes_per_token: int  # keys and values of one token in all layers, and in those of a draft network
     attention: str  # the attention implementation in use
     num_threads: int  # threads of one CPU matmul
     acceptance: tuple[float, ...] = ()  # conditional, of draft 1, 2, …, as the checkpoint declares; empty: unknown
@@ -102,7 +107,7 @@ class ModelFacts:
     weights: str = "plain"  # storage of linears: one of precision.WEIGHTS
     fp8_kv: bool = False  # the KV cache is 8-bit
     head_rows: int = 8  # rows whose logits take at most the time of reading the head's weights twice
-    head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head
+    head: HeadFacts = NO_HEAD  # the checkpoint's own recurrent head, or the draft network in its place
     latent_dim: int | None = None  # of latent attention (MLA): numbers of a key that are its value; None: all others
     is_chunked: bool = False  # some layers see chunks of positions (Llama 4)
     kv_layers: tuple[LayerKV, ...] = ()  # by layer; empty: all alike, each with pages of its own

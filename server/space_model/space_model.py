@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from space_model.adapters import Drafting
+from space_model.draft_network import DraftNetwork
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.lora import LoadedLoras
@@ -35,6 +38,16 @@ class SpaceModel:
         self.drafting, self._recurrent_heads = drafting, recurrent_heads
         self._network, self._head = network, head
         self.loras = loras
+        self.draft_network: DraftNetwork | None = None
+
+    def drafted_by(self, network: DraftNetwork) -> SpaceModel:
+        """Return this model, for which `network` drafts in place of recurrent heads."""
+        found = copy(self)
+        found.draft_network, found._recurrent_heads = network, {}
+        adapters = tuple(replace(adapter, head=network.facts) for adapter in self.facts.adapters)
+        kv_bytes = self.facts.kv_bytes_per_token + network.kv_bytes_per_token
+        found.facts = replace(self.facts, head=network.facts, adapters=adapters, kv_bytes_per_token=kv_bytes)
+        return found
 
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head trained with this adapter's masks; None: with the checkpoint's own masks."""
@@ -45,8 +58,10 @@ class SpaceModel:
         return self._recurrent_heads.get(adapter)
 
     def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
-        """Allocate a KV cache of num_blocks·block_size slots, and room for the states of recurrent layers."""
-        return PagedKV.allocate(self.facts, num_blocks, block_size, room=room)
+        """Allocate a KV cache of num_blocks·block_size slots, the draft network's of as many, and room for the states
+        of recurrent layers."""
+        kv, network = PagedKV.allocate(self.facts, num_blocks, block_size, room=room), self.draft_network
+        return kv if network is None else replace(kv, draft=network.allocate_kv(num_blocks, block_size))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

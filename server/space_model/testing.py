@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from space_common.tokenizer.byte_level import byte_letters
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
@@ -336,6 +338,21 @@ def tiny_lora(
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     fields |= {"lora_alpha": 2 * rank, "target_modules": sorted({name.rpartition(".")[2] for name in pairs})}
     (path / "adapter_config.json").write_text(json.dumps(fields | config, indent=1), encoding="utf-8")
+    return path
+
+
+def perturbed(base: Path, path: Path, *, share: float = 0.25, seed: int = 5) -> Path:
+    """Write the checkpoint `base` to the folder `path`, with noise added to its last layer: a model that agrees with
+    `base` now and then. `share`: of a weight's own deviation."""
+    shutil.copytree(base, path, dirs_exist_ok=True)
+    file = path / "model.safetensors"
+    weights, generator = load_file(file), torch.Generator().manual_seed(seed)
+    last = max(int(found[1]) for name in weights if (found := re.search(r"\.layers\.(\d+)\.", name)))
+    for name, weight in weights.items():
+        if f".layers.{last}." in name and weight.dim() > 1:
+            noise = torch.randn(weight.shape, generator=generator) * (share * weight.float().std())
+            weights[name] = (weight + noise).to(weight.dtype)
+    save_file(weights, file, metadata={"format": "pt"})
     return path
 
 

@@ -56,6 +56,7 @@ from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back
+from space_model.draft_networks.draft_model import load_draft_model
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory, use_one_heap
@@ -182,7 +183,8 @@ def _load(
     os.environ[cpu_library.SWITCH] = config.cpu_kernels
     checkpoint = source.checkpoint()
     own = replace(config, device=device or config.device)
-    need = ModelNeed.asked(own, checkpoint)
+    draft = source.draft_checkpoint()
+    need = ModelNeed.asked(own, checkpoint, draft)
     check_cpu_kernels(config, need.device, need.dtype)
     num_ranks = 1 if ranks is None else ranks.size  # ranks share the machine's cores, and on CPUs its memory
     num_blocks_of(own, need, FreeMemory.on(need.device).among(num_ranks if need.device.type == "cpu" else 1))
@@ -207,6 +209,8 @@ def _load(
         loras=dict(config.lora),
         ranks=ranks,
     )
+    if draft is not None:
+        model = model.drafted_by(load_draft_model(draft, checkpoint, model.facts, dtype=config.dtype))
     if model.facts.device.type == "cpu":
         give_back()  # of adapters, too
     return model
@@ -320,8 +324,8 @@ def build_worker(
         num_host_blocks=host_blocks,
     )
     _log.info(
-        "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s recurrent_head=%d "
-        "adapters=%s loras=%s "
+        "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s head=%s "
+        "head_drafts=%d adapters=%s loras=%s "
         "blocks=%d block_size=%d kv_bytes=%d state_bytes=%d host_blocks=%d seconds=%.2f",
         facts.name,
         facts.number_format,
@@ -332,6 +336,7 @@ def build_worker(
         facts.window,
         facts.num_masks,
         facts.has_draft_head,
+        facts.head.kind if facts.most_head_drafts else "none",
         facts.most_head_drafts,
         ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
         ",".join(name for name, _ in config.lora) or "none",
@@ -363,7 +368,13 @@ def measured_cost(
     begun = time.perf_counter()
     found = starting_costs(
         CostFile.of(
-            cache_folder(), facts, block_size=config.block_size, max_sequences=most, exact=config.exact, steps=steps
+            cache_folder(),
+            facts,
+            block_size=config.block_size,
+            max_sequences=most,
+            exact=config.exact,
+            steps=steps,
+            draft_model=config.draft_model,
         ),
         measure=lambda look: calibrate(
             model, kv, max_sequences=most, seconds=config.calibration_seconds, steps=steps, between=look

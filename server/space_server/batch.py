@@ -394,6 +394,8 @@ def admit(
     most = min(bound, num_masks or num_head_drafts)
     if forced > most:
         means = "from masks" if num_masks or not num_head_drafts else "by its recurrent head"
+        if num_head_drafts and not num_masks and facts.head_of(adapter).kind != "recurrent":
+            means = "without masks"
         raise AdmissionError(f"{forced} drafts per step are asked for; this worker drafts at most {most} {means}.")
     # Without drafts no drafter is needed, except to count which ids of a prediction appeared.
     in_grammar = message.sampling.HasField("grammar")

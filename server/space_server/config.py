@@ -41,6 +41,7 @@ class ModelSource:
 
     def __init__(self, config: WorkerSettings) -> None:
         self._model = config.model
+        self._draft_model = config.draft_model
         self._adapters = config.adapter
         self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
         self._folders: dict[str, Path] = {}
@@ -48,6 +49,10 @@ class ModelSource:
     def checkpoint(self) -> Checkpoint:
         """Open the model, fetching it if needed. Raises ModelError."""
         return Checkpoint.open(self._model, self.fetch)
+
+    def draft_checkpoint(self) -> Checkpoint | None:
+        """Open the model that drafts, fetching it if needed; None: there is none. Raises ModelError."""
+        return None if self._draft_model is None else Checkpoint.open(self._draft_model, self.fetch)
 
     def adapters(self) -> dict[str, str]:
         """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""
@@ -66,8 +71,8 @@ class ModelSource:
         return {name: place for name, place in self._adapters if Path(split_place(place)[1]).exists()}
 
     def fetch(self, model: str) -> Path:
-        """Return the folder of a hub id, or the file of the default model's weights.
-        The configured revision applies to the model only, not to its base or adapters."""
+        """Return the folder of a hub id, or the file of the default model's weights. The configured revision applies to
+        the model only, not to its base, its draft model or adapters."""
         if model not in self._folders:
             hub = self._hub if model == self._model else replace(self._hub, revision=None)
             try:

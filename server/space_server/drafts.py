@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -235,7 +235,7 @@ class Prediction:
 
 
 if TYPE_CHECKING:
-    from space_model.model_facts import ModelFacts
+    from space_model.model_facts import HeadKind, ModelFacts
 
 TYPICAL = (0.70, 0.65, 0.62, 0.60, 0.58, 0.57, 0.56, 0.55)
 """p_1, p_2, … of an unknown checkpoint; deeper drafts use the last."""
@@ -349,7 +349,8 @@ def shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
 
 
 def head_shapes_by_adapter(facts: ModelFacts) -> dict[int | None, AcceptanceShape]:
-    """Return a shape for the drafts of each recurrent head: the checkpoint's own (None), and each adapter's."""
+    """Return a shape for the drafts of each recurrent head: the checkpoint's own (None), and each adapter's. A draft
+    network has as many: acceptance may differ by adapter."""
     heads = {None: facts.head} | {number: adapter.head for number, adapter in enumerate(facts.adapters)}
     return {
         number: AcceptanceShape(head.acceptance or TYPICAL, max(1, head.num_drafts)) for number, head in heads.items()
@@ -369,6 +370,7 @@ class DraftOrigin(Enum):
 
     MASKS = "masks"
     HEAD = "head"
+    MODEL = "model"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
@@ -383,9 +385,15 @@ class Origin:
     match_length: int = 0  # matching ids before the drafts
     chances: tuple[float, ...] = ()  # of each draft, given those before it; empty if all came from masks
 
+    @property
+    def is_by_head(self) -> bool:
+        """Whether a recurrent head or a draft network made the drafts."""
+        return self.source in (DraftOrigin.HEAD, DraftOrigin.MODEL)
+
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
 BY_HEAD = Origin(DraftOrigin.HEAD)
+HEAD_ORIGINS: Mapping[HeadKind, Origin] = {"recurrent": BY_HEAD, "model": Origin(DraftOrigin.MODEL)}
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)  # lower bounds of the classes of match length
 PRIORS = {

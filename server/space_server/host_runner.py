@@ -26,12 +26,14 @@ from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.drafts import BY_HEAD, BY_MASKS, DraftSource, Proposal, chances_of
+from space_server.drafts import BY_MASKS, HEAD_ORIGINS, DraftSource, Proposal, chances_of
 from space_server.machine.memory import give_back_unused, is_lost
 from space_server.mask_drafter import MaskDrafter, MaskRows, MaskRun, SamplingGroup, SamplingGroups, Stopwatch, bounded
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
-from space_server.recurrent_drafter import HeadRun, RecurrentDrafter
+from space_server.network_drafter import NetworkDrafter
+from space_server.recurrent_drafter import RecurrentDrafter
 from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step
+from space_server.sequential_drafts import HeadRun
 from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost
@@ -73,7 +75,13 @@ class HostRunner(ModelRunner):
         self._plan_keys: tuple[PlanKey, ...] = ()  # heads and windows of the layers, known after the first step
         self._banned = torch.tensor(sorted(set(facts.mask_ids)), dtype=torch.int64, device=facts.device)
         self._mask_drafter = MaskDrafter(model, self._banned, clock)
-        self._recurrent_drafter = RecurrentDrafter(model, self._banned, clock)
+        self._head_drafter: RecurrentDrafter | NetworkDrafter = RecurrentDrafter(model, self._banned, clock)
+        if kv.draft is not None:
+            network, size = model.draft_network, facts.vocab_size
+            assert network is not None
+            self._head_drafter = NetworkDrafter(
+                network, kv.draft, vocab_size=size, banned_ids=self._banned, clock=clock
+            )
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @property
@@ -112,7 +120,8 @@ class HostRunner(ModelRunner):
         times = StepTimes()
         outputs = self._run_or_fail(scheduled.plans, times)
         self.waited += times.forward + times.sample + times.draft
-        self._output = StepOutput(outputs, scheduled.shape, times, self._seconds_beside())
+        is_usual = not self._head_drafter.take_catching_up()
+        self._output = StepOutput(outputs, scheduled.shape, times, self._seconds_beside(), is_usual)
 
     def get_output(self) -> StepOutput:
         output, self._output = self._output, None
@@ -121,7 +130,8 @@ class HostRunner(ModelRunner):
 
     def update_from_output(self, output: StepOutput, pause: float | None = None) -> None:
         seconds = self._clock() - self._began if output.seconds is None else output.seconds
-        self._cost.learn(output.shape, seconds)
+        if output.is_usual:
+            self._cost.learn(output.shape, seconds)
         self.controller.stepped(sum(len(one.tokens) for one in output.outputs), seconds, pause)
 
     def _run_or_fail(
@@ -150,7 +160,7 @@ class HostRunner(ModelRunner):
 
     @property
     def _drafting_seconds(self) -> float:
-        return self._mask_drafter.seconds + self._recurrent_drafter.seconds
+        return self._mask_drafter.seconds + self._head_drafter.seconds
 
     @torch.inference_mode()
     def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
@@ -268,8 +278,8 @@ class HostRunner(ModelRunner):
     def _draft(
         self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Sequence[SequenceOutput]
     ) -> None:
-        """Set the drafts of every sequence that continues: from the draft source, a drafter, its masks or the
-        recurrent head.
+        """Set the drafts of every sequence that continues: from the draft source, a drafter, its masks, the recurrent
+        head or the draft network.
         logits [M, V]: of all mask rows, if known already."""
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         by_head: list[tuple[SequenceOutput, Proposal | None]] = []
@@ -308,7 +318,7 @@ class HostRunner(ModelRunner):
                 output.take_proposal(proposal)
             elif num_by_head:
                 root = batch.chain_rows[number][-1 - plan.layout.num_drafts]
-                output.origin = BY_HEAD
+                output.origin = HEAD_ORIGINS[self.model.facts.head_of(sequence.adapter).kind]
                 by_head.append((output, None))
                 head_runs.append(HeadRun(sequence, output.tokens, root + len(output.tokens) - 1, num_by_head))
             elif group is not None:
@@ -317,7 +327,7 @@ class HostRunner(ModelRunner):
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
         rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
-        drafted = self._mask_drafter.draft(rows, runs) + self._recurrent_drafter.draft(hidden, head_runs)
+        drafted = self._mask_drafter.draft(rows, runs) + self._head_drafter.draft(hidden, head_runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
         for (output, proposal), drafts in zip(by_masks + by_head, drafted, strict=True):
             sequence, tokens = output.plan.sequence, output.tokens

@@ -1,9 +1,10 @@
-"""Host memory for blocks of the KV cache, which the router fills and reads by commands."""
+"""Host memory for blocks of the KV cache, a draft network's included, which the router fills and reads by commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from space_model.networks.network import PagedKV
 from torch import Tensor
@@ -21,7 +22,10 @@ class HostBlocks:
     def __init__(self, kv: PagedKV, num_blocks: int) -> None:
         """Allocates `num_blocks` times the bytes of a block. Raises RuntimeError if the memory is not there."""
         self.num_blocks = num_blocks
-        pages = {page.data_ptr(): page for page in (*kv.keys, *kv.values)}  # layers may share theirs
+        self._draft = kv.draft
+        self._num_read = np.zeros(num_blocks, dtype=np.int64)  # as DraftKV.num_read, of the copies
+        both = [kv] if kv.draft is None else [kv, kv.draft.pages]
+        pages = {page.data_ptr(): page for one in both for page in (*one.keys, *one.values)}  # layers may share theirs
         self._pages = [(page, _host_copy(page, num_blocks)) for page in pages.values()]
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
@@ -29,12 +33,16 @@ class HostBlocks:
         for block, host_block in zip(blocks, host_blocks, strict=True):
             for page, host in self._pages:
                 host[host_block].copy_(page[block], non_blocking=True)
+            if self._draft is not None:
+                self._num_read[host_block] = self._draft.num_read[block]
 
     def restore(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copy host blocks into blocks of the cache."""
         for block, host_block in zip(blocks, host_blocks, strict=True):
             for page, host in self._pages:
                 page[block].copy_(host[host_block], non_blocking=True)
+            if self._draft is not None:
+                self._draft.num_read[block] = self._num_read[host_block]
 
 
 def choose_host_blocks(num_bytes: int | None, *, block_bytes: int, available: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from space_kernels.sampling.sampler import IdLogprobs
+from space_model.draft_network import DraftNetwork
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
@@ -178,6 +179,10 @@ class StepModel(Protocol):
     @property
     def facts(self) -> ModelFacts:
         """Sizes, token ids and device of the model."""
+
+    @property
+    def draft_network(self) -> DraftNetwork | None:
+        """The network that drafts in place of recurrent heads, with keys and values in `PagedKV.draft`; or None."""
 
     def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
         """Return the recurrent draft head of an adapter (None: the checkpoint's own), or None if there is none."""

@@ -36,6 +36,7 @@ import torch
 from space_common.process import module_command, safe_environment
 from space_common.worker_settings import WorkerSettings
 from space_kernels.paging.step_rows import Ints
+from space_model.draft_network import DraftNetwork
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.heads import DraftHeadWeights
@@ -376,6 +377,11 @@ class TensorParallelLeader:
     def draft_head_of(self, adapter: int | None) -> DraftHeadWeights | None:
         """Return the draft head, which only rank 0 has."""
         return self._model.draft_head_of(adapter)
+
+    @property
+    def draft_network(self) -> DraftNetwork | None:
+        """None: ranks share no draft network."""
+        return None
 
     def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
         """Return the recurrent draft head, which only rank 0 has."""

@@ -18,7 +18,6 @@ from space_proto import worker_pb2 as pb
 from space_server.batch import AdmissionError, RunningBatch, Waiting, admit, check_pages
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.drafts import (
-    BY_HEAD,
     Acceptance,
     AcceptanceShape,
     DraftSource,
@@ -181,6 +180,7 @@ class Worker:
             max_draft_length=self.max_draft_length,
             num_masks=facts.num_masks,
             num_head_drafts=facts.head.num_drafts if self._sources.head else 0,
+            head_kind=facts.head.kind if facts.head.num_drafts and self._sources.head else "",
             lays_out_masks=self._sources.masks,
             mask_ids=sorted(set(facts.mask_ids)),
             dtype=facts.number_format,
@@ -303,6 +303,8 @@ class Worker:
             if refused is not None:
                 self.batch.fail(sequence.seq_id, refused)
                 return
+            if self.kv.draft is not None:
+                self.kv.draft.forget(sequence.pages[sequence.num_computed // self.block_size :])
             kind = message.lora, sequence.waits
             if kind not in self._shapes:
                 self._shapes[kind] = shapes_by_adapter(self.facts), head_shapes_by_adapter(self.facts)
@@ -350,6 +352,8 @@ class Worker:
         if (sequence := self.batch.get(extend.seq_id)) is None:
             return
         check_pages(extend.pages, self.num_blocks, sequence.held_pages)
+        if self.kv.draft is not None:
+            self.kv.draft.forget(extend.pages)
         sequence.extend(extend.pages)
         sequence.paused = sequence.paused and not extend.pages
 
@@ -432,7 +436,7 @@ class Worker:
         plan, sequence = output.plan, output.plan.sequence
         goes_on = output.end is None and output.error is None
         num_drafts = plan.layout.num_drafts
-        if plan.closes and goes_on and sequence.origin is BY_HEAD and sequence.head_acceptance is not None:
+        if plan.closes and goes_on and sequence.origin.is_by_head and sequence.head_acceptance is not None:
             sequence.head_acceptance.step(1, num_drafts, output.num_accepted)
         elif plan.closes and goes_on and sequence.acceptance is not None:
             by_masks = min(num_drafts, sequence.num_mask_drafts) if num_drafts else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from space_model.networks.network import PagedKV
+from space_model.networks.network import DraftKV, PagedKV
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.kv_offload import HostBlocks, choose_host_blocks
@@ -74,3 +76,16 @@ def test_a_copy_of_blocks_that_do_not_exist_is_a_violation(
     with pytest.raises(ProtocolError, match="does not exist"):
         worker.apply(pb.Command(**{kind: pb.CopyBlocks(blocks=blocks, host_blocks=host_blocks)}))
     assert worker.hello("one").num_host_blocks == 2
+
+
+def test_a_draft_network_s_pages_and_how_much_of_them_was_read_come_back_too() -> None:
+    own, draft = (PagedKV([pages(torch.float32, 8)], [pages(torch.float32, 8)], 6, 4) for _ in range(2))
+    kv = replace(own, draft=(record := DraftKV.of(draft)))
+    host = HostBlocks(kv, 2)
+    record.num_read[4] = 3
+    before = bytes_of(draft)
+    host.offload([4], [1])
+    record.forget(range(6))
+    host.restore([0], [1])
+    assert all(torch.equal(new[0], old[4]) for old, new in zip(before, bytes_of(draft), strict=True))
+    assert record.num_read.tolist() == [3, 0, 0, 0, 0, 0]

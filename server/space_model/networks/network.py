@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from space_kernels.attention.attention import KVPages
+from space_kernels.paging.step_rows import Ints
 from space_kernels.recurrence.states import RecurrentStates
 from torch import Tensor
 
@@ -37,6 +40,7 @@ class PagedKV:
     num_blocks: int
     block_size: int
     states: RecurrentStates | None = None  # of recurrent layers; None: there are none
+    draft: DraftKV | None = None  # of the network that drafts, in blocks of the same numbers; None: there is none
 
     def attends(self, number: int) -> bool:
         """Return whether a layer has keys and values."""
@@ -79,6 +83,41 @@ class PagedKV:
         recurrent = {number: state for number, state in enumerate(facts.states) if state is not None}
         states = RecurrentStates(recurrent, *room, facts.device, in_turn=in_turn) if recurrent else None
         return cls(keys, keys if facts.latent_dim is not None else pages(values=True), num_blocks, block_size, states)
+
+
+# one sequence's slots
+# [0 ........... num_read_of)            [num_read_of ...
+#  the text that is known, read          unread, or keys of drafts that were tried
+@dataclass(frozen=True)
+class DraftKV:
+    """Keys and values of a draft network, and how much of each block they cover."""
+
+    pages: PagedKV
+    num_read: Ints  # [num_blocks] leading slots of each block that were read
+
+    @classmethod
+    def of(cls, pages: PagedKV) -> DraftKV:
+        """Return the record of pages that were not read."""
+        return cls(pages, np.zeros(pages.num_blocks, dtype=np.int64))
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Count these blocks as unread: they hold another text from now on."""
+        self.num_read[list(pages)] = 0
+
+    def num_read_of(self, pages: Ints) -> int:
+        """Return how many leading positions of a sequence on these pages were read."""
+        read = self.num_read[pages]
+        whole = read == self.pages.block_size
+        first = int(whole.argmin()) if not whole.all() else len(pages)
+        return first * self.pages.block_size + (int(read[first]) if first < len(pages) else 0)
+
+    def mark_read(self, pages: Ints, start: int, stop: int) -> None:
+        """Count the positions from `start` to before `stop` as read; those before `start` are."""
+        size = self.pages.block_size
+        last = stop // size
+        self.num_read[pages[start // size : last]] = size
+        if stop % size:
+            self.num_read[pages[last]] = stop % size
 
 
 class Network(Protocol):

@@ -476,6 +476,8 @@ def why_on_host(facts: ModelFacts) -> str | None:
         return f"{facts.num_ranks} ranks share the model, and rank 0 tells the others the rows of each step"
     if facts.is_recurrent:
         return "its recurrent layers advance states row by row, as the host says"
+    if facts.head.kind != "recurrent":
+        return "a draft model drafts, which is stepped from the host"
     if facts.device.type == "cuda" and not can_be_captured(facts.attention):
         return f"the attention {facts.attention} plans each step on the host; --attention triton does not"
     return None

@@ -241,7 +241,7 @@ class CalibrationCase:
         who = f"{self.num_sequences} sequence" + "s" * (self.num_sequences > 1)
         masks = f"{self.layout.num_drafts} drafts, {self.layout.num_masks} masks" if self.layout.num_masks else "plain"
         if self.layout.head_drafts:
-            masks = f"{self.layout.num_drafts} drafts by the recurrent head"
+            masks = f"{self.layout.num_drafts} drafts by the head"
         return f"{who}, {self.prompt_rows} prompt rows" if self.prompt_rows else f"{who}, {masks}"
 
     @property
@@ -503,8 +503,9 @@ class CostFile:
         max_sequences: int,
         exact: bool = False,
         steps: str = "host",
+        draft_model: str | None = None,
     ) -> CostFile:
-        """The file in `folder` for this model on this machine."""
+        """The file in `folder` for this model on this machine. `draft_model`: the name of the one that drafts."""
         on_gpu = facts.device.type == "cuda"
         setup: dict[str, str | int] = {
             "model": Path(facts.name).name,
@@ -523,6 +524,8 @@ class CostFile:
             "block_size": block_size,
             "max_sequences": max_sequences,
         }
+        if draft_model is not None:
+            setup["draft_model"] = Path(draft_model).name
         cases = hashlib.blake2b("\n".join(case_names(facts, max_sequences)).encode(), digest_size=6).hexdigest()
         versions: dict[str, str | int] = {
             "format": FORMAT,

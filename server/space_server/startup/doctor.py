@@ -14,7 +14,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from space_model.adapters import Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_object, with_quantization
 from space_model.checkpoint.space_section import SpaceSection
+from space_model.draft_networks.draft_model import check_place, check_tokenizer
 from space_model.free_memory import FreeMemory
 from space_model.heads import BaseSpec
 from space_model.lora import describe_lora, why_no_loras
@@ -305,11 +306,39 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         unread = missing.num_bytes if missing else 0
         if unread and config.model == default_model.NAME:  # four bits in the file
             unread = num_weights(model) * torch.bfloat16.itemsize
-        need = ModelNeed.asked(config, checkpoint, unread=unread)
-    except ModelError as error:
+        found = _draft_model(config, hub, checkpoint, device)
+        if found is not None:
+            yield found[0]
+        if found is not None and found[0].state == "fail":
+            return
+        draft = None if found is None else found[1]
+        need = ModelNeed.asked(config, checkpoint, draft, unread=unread)
+    except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
     yield _memory(config, need)
+
+
+def _draft_model(
+    config: WorkerSettings, hub: Hub, target: Checkpoint, device: torch.device
+) -> tuple[Finding, Checkpoint | None] | None:
+    """Check the model of --draft-model, and return it too if it is here; None: there is none."""
+    name = config.draft_model
+    if name is None:
+        return None
+    hub = replace(hub, revision=None)
+    if is_hub_id(name) and not Path(name).exists() and (missing := hub.missing(name)).num_files:
+        return _download(name, missing), None
+    try:
+        check_place(device, config.tensor_parallel)
+        checkpoint = Checkpoint.open(name, hub.fetch)
+        check_tokenizer(checkpoint, target)
+        model = family.read_config(checkpoint)
+    except ModelError as error:
+        return Finding("model", "fail", str(error)), None
+    layers = int(model.num_hidden_layers)
+    fact = f"--draft-model {name}: {model.model_type}, {layers} layers, drafts with {target.name}'s tokenizer"
+    return Finding("model", "ok", fact), checkpoint
 
 
 def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: AskedModel) -> list[Finding]:

@@ -126,8 +126,14 @@ class ModelNeed:
         return self.fixed + self.states + self.keys_and_values
 
     @classmethod
-    def asked(cls, config: WorkerSettings, checkpoint: Checkpoint, *, unread: int = 0) -> ModelNeed:
-        """The need of the configured model. Raises ModelError."""
+    def asked(
+        cls, config: WorkerSettings, checkpoint: Checkpoint, draft: Checkpoint | None = None, *, unread: int = 0
+    ) -> ModelNeed:
+        """The need of the configured model, and of the one that drafts for it. Raises ModelError."""
+        if draft is not None:
+            own = replace(config, model=draft.name, weights="auto", space_mask_ids=None, space_num_masks=None)
+            need = cls.asked(config, checkpoint, unread=unread)
+            return need.beside(cls.asked(replace(own, max_model_len=None), draft))
         asked = AskedModel.of(config, checkpoint)
         device = asked.device
         if asked.weights == "fp8":
@@ -226,6 +232,12 @@ class ModelNeed:
                 if state is not None
             ),
         )
+
+    def beside(self, draft: ModelNeed) -> ModelNeed:
+        """The same with a draft model, whose steps take turns with the model's own."""
+        drafting = self.drafting + draft.weights + draft.head
+        kv_bytes = self.kv_bytes_per_token + draft.kv_bytes_per_token
+        return replace(self, drafting=drafting, step=max(self.step, draft.step), kv_bytes_per_token=kv_bytes)
 
     def with_weights(self, held: str) -> ModelNeed | None:
         """The same with linears in fewer bits; None if unknown here, or already so."""

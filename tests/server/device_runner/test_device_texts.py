@@ -152,6 +152,8 @@ class Whispering:
         self.texts: dict[int, list[int]] = {}  # by the first page
         self.allocate_kv, self.logits_of, self.embed = model.allocate_kv, model.logits_of, model.embed
 
+    draft_network = None
+
     def draft_head_of(self, adapter: int | None) -> None:
         return None
 

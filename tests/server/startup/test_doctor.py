@@ -298,3 +298,23 @@ def test_a_kind_of_compiled_operations_is_taken_where_this_processor_is_one(tiny
     assert own[0] in failure.cure
     (failure,) = failures("--model", str(tiny), "--cpu-kernels", own[0])
     assert f"--cpu-kernels {own[0]}: our own operations take bfloat16" in failure.fact
+
+
+def test_a_draft_model_is_counted_or_refused_with_its_cure(tmp_path: Path) -> None:
+    target = tiny_checkpoint(tmp_path / "target", num_masks=0)
+    other = tiny_checkpoint(tmp_path / "other", num_masks=2)
+
+    def findings(*words: str) -> list[Finding]:
+        return list(examine(parse([*LISTEN, "--model", str(target), *words])))
+
+    alone, both = findings(), findings("--draft-model", str(target))
+    (found,) = [one for one in both if one.fact.startswith("--draft-model")]
+    assert found.state == "ok"
+    assert found.fact.endswith(f"llama, 2 layers, drafts with {target}'s tokenizer")
+    before, after = ([one.fact for one in each if one.part == "memory"][-1] for each in (alone, both))
+    assert "what drafts" in after
+    assert "what drafts" not in before
+    (refused,) = [one for one in findings("--draft-model", str(other)) if one.state == "fail"]
+    assert "has another tokenizer than" in refused.fact
+    (many,) = [one for one in findings("--draft-model", str(target), "--tensor-parallel", "2") if one.state == "fail"]
+    assert "leave it out, or --tensor-parallel 2" in many.fact

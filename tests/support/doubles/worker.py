@@ -70,6 +70,8 @@ class ScriptedModel:
         """Its masks know the text already."""
         return None
 
+    draft_network = None
+
     def recurrent_head_of(self, adapter: int | None) -> None:
         """It drafts by masks."""
 

@@ -99,8 +99,9 @@ class Cancelled(ResponseModel):
 
 class SpeculationInfo(ResponseModel):
     """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be.
-    `head_drafts`: most drafts of the model's own recurrent head in a step. `mask_format`: of the model's own adapter:
-    space, uno or i-dlm; null: it has none."""
+    `head_drafts`: most drafts without masks in a step; `head`: what makes them: `recurrent`, the model's own recurrent
+    head, or `model`, the one of --draft-model; null: nothing. `mask_format`: of the model's own adapter: space, uno or
+    i-dlm; null: it has none."""
 
     default: str
     max_draft_length: Count | None
@@ -108,6 +109,7 @@ class SpeculationInfo(ResponseModel):
     max_request: Count | None
     draft_head: bool | None
     head_drafts: Count | None
+    head: str | None
     mask_format: str | None
 
 
@@ -365,6 +367,7 @@ def describe(service: Service) -> dict[str, Any]:
             "max_request": None if facts is None else max_forced_drafts(config, facts),
             "draft_head": None if facts is None else facts.has_draft_head,
             "head_drafts": None if facts is None else facts.num_head_drafts,
+            "head": None if facts is None else facts.head_kind or None,
             "mask_format": None if facts is None else facts.mask_format or None,
         },
         "step_costs": step_costs,

@@ -49,7 +49,8 @@ class WorkerModelFacts:
     loras: tuple[tuple[str, str], ...] = ()  # name and hash of each ordinary LoRA that it loaded at start
     mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
-    num_head_drafts: int = 0  # most drafts of the checkpoint's own recurrent head in a step; 0: it has none
+    num_head_drafts: int = 0  # most drafts of its recurrent head, or of the network in its place; 0: it has none
+    head_kind: str = ""  # what makes them: recurrent or model; "": nothing, or the worker does not say
     num_host_blocks: int = 0  # blocks of host memory that keep what is evicted from the KV cache
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
@@ -68,12 +69,13 @@ class WorkerModelFacts:
 
     def max_forced_drafts(self, adapter: str) -> int:
         """Return the most drafts per step that a request can ask for with an adapter; "": with the checkpoint's own
-        masks. They come from masks where these are laid out, else from the recurrent head."""
+        masks. They come from masks where these are laid out, else from the recurrent head or the draft model."""
         by_masks = self.num_masks_of(adapter) if self.lays_out_masks else 0
         return min(by_masks or self.num_head_drafts_of(adapter), self.max_draft_length)
 
     def num_head_drafts_of(self, adapter: str) -> int:
-        """Return the drafts that an adapter's recurrent head makes; "": the checkpoint's own."""
+        """Return the drafts that an adapter's recurrent head makes; "": the checkpoint's own. A draft model drafts for
+        all."""
         return self.adapter_head_drafts[self.adapters.index(adapter)] if adapter else self.num_head_drafts
 
     def num_masks_of(self, adapter: str) -> int:

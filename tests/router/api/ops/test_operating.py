@@ -90,6 +90,7 @@ async def test_info_says_what_runs(router: Any) -> None:
         "max_request": 3,
         "draft_head": False,
         "head_drafts": 0,
+        "head": None,
         "mask_format": None,
     }
     assert (await router.client.get("/version")).json()["version"] == info["version"]

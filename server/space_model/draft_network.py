@@ -1,0 +1,58 @@
+"""What a draft network is: it drafts for a model, and keeps keys and values of its own.
+
+A block of the router's holds the same positions of a sequence in the model's pages and in the draft network's
+(`PagedKV.draft`), so sequences that share a prefix share both. The second are filled late: a position is read by the
+draft network when drafts are wanted behind it, not when the model computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from space_model.geometry.forward_batch import ForwardBatch
+from space_model.model_facts import HeadFacts
+from space_model.networks.network import DraftKV, PagedKV
+
+
+class DraftNetwork(Protocol):
+    """Drafts one id after the other for a model of the same vocabulary.
+
+    Row p reads id p and the keys of the rows before it, and predicts id p+1.
+    """
+
+    @property
+    def facts(self) -> HeadFacts:
+        """Return its kind and the most drafts of a step."""
+
+    @property
+    def name(self) -> str:
+        """Return its name, as given by the user."""
+
+    @property
+    def window(self) -> int:
+        """Return the maximum positions that it reads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of ids that it reads: 0 to that."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes of keys and values of one token."""
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> DraftKV:
+        """Allocate num_blocks · block_size slots."""
+
+    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+        """[R, hidden]: the input of the head. Stores the rows' keys and values in `kv`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, D] float32, of its draft vocabulary."""
+
+    def widened(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[N, D] -> [N, vocab_size]: -inf outside the draft vocabulary."""
+
+    def best(self, logits: Tensor) -> Tensor:
+        """[N, D] -> [N] int64: the most probable ids."""

@@ -1,0 +1,41 @@
+"""A server with a draft model: the text of plain decoding, and what it says of its drafts."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Live
+from space_eval.bench.server_process import ServerProcess
+from space_model.testing import perturbed
+
+PROMPT = "a prompt that fills more than one page of keys"
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    draft = perturbed(checkpoint, tmp_path_factory.mktemp("draft"))
+    model = ["--model", str(checkpoint), "--draft-model", str(draft), "--num-threads", "1", "--num-blocks", "512"]
+    flags = ["--dtype", "float32", "--block-size", "8", "--speculation-method", "head"]
+    with ServerProcess([*model, *flags]) as server, closing(Live(server)) as ready:
+        yield ready
+
+
+def test_the_text_is_the_same_off_by_choice_and_with_three_drafts_a_step(served: Live) -> None:
+    for fields in ({}, {"temperature": 0.8, "seed": 7}):
+        plain = served.ids(PROMPT, speculation="off", **fields)
+        assert served.ids(PROMPT, **fields) == plain
+        assert served.ids(PROMPT, speculation=3, **fields) == plain
+        assert served.ids(PROMPT, speculation=8, **fields) == plain
+    found = served.metrics()
+    drafted = found["spaceserve_drafted_tokens_by_source_total{source=model}"]
+    accepted = found["spaceserve_accepted_tokens_by_source_total{source=model}"]
+    assert 0 < accepted < drafted
+
+
+def test_the_server_says_what_drafts(served: Live) -> None:
+    speculation = served.get("/info")["speculation"]
+    assert (speculation["head"], speculation["head_drafts"], speculation["max_request"]) == ("model", 8, 8)
+    refused = served.http.post("/v1/completions", json={"prompt": PROMPT, "speculation": 9})
+    assert refused.status_code == 400
+    assert "at most 8 drafts per step can be asked for here" in refused.json()["error"]["message"]

@@ -1,0 +1,88 @@
+"""SPACE with a draft model ≡ plain decoding, bitwise, however often its drafts are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.draft_networks.draft_model import load_draft_model
+from space_model.loading.load import load_model
+from space_model.testing import perturbed, tiny_checkpoint
+from space_server.worker import Worker
+
+CELLS = [
+    Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan"),
+    Cell("float32", "head3", 0.8, "repetition", "batch", "chunked", "hit", "undisturbed", True, "short", "left"),
+    Cell("float32", "head2", 0.8, "top_p", "alone", "whole", "hit", "restarted", True, "long", "left"),
+    Cell("float32", "head1", 1.0, "eos", "batch", "whole", "miss", "preempted", True, "short", "nan"),
+    Cell("bfloat16", "head5", 0.0, "none", "batch", "chunked", "hit", "restarted", True, "short", "nan"),
+    Cell("bfloat16", "head4", 0.8, "all", "batch", "whole", "miss", "undisturbed", True, "long", "left"),
+    Cell("bfloat16", "heads and masks", 0.8, "none", "batch", "chunked", "hit", "preempted", True, "short", "nan"),
+]
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "tie_word_embeddings": False}
+    target = tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1, **sizes)
+    draft = perturbed(target, tmp_path_factory.mktemp("draft"))
+    subjects: dict[str, Subject] = {}
+
+    def find(dtype: str) -> Subject:
+        if dtype not in subjects:
+            model = load_model(target, dtype=dtype)
+            network = load_draft_model(Checkpoint.open(draft), Checkpoint.open(target), model.facts, dtype=dtype)
+            subjects[dtype] = Subject("draft model", model.drafted_by(network), base=model)
+        return subjects[dtype]
+
+    return find
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_drafts_of_a_second_model_leave_the_plain_text(cell: Cell, subject_of: Callable[[str], Subject]) -> None:
+    check_cell(subject_of(cell.dtype), cell)
+
+
+@pytest.mark.parametrize("life", ["undisturbed", "preempted", "restarted"])
+def test_its_own_drafts_are_refused_taken_in_part_and_taken_whole(
+    life: str, subject_of: Callable[[str], Subject]
+) -> None:
+    seen: set[tuple[int, int]] = set()
+    for temperature in (0.0, 0.8):
+        cell = Cell("float32", "head3", temperature, "none", "batch", "chunked", "hit", life, True, "short", "left")
+        for record in Run(subject_of("float32"), cell, "model").finished():
+            seen |= {(report.num_drafted, report.num_accepted) for report in record.reports}
+    assert {(3, 0), (3, 1), (3, 2), (3, 3)} <= seen
+
+
+def test_lookup_drafts_come_between_its_own(subject_of: Callable[[str], Subject]) -> None:
+    cell = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
+    check_sources(subject_of("float32"), cell)
+
+
+def test_whatever_its_pages_hold_the_text_is_the_same(
+    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Worker.step
+
+    def spoilt(worker: Worker, *arguments: Any) -> Any:
+        report = step(worker, *arguments)
+        if worker.kv.draft is not None:
+            for tensor in [*worker.kv.draft.pages.keys, *worker.kv.draft.pages.values]:
+                tensor.fill_(torch.nan)
+        return report
+
+    monkeypatch.setattr(Worker, "step", spoilt)
+    Run(subject_of("float32"), CELLS[1], "model").finished()
+
+
+def test_a_draft_that_is_accepted_unverified_is_caught(
+    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+    with pytest.raises(Mismatch):
+        check_cell(subject_of("float32"), CELLS[0])
