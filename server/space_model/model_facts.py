@@ -125,7 +125,8 @@ class ModelFacts:
         the compute capability of the GPU, such as `sm_90`."""
         if self.device.type == "cuda":
             return "sm_{}{}".format(*torch.cuda.get_device_capability(self.device))
-        library = cpu_library() if self.dtype is torch.bfloat16 else None
+        scans = any(state is not None and state.shape for state in self.states)  # recurrences are compiled in any dtype
+        library = cpu_library() if self.dtype is torch.bfloat16 or scans else None
         return "torch" if library is None else library.kind
 
     @property

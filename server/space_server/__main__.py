@@ -62,7 +62,7 @@ from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory, use_one_heap
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.model_facts import ModelFacts, Ranks
-from space_model.networks.network import PagedKV, StateRoom
+from space_model.networks.network import PagedKV
 from space_model.networks.tensor_parallel import check_ranks
 from space_model.space_model import SpaceModel
 
@@ -91,7 +91,7 @@ from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu
 from space_server.startup.model_need import ModelNeed, bytes_of_graphs, num_blocks_of, take_largest_step
 from space_server.step_cost import StepCost, StepShape
 from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
-from space_server.worker import MAX_PREFILL_ROWS, Worker, most_drafts
+from space_server.worker import MAX_PREFILL_ROWS, Worker, room_for
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -251,7 +251,7 @@ def build_worker(
         )
         available -= taken
         _log.info("steps on the device take %d bytes", taken)
-    room = StateRoom(config.max_sequences, most_drafts(facts, config.max_draft_length))
+    room = room_for(facts, config.max_sequences, config.max_draft_length)
     state_bytes = facts.state_bytes(room.most_drafts)
     fitting = choose_num_sequences(facts, asked=room.num_sequences, state_bytes=state_bytes, available=available)
     if fitting < room.num_sequences:

@@ -61,6 +61,12 @@ def most_drafts(facts: ModelFacts, asked: int | None, *, only_masks: bool = Fals
     return min(found, facts.most_drafts) if only_masks else found
 
 
+def room_for(facts: ModelFacts, num_sequences: int, asked: int | None) -> StateRoom:
+    """Return for what recurrent states are kept: the drafts of requests, and those of steps that are measured at the
+    start, whatever requests may draft."""
+    return StateRoom(num_sequences, max(most_drafts(facts, asked), facts.most_drafts))
+
+
 class ProtocolError(Exception):
     """The router violated the worker protocol; its stream is closed."""
 
@@ -186,7 +192,7 @@ class Worker:
             dtype=facts.number_format,
             device=str(facts.device),
             instruction_set=facts.instruction_set,
-            state_bytes_per_sequence=facts.state_bytes(self.max_draft_length),
+            state_bytes_per_sequence=0 if (states := self.kv.states) is None else states.num_bytes // states.num_slots,
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,
             max_sequences=self.max_sequences,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from space_common.worker_client import WorkerClient
@@ -12,6 +14,8 @@ from space_model.networks.network import PagedKV, StateRoom
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
+from space_server.__main__ import build_worker
+from space_server.config import parse
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from torch import Tensor
@@ -100,6 +104,21 @@ def test_a_step_that_fails_and_is_taken_again_by_each_sequence_leaves_the_texts(
     failing = Failing(model, inside=inside)
     assert texts_of(worker_of(failing), PROMPTS) == alone
     assert failing.num_passes > 12
+
+
+@pytest.mark.parametrize("speculation", ["off", "2", "auto"])
+def test_a_worker_starts_measures_its_steps_and_keeps_states_of_as_many_sequences_as_it_says(
+    speculation: str, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(tmp_path, "bamba", num_masks=3)
+    words = ["--listen", "h:1", "--model", str(folder), "--dtype", "float32", "--speculation", speculation]
+    worker = build_worker(parse([*words, "--max-sequences", "5", "--calibration-seconds", "0.3"]))
+    states = worker.kv.states
+    assert states is not None
+    assert states.num_slots == worker.max_sequences == 5
+    assert worker.hello("x").state_bytes_per_sequence == worker.facts.state_bytes(states.most_drafts)
+    assert states.most_drafts == {"off": 3, "2": 3, "auto": 8}[speculation]
+    assert texts_of(worker, PROMPTS) == texts_of(worker_of(load_model(folder, dtype="float32"), k=0), PROMPTS)
 
 
 def test_a_worker_with_too_little_room_for_states_is_refused(model: SpaceModel) -> None:

@@ -331,6 +331,28 @@ class DistillationStruct(Structure):
     )
 
 
+class RecurrenceStruct(Structure):
+    """`Recurrence` of cpu/recurrence.h."""
+
+    _fields_ = (
+        ("vectors", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("gates", c_void_p),
+        ("state", c_void_p),
+        ("out", c_void_p),
+        ("heads", c_int64),
+        ("groups", c_int64),
+        ("deep", c_int64),
+        ("wide", c_int64),
+        ("num_replayed", c_int64),
+        ("runs", c_void_p),
+        ("num_runs", c_int64),
+        ("mask_groups", c_void_p),
+        ("rule", c_int),
+    )
+
+
 class LogitsStruct(Structure):
     """`Logits` of cpu/choice.h."""
 
@@ -404,6 +426,7 @@ _SOURCE_FILES = (
     "attention.cpp",
     "network.cpp",
     "experts.cpp",
+    "recurrence.cpp",
     "draft.cpp",
     "choice.cpp",
     "train.cpp",
@@ -442,6 +465,7 @@ class CpuLibrary:
         self.store = function("store", rows, heads, attention, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int)
         self.attend = function("attend", rows, heads, attention, c_int)
         self.experts = function("experts", POINTER(ExpertsStruct), POINTER(ExpertRowsStruct), c_int, result=c_bool)
+        self.recur = function("recur", POINTER(RecurrenceStruct), c_int)
         self.draft = function("draft", POINTER(DraftHeadStruct), POINTER(DraftsStruct), c_int)
         self.argmax = function("argmax", POINTER(LogitsStruct), c_void_p, c_void_p, c_int)
         self.sample = function("sample", POINTER(LogitsStruct), POINTER(SamplingStruct), c_void_p, c_void_p, c_int)

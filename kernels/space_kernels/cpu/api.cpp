@@ -4,6 +4,7 @@
 #include "experts.h"
 #include "export.h"
 #include "network.h"
+#include "recurrence.h"
 #include "table.h"
 #include "team.h"
 #include "train.h"
@@ -70,6 +71,8 @@ bool EXPORT(experts)(const Experts* weights, const ExpertRows* rows, int num_thr
 void EXPORT(draft)(const DraftHead* head, const Drafts* drafts, int num_threads) {
     draft(*head, *drafts, num_threads);
 }
+
+void EXPORT(recur)(const Recurrence* recurrence, int num_threads) { recur(*recurrence, num_threads); }
 
 void EXPORT(distill)(const Distillation* loss, int num_threads) { distill(*loss, num_threads); }
 

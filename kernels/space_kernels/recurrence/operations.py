@@ -1,16 +1,19 @@
-"""The operations of recurrent layers in torch: a convolution over few rows, the gated delta rule, and Mamba-2's scan.
+"""The operations of recurrent layers: a convolution over few rows, the gated delta rule, and Mamba-2's scan.
 
 Convolutions and gates are element-wise sums over rows, and states advance row by row, in tensors of one sequence, so a
-row has the same bits whatever else a step computes.
+row has the same bits whatever else a step computes. On a CPU the compiled operation (cpu/recurrence.cpp) advances
+states where it can be had, every head by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
+from space_kernels.build.cpu_library import CpuLibrary, RecurrenceStruct, cpu_library
 from space_kernels.recurrence.states import LayerMemory, StateStep
 
 
@@ -39,6 +42,49 @@ def with_logged(gates: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
     both = torch.cat([memory.gates[read_from], gates])
     memory.gates[step.slots, step.written] = both[log]
     return both
+
+
+_DELTA, _SCAN = 0, 1
+"""`Rule` of cpu/recurrence.h."""
+
+
+def _library(state: Tensor) -> CpuLibrary | None:
+    """Return what computes on states there, or None: torch does."""
+    return cpu_library() if state.device.type == "cpu" else None
+
+
+def _compiled(
+    library: CpuLibrary,
+    rule: int,
+    vectors: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor,
+    state: Tensor,
+    step: StateStep,
+    out: Tensor,
+) -> Tensor:
+    """Advance every sequence's state by its rows, and fill out [R, H, …]. vectors: what the state is multiplied by,
+    what it grows by, and the values."""
+    first, second, values = (part.contiguous() for part in vectors)
+    gates = gates.contiguous()
+    struct = RecurrenceStruct(
+        first.data_ptr(),
+        second.data_ptr(),
+        values.data_ptr(),
+        gates.data_ptr(),
+        state.data_ptr(),
+        out.data_ptr(),
+        values.shape[1],
+        second.shape[1],
+        second.shape[2],
+        values.shape[2],
+        step.num_replayed,
+        step.runs.ctypes.data,
+        len(step.runs),
+        step.groups.ctypes.data,
+        rule,
+    )
+    library.recur(byref(struct), torch.get_num_threads())
+    return out
 
 
 NextState = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -74,6 +120,9 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tens
     q, k [N, G, D], v [N, H, E], gates [N, 2, H] (decay, β), all float32; N: replayed rows and the step's; every head of
     k serves H/G heads of v in a row. state [slots, versions, H, D, E], float32, advances."""
     num_rows, num_heads, width = v.shape
+    out = v.new_zeros(num_rows - step.num_replayed, num_heads, width)
+    if (library := _library(state)) is not None:
+        return _compiled(library, _DELTA, (q, k, v), gates, state, step, out)
     spread = num_heads // k.shape[1]
 
     def advance(now: Tensor, row: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +133,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tens
         now = now + key * change[:, None]
         return now, (now * query).sum(1)
 
-    return _scan(advance, v.new_zeros(num_rows - step.num_replayed, num_heads, width), state, step)
+    return _scan(advance, out, state, step)
 
 
 def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor, step: StateStep) -> Tensor:
@@ -95,6 +144,9 @@ def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor
     x [N, H, P], b, c [N, G, D], gates [N, 2, H] (decay, Δ), all float32; N: replayed rows and the step's; every group
     of b and c serves H/G heads in a row. state [slots, versions, H, P, D], float32, advances."""
     num_rows, num_heads, width = x.shape
+    out = x.new_zeros(num_rows - step.num_replayed, num_heads, width)
+    if (library := _library(state)) is not None:
+        return _compiled(library, _SCAN, (c, b, x), gates, state, step, out)
     spread = num_heads // b.shape[1]
 
     def advance(now: Tensor, row: int) -> tuple[Tensor, Tensor]:
@@ -103,4 +155,4 @@ def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor
         now = now * decay + (x[row] * delta)[:, :, None] * into
         return now, (now * out_of).sum(2)
 
-    return _scan(advance, x.new_zeros(num_rows - step.num_replayed, num_heads, width), state, step)
+    return _scan(advance, out, state, step)

@@ -227,7 +227,7 @@ class ModelNeed:
             small=small,
             fp8_kv=fp8_kv,
             states=sum(
-                state.num_bytes(max(num_masks, SOURCE_DRAFTS) if most_drafts is None else most_drafts)
+                state.num_bytes(max(num_masks, SOURCE_DRAFTS if most_drafts is None else most_drafts))
                 for state in layer_states(config)
                 if state is not None
             ),

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from space_kernels.build.cpu_library import cpu_library
 from space_kernels.paging.step_rows import StepRows
+from space_kernels.recurrence import operations
 from space_kernels.recurrence.operations import convolve, gated_delta_rule, selective_scan, with_logged
 from space_kernels.recurrence.states import LayerState, RecurrentStates, StateStep
 from space_model.geometry.draft_layout import DraftLayout
@@ -136,6 +138,15 @@ def dense(kind: str, rows: Tensor, gates: Tensor) -> Tensor:
 KINDS = pytest.mark.parametrize("kind", SHAPES)
 
 
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute with the compiled operation, and with torch's definition."""
+    if request.param == "torch":
+        monkeypatch.setattr(operations, "_library", lambda state: None)
+    elif cpu_library() is None:
+        pytest.skip("there is no compiled operation here")
+
+
 @KINDS
 def test_prompts_in_chunks_and_decoded_rows_are_those_of_the_whole_text(kind: str) -> None:
     text, memory = Text(1), Memory(kind)
@@ -244,6 +255,46 @@ def test_steps_that_do_not_go_on_where_the_state_is_are_refused() -> None:
         memory.step([Part(Text(1), 4, 0, 1, FULL)])
     with pytest.raises(ValueError, match="6 drafts; states can be rolled back by 5"):
         memory.step([Part(Text(1), 0, 5, 1, DraftLayout(6, (0,) * 7))])
+
+
+@pytest.mark.parametrize(("rule", "deep", "wide"), [("delta", 128, 128), ("delta", 96, 192), ("scan", 256, 64)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_of_real_sizes_have_the_same_bits_in_chunks_and_are_those_of_torch(
+    rule: str, deep: int, wide: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    count, heads, groups = 24, 4, 2
+    first, second = (torch.randn(count, groups, deep, generator=generator) * deep**-0.5 for _ in range(2))
+    values = torch.randn(count, heads, wide, generator=generator)
+    gates = torch.rand(count, 2, heads, generator=generator)
+    operation = gated_delta_rule if rule == "delta" else selective_scan
+    shape = (heads, deep, wide) if rule == "delta" else (heads, wide, deep)
+
+    def compute(chunks: Sequence[int]) -> Tensor:
+        states, parts, start = RecurrentStates({0: LayerState(4, 2, shape)}, 1, 0), [], 0
+        state = states.layers[0].state
+        assert state is not None
+        for length in chunks:
+            segment = Segment([0] * length, start, range(9))
+            step = states.begin(ForwardBatch.build([segment], block_size=4, mask_ids=()).rows)
+            rows = slice(start, start + length)
+            vectors = (first[rows], second[rows], values[rows])
+            if rule == "scan":
+                vectors = (values[rows], second[rows], first[rows])
+            parts.append(operation(*vectors, gates[rows], state, step))
+            states.commit(step)
+            start += length
+        return torch.cat(parts)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = compute([count])
+        assert torch.equal(compute([1, 2, 13, 8]), whole)
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(operations, "_library", lambda state: None)
+    torch.testing.assert_close(whole, compute([count]), rtol=1e-4, atol=1e-5)
 
 
 def test_memory_is_counted_as_it_is_allocated() -> None:
