@@ -121,6 +121,7 @@ MEASUREMENTS: Mapping[str, tuple[str, str]] = {
     "edge": ("perf.edge", "one core and 1 GiB: whether all texts are exact, and what the server takes"),
     "scheduler": ("perf.scheduler", "what a step costs the router, by queued requests and by pages"),
     "streams": ("perf.streams", "what one router adds and costs, from one stream to a thousand"),
+    "perplexity": ("perf.perplexity", "perplexity in each form of the weights, beside llama.cpp on the same ids"),
     "kv-offload": ("perf.kv_offload", "long conversations in turn, with and without host memory behind the KV cache"),
     "engines": ("perf.engines.compare", "other inference engines beside ours, in one run on the same weights"),
 }

@@ -94,8 +94,11 @@ class PerplexityMeter:
             num_bytes -= len(text[: encoding["offset_mapping"][0][1]].encode())
         if len(ids) < 2:
             return TextScore(0.0, 0, 0)
-        nats = sum(self._nats(ids, window) for window in windows(len(ids), self.length, self.stride))
-        return TextScore(nats, len(ids) - 1, num_bytes)
+        return TextScore(self.nats(ids), len(ids) - 1, num_bytes)
+
+    def nats(self, ids: Sequence[int]) -> float:
+        """Return -log p of all ids but the first, which is only context."""
+        return sum(self._nats(ids, window) for window in windows(len(ids), self.length, self.stride))
 
     def _nats(self, ids: Sequence[int], window: Window) -> float:
         total = 0.0
