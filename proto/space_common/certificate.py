@@ -108,10 +108,11 @@ def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfigurat
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[int, ...] | None, ...]:
     """Return values that change with the files. Follows links, because Kubernetes renews secrets by replacing links."""
-    return tuple(map(_stamp, files))
+    return tuple(map(file_stamp, files))
 
 
-def _stamp(file: Path) -> tuple[int, ...] | None:
+def file_stamp(file: Path) -> tuple[int, ...] | None:
+    """Return values that change with the file; None: there is none."""
     try:
         found = file.stat()
     except OSError:

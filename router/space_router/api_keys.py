@@ -1,23 +1,32 @@
-"""API keys and their limits: requests and tokens per minute, concurrent requests."""
+"""API keys, re-read when their file changes, and their limits: requests and tokens per minute, concurrent requests."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from space_common.certificate import file_stamp
 
 from space_router.errors import ConfigError, RateLimited
 from space_router.setting import whole
 
 if TYPE_CHECKING:
     from space_router.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0  # between two looks at the key file
+HASHED = "sha256:"  # before the digest that stands for a key
 
 _NAME = re.compile(r"[A-Za-z0-9._:/@-]{1,64}")
 _LIMITS = ("requests-per-minute", "tokens-per-minute", "concurrency")
@@ -49,38 +58,124 @@ class ApiKey:
     name: str  # may be logged; a label of metrics
     limits: KeyLimits = NO_LIMITS
     is_operator: bool = False  # may change the server for all clients
+    expires: float | None = None  # Unix seconds from which it is refused; None: never
+    is_plain: bool = True  # its file has the key itself, not its digest
 
     @classmethod
     def of(
-        cls, secret: str, name: str | None = None, limits: KeyLimits = NO_LIMITS, *, is_operator: bool = False
+        cls,
+        secret: str,
+        name: str | None = None,
+        limits: KeyLimits = NO_LIMITS,
+        *,
+        is_operator: bool = False,
+        expires: float | None = None,
     ) -> ApiKey:
-        """Return the key for a secret; without a `name` it is the first 16 hex digits of the digest."""
-        digest = hashlib.sha256(secret.encode()).digest()
-        return cls(digest, name or digest.hex()[:16], limits, is_operator)
+        """Return the key for a secret, or for `sha256:` and its digest in hex; without a `name` it is the first 16 hex
+        digits of the digest. Raises ValueError for anything else behind `sha256:`."""
+        is_plain = not secret.startswith(HASHED)
+        if is_plain:
+            digest = hashlib.sha256(secret.encode()).digest()
+        else:
+            hexadecimal = secret.removeprefix(HASHED)
+            if not re.fullmatch(r"[0-9a-fA-F]{64}", hexadecimal):
+                raise ValueError(f"behind {HASHED} go the 64 hex digits of the key's SHA-256")
+            digest = bytes.fromhex(hexadecimal)
+        return cls(digest, name or digest.hex()[:16], limits, is_operator, expires, is_plain)
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Where a server's keys are written: a file, and the environment's list."""
+
+    file: str | None = None
+    given: str = ""  # keys separated by commas
+
+    def read(self) -> tuple[ApiKey, ...]:
+        """Read the keys. Raises ConfigError as `read_keys` does."""
+        return read_keys(self.file, self.given)
+
+    def stamp(self) -> tuple[int, ...] | None:
+        """Return what changes with the file; None without one. Links are followed."""
+        return None if self.file is None else file_stamp(Path(self.file).expanduser())
 
 
 class ApiKeys:
-    """The keys of one server."""
+    """The keys of one server. Their file is looked at once a second, when a request comes, and read again if it has
+    changed: rewritten, replaced, or a link to it switched. A file that cannot be used changes nothing and is logged."""
 
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ApiKey],
+        source: KeySource | None = None,
+        on_change: Callable[[Sequence[ApiKey]], None] = lambda _: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`source`: None: the keys never change. `on_change`: called with all keys that are then known. `clock`:
+        seconds between looks; `now`: Unix seconds, which end keys that expire."""
         self._keys = tuple(keys)
+        self._source, self._on_change = source, on_change
+        self._clock, self._now = clock, now
+        self._seen = None if source is None else source.stamp()
+        self._looked = clock()
 
     def name_of(self, authorization: str) -> str | None:
-        """Return the name of the key in an `Authorization` header (Latin-1), or None if it is missing or unknown.
+        """Return the name of the key in an `Authorization` header (Latin-1), or None if it is missing, unknown or
+        expired.
 
         Returns "" if the server has no keys. All keys are compared, so the time does not depend on which one matches.
         """
         if not self._keys:
             return ""
+        if self._source is not None and self._clock() - self._looked >= LOOK_SECONDS:
+            self.refresh()
         kind, _, given = authorization.partition(" ")
         offered = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
         digest = hashlib.sha256(offered).digest()
         known = [hmac.compare_digest(digest, key.digest) for key in self._keys]
-        return self._keys[known.index(True)].name if any(known) else None
+        if not any(known):
+            return None
+        key = self._keys[known.index(True)]
+        return None if key.expires is not None and self._now() >= key.expires else key.name
+
+    def refresh(self, *, is_forced: bool = False) -> None:
+        """Read the file again if it has changed, or in any case where that `is_forced`."""
+        self._looked = self._clock()
+        if self._source is None or self._source.file is None or not self._keys:
+            return
+        stamp = self._source.stamp()
+        if stamp == self._seen and not is_forced:
+            return
+        self._seen = stamp
+        try:
+            keys = self._source.read()
+        except ConfigError as error:
+            log.warning("the API keys stay as they are: %s", error)
+            return
+        if self._source.stamp() != stamp:  # changed while it was read: the next look reads it again
+            self._seen = None
+        before, self._keys = {key.digest for key in self._keys}, keys
+        after = {key.digest for key in keys}
+        log.info("API keys were read again: %d, %d new, %d gone", len(keys), len(after - before), len(before - after))
+        warn_of_plain_keys(keys, self._source.file)
+        self._on_change(keys)
 
     def is_operator(self, name: str) -> bool:
         """Return whether the key of this name may change the server for all clients."""
         return any(key.is_operator for key in self._keys if key.name == name)
+
+
+def warn_of_plain_keys(keys: Sequence[ApiKey], file: str | None) -> None:
+    """Log that a file has keys that any reader of it can use."""
+    if file is not None and (count := sum(key.is_plain for key in keys)):
+        log.warning(
+            "%s has %d API keys that can be read; write their digests instead, sha256:HEX, which "
+            "`printf %%s KEY | sha256sum` prints",
+            file,
+            count,
+        )
 
 
 def plain_keys(*secrets: str) -> tuple[ApiKey, ...]:
@@ -91,11 +186,14 @@ def plain_keys(*secrets: str) -> tuple[ApiKey, ...]:
 def read_keys(file: str | None, given: str) -> tuple[ApiKey, ...]:
     """Read API keys from `given`, separated by commas, and from a file with one key per line.
 
-    A line that starts with `#` is a comment. After a key: `name=NAME`, `operator=yes`, and the limits of KeyLimits with
-    dashes. Raises ConfigError for a file that cannot be read, has no key, or has an invalid line; the message has the
-    line's number and never its content.
+    A line that starts with `#` is a comment. A key may be written as `sha256:` and its digest in hex. After a key:
+    `name=NAME`, `operator=yes`, `expires=DATE`, and the limits of KeyLimits with dashes. Raises ConfigError for a file
+    that cannot be read, has no key, or has an invalid line; the message has the line's number and never its content.
     """
-    keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
+    try:
+        keys = list(plain_keys(*filter(None, map(str.strip, given.split(",")))))
+    except ValueError as error:
+        raise ConfigError(f"SPACESERVE_API_KEYS: {error}.") from None
     if file is not None:
         try:
             lines = Path(file).expanduser().read_text(encoding="utf-8-sig").splitlines()
@@ -123,9 +221,9 @@ def _key(words: list[str]) -> ApiKey:
     fields: dict[str, str] = {}
     for word in rest:
         field, equals, value = word.partition("=")
-        if not equals or field not in ("name", "operator", *_LIMITS):
+        if not equals or field not in ("name", "operator", "expires", *_LIMITS):
             others = ", ".join(f"{limit}=N" for limit in _LIMITS)
-            raise ValueError(f"behind a key go name=NAME, operator=yes and {others} only")
+            raise ValueError(f"behind a key go name=NAME, operator=yes, expires=DATE and {others} only")
         if field in fields:
             raise ValueError(f"{field} is given twice")
         fields[field] = value
@@ -135,6 +233,7 @@ def _key(words: list[str]) -> ApiKey:
     is_operator = "operator" in fields
     if fields.pop("operator", "yes") != "yes":
         raise ValueError("operator must be yes, or not be there")
+    expires = _moment(fields.pop("expires")) if "expires" in fields else None
     limit = whole(1, 10**12, "N")
     limits: dict[str, int] = {}
     for field, value in fields.items():
@@ -142,7 +241,16 @@ def _key(words: list[str]) -> ApiKey:
             limits[field.replace("-", "_")] = limit.parse(value)
         except ValueError as error:
             raise ValueError(f"{field} {error}") from None
-    return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator)
+    return ApiKey.of(secret, name, KeyLimits(**limits), is_operator=is_operator, expires=expires)
+
+
+def _moment(text: str) -> float:
+    """Return Unix seconds of an ISO 8601 date (its beginning) or time; UTC where it names no zone."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("expires is a date such as 2027-01-31, or a time such as 2027-01-31T18:00:00Z") from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
 BYTES_PER_TOKEN = 64
@@ -178,10 +286,11 @@ class RateLimit:
     """The limits and counts of one key."""
 
     def __init__(self, name: str, limits: KeyLimits, metrics: Metrics, clock: Callable[[], float]) -> None:
-        now = clock()
-        self._name, self._limits, self._clock = name, limits, clock
-        self._requests = None if limits.requests_per_minute is None else TokenBucket(limits.requests_per_minute, now)
-        self._tokens = None if limits.tokens_per_minute is None else TokenBucket(limits.tokens_per_minute, now)
+        self._name, self._clock = name, clock
+        self._limits = NO_LIMITS
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self.limit_to(limits)
         self._num_running = 0
         label = name or NO_KEY
         self._running = metrics.key_requests.labels(key=label)
@@ -192,6 +301,16 @@ class RateLimit:
             kind: metrics.key_rejected_total.labels(key=label, limit=kind)
             for kind in ("requests", "tokens", "concurrency")
         }
+
+    def limit_to(self, limits: KeyLimits) -> None:
+        """Set other limits; a rate that changes begins anew."""
+        now, before, self._limits = self._clock(), self._limits, limits
+        if limits.requests_per_minute != before.requests_per_minute:
+            rate = limits.requests_per_minute
+            self._requests = None if rate is None else TokenBucket(rate, now)
+        if limits.tokens_per_minute != before.tokens_per_minute:
+            rate = limits.tokens_per_minute
+            self._tokens = None if rate is None else TokenBucket(rate, now)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -232,12 +351,29 @@ class RateLimit:
         raise RateLimited(f"{whose} allowed {bound}. Try again in {math.ceil(max(1.0, wait))} s.", retry_after=wait)
 
 
-def rate_limits(
-    keys: Sequence[ApiKey], defaults: KeyLimits, metrics: Metrics, clock: Callable[[], float] = time.monotonic
-) -> dict[str, RateLimit]:
-    """Return the limits of all keys by name; without keys, one for all clients together, named "".
+class RateLimits(dict[str, RateLimit]):
+    """The limits of all keys by name; without keys, one for all clients together, named "".
 
-    `defaults`: for keys without limits of their own.
+    A key that is gone keeps its counts, for requests that it began and for metrics.
     """
-    known = {key.name: key.limits.over(defaults) for key in keys} or {"": defaults}
-    return {name: RateLimit(name, limits, metrics, clock) for name, limits in known.items()}
+
+    def __init__(
+        self,
+        keys: Sequence[ApiKey],
+        defaults: KeyLimits,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`defaults`: for keys without limits of their own."""
+        super().__init__()
+        self._defaults, self._metrics, self._clock = defaults, metrics, clock
+        self.update_keys(keys)
+
+    def update_keys(self, keys: Sequence[ApiKey]) -> None:
+        """Add limits for new names, and change those of others."""
+        known = {key.name: key.limits.over(self._defaults) for key in keys} or {"": self._defaults}
+        for name, limits in known.items():
+            if name in self:
+                self[name].limit_to(limits)
+            else:
+                self[name] = RateLimit(name, limits, self._metrics, self._clock)

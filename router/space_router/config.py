@@ -18,7 +18,7 @@ from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
 from space_common.visible_gpus import gpus_of, num_workers_for, visible_gpus
 
-from space_router.api_keys import ApiKey, read_keys
+from space_router.api_keys import ApiKey, KeySource
 from space_router.errors import ConfigError
 from space_router.setting import (
     ADAPTERS,
@@ -202,9 +202,10 @@ class ServeConfig:
     lets the system choose; without it there is no gRPC"""
     api_key_file: str | None = _http(None, text("PATH"))
     """file with one API key per line, and behind it what holds for that key alone, such as `sk-... name=team-a
-    requests-per-minute=60 tokens-per-minute=100000 concurrency=4`; with it (or with SPACESERVE_API_KEYS, keys separated
-    by commas) clients must send `Authorization: Bearer KEY`. Keys are never given on the command line, where every
-    process can read them"""
+    requests-per-minute=60 tokens-per-minute=100000 concurrency=4 expires=2027-01-31`; with it (or with
+    SPACESERVE_API_KEYS, keys separated by commas) clients must send `Authorization: Bearer KEY`. `sha256:HEX` is the
+    key with that digest. A file that changes is read again within a second, and at SIGHUP: no restart is needed to add
+    or revoke keys. Keys are never given on the command line, where every process can read them"""
     cors_origins: tuple[str, ...] = _http((), words("ORIGIN[,ORIGIN...]|*"))
     """web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default only
     the page that this server serves itself may"""
@@ -303,6 +304,7 @@ class ServeConfig:
     """least severe messages to print; none of them contains prompts or outputs"""
 
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)  # read by the command line, never a flag
+    key_source: KeySource = field(default=KeySource(), repr=False)  # where these are, to be read again
     gpus: tuple[str, ...] = ()  # for several workers, as CUDA_VISIBLE_DEVICES names them; a single one sees all
     model_is_named: bool = False  # by flag or variable; then no fallback is served
     model_fallback: str | None = None  # why `model` was replaced by the fallback; None: it was not
@@ -405,8 +407,9 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}.") from None
     values |= _gpus_of_workers(values, environment)
-    keys = read_keys(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
-    config = ServeConfig(**values, api_keys=keys, model_is_named="model" in values)
+    key_source = KeySource(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
+    keys = key_source.read()
+    config = ServeConfig(**values, api_keys=keys, key_source=key_source, model_is_named="model" in values)
     for name, (_, known) in settings().items():
         if config.worker_address and known.own_workers and flags.get(name) is not None:
             raise ConfigError(

@@ -116,7 +116,8 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         # `requests` and `requests_total` are two series in Prometheus' text format, but collide in one registry.
         beside = CollectorRegistry()
-        self._registries = (registry, beside)
+        of_keys, beside_keys = CollectorRegistry(), CollectorRegistry()  # series with the names of API keys
+        self._registries = (registry, beside, of_keys, beside_keys)
 
         def labelled(series: SeriesT, values: Mapping[str, Iterable[str]]) -> SeriesT:
             for label, known in values.items():
@@ -124,8 +125,8 @@ class Metrics:
                     series.labels(**{label: value})
             return series
 
-        def counter(name: str, help_: str, **values: Iterable[str]) -> Counter:
-            return labelled(Counter(f"spaceserve_{name}", help_, values, registry=registry), values)
+        def counter(name: str, help_: str, on: CollectorRegistry = registry, **values: Iterable[str]) -> Counter:
+            return labelled(Counter(f"spaceserve_{name}", help_, values, registry=on), values)
 
         def gauge(name: str, help_: str, on: CollectorRegistry = registry, **values: Iterable[str]) -> Gauge:
             return labelled(Gauge(f"spaceserve_{name}", help_, values, registry=on), values)
@@ -192,11 +193,13 @@ class Metrics:
             "slow_readers_cut_total", "Connections cut because their client left what was sent unread"
         )
         # Labelled by API key name; `api_keys.RateLimit` creates the label values at start.
-        self.key_requests = gauge("key_requests", "Requests that generate, in the router now", beside, key=())
-        self.key_requests_total = counter("key_requests_total", "Requests that generate and were let in", key=())
-        self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", key=(), kind=())
+        self.key_requests = gauge("key_requests", "Requests that generate, in the router now", beside_keys, key=())
+        self.key_requests_total = counter(
+            "key_requests_total", "Requests that generate and were let in", of_keys, key=()
+        )
+        self.key_tokens_total = counter("key_tokens_total", "Tokens of prompts and outputs", of_keys, key=(), kind=())
         self.key_rejected_total = counter(
-            "key_rejected_total", "Requests refused because of their key's limits", key=(), limit=()
+            "key_rejected_total", "Requests refused because of their key's limits", of_keys, key=(), limit=()
         )
 
         self.prompt_tokens_total = counter("prompt_tokens_total", "Prompt tokens of admitted requests")
@@ -221,5 +224,6 @@ class Metrics:
         found = (registry.get_sample_value(name, labels) for registry in self._registries)
         return next((value for value in found if value is not None), None)
 
-    def render(self) -> bytes:
-        return b"".join(map(generate_latest, self._registries))
+    def render(self, *, with_keys: bool = True) -> bytes:
+        """Return all series as text; `with_keys`: also those that have the names of API keys."""
+        return b"".join(map(generate_latest, self._registries if with_keys else self._registries[:2]))

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import FrameType
@@ -19,6 +20,7 @@ from space_common.process import collect_seldom, drop_unwritable_output, log_to_
 from space_common.tracing import exporting
 
 from space_router.api.service import Service
+from space_router.api_keys import warn_of_plain_keys
 from space_router.app import create_app
 from space_router.config import ServeConfig, unknown_variables
 from space_router.engine.engine import Engine
@@ -63,6 +65,7 @@ def run(config: ServeConfig) -> int:
             pass
     here = listening(config.host, config.port, buffer=config.client_buffer)
     with here as bound, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        warn_of_plain_keys(config.api_keys, config.api_key_file)
         if is_open_to_others(bound) and not config.api_keys:
             log.warning("any client that reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
         code = runner.run(serve(config, text, bound, _say))
@@ -112,6 +115,15 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
             else:
                 say(f"restarting {service.restart.num_wanted} workers, one after the other")
 
+        terminal = next((stream.fileno() for stream in (sys.stdin, sys.stderr) if stream and stream.isatty()), None)
+
+        def hung_up() -> None:
+            if terminal is not None and not os.isatty(terminal):  # it was closed
+                log.info("SIGHUP received, and the terminal is gone")
+                signalled()
+            else:
+                service.keys.refresh(is_forced=True)
+
         certificate = config.certificate()
         server = WebServer(
             uvicorn_config(
@@ -135,6 +147,7 @@ async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say:
                 await face_scope.enter_async_context(face)
                 say(f"gRPC on {face.address}")
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, restart)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
             collect_seldom()
             watching = asyncio.create_task(_watch(service, address, say))
             serving = asyncio.create_task(server.serve(sockets=[bound]))

@@ -118,6 +118,7 @@ ROOMS = (
     "router/space_router", "server/space_server", "server/space_model", "kernels/space_kernels", "proto/space_proto",
 )  # fmt: skip
 DATES = {
+    "router/space_router/api_keys.py",  # keys expire at a date
     "router/space_router/api/openai/stream.py",  # `created`
     "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
     "router/space_router/api/service.py",  # `created` of a model

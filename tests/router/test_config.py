@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from space_router import cli
-from space_router.api_keys import ApiKey, KeyLimits, RateLimit, plain_keys
-from space_router.api_keys import rate_limits as limits_of
+from space_router.api_keys import ApiKey, KeyLimits, RateLimits, plain_keys
 from space_router.config import ServeConfig, build, settings, unknown_variables
 from space_router.engine.request.request import SamplingOptions, ValidRequest
 from space_router.errors import ConfigError, RateLimited
@@ -234,6 +233,8 @@ def test_a_key_of_the_file_may_have_a_name_and_limits_of_its_own(tmp_path: Path)
         ("secret concurrency=0", "concurrency must be a whole number from 1"),
         ("secret requests-per-minute=many", "requests-per-minute must be a whole number"),
         ("secret name=first", "two keys are named 'first'"),
+        ("secret expires=soon", "expires is a date such as"),
+        ("sha256:secret", "go the 64 hex digits"),
     ],
 )
 def test_a_line_of_the_key_file_that_is_not_understood_is_named_and_its_key_is_not(
@@ -255,11 +256,11 @@ class Clock:
         return self.now
 
 
-def rate_limits(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> dict[str, RateLimit]:
-    return limits_of(keys, KeyLimits(**limits), metrics or Metrics(), clock)
+def rate_limits(clock: Clock, *keys: ApiKey, metrics: Metrics | None = None, **limits: int) -> RateLimits:
+    return RateLimits(keys, KeyLimits(**limits), metrics or Metrics(), clock)
 
 
-def asks(of: dict[str, RateLimit], name: str) -> float | None:
+def asks(of: RateLimits, name: str) -> float | None:
     """One short request: None, or the seconds after which to come again."""
     try:
         with of[name].request():

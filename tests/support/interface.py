@@ -151,7 +151,7 @@ def entries(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Served:
-    """What a router answers, with an API key called `team-a` in its file and no worker."""
+    """What a router answers, with an operator's API key called `team-a` in its file and no worker."""
 
     openapi: str  # JSON, keys sorted
     metrics: str  # the series' names, types and labels
@@ -163,7 +163,7 @@ def served() -> Served:
         port = taken.getsockname()[1]
         taken.close()
         keys = Path(folder) / "keys"
-        keys.write_text("sk-secret name=team-a\n")
+        keys.write_text("sk-secret name=team-a operator=yes\n")
         keys.chmod(0o600)
         words = ["--model", "demo", "--port", str(port), "--api-key-file", str(keys)]
         words += ["--worker-address", f"unix:{folder}/none"]

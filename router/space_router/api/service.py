@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
 from space_router.api.grammar_fields import GrammarCheck
 from space_router.api.request_builder import GenerationPlan, RequestBuilder
-from space_router.api_keys import ApiKeys, KeyLimits, RateLimit, rate_limits
+from space_router.api_keys import ApiKeys, KeyLimits, RateLimits
 from space_router.config import ServeConfig
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
@@ -76,15 +76,15 @@ class Service:
     draining: bool = False  # SIGTERM was received
     tracer: Tracer | None = None  # None: tracing is off
     keys: ApiKeys = field(init=False)
-    rate_limits: dict[str, RateLimit] = field(init=False)
+    rate_limits: RateLimits = field(init=False)
     restart: RollingRestart = field(init=False)
     text_pool: TextPool = field(default_factory=TextPool)
 
     def __post_init__(self) -> None:
         config = self.config
         limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
-        self.keys = ApiKeys(config.api_keys)
-        self.rate_limits = rate_limits(config.api_keys, limits, self.metrics)
+        self.rate_limits = RateLimits(config.api_keys, limits, self.metrics)
+        self.keys = ApiKeys(config.api_keys, config.key_source, self.rate_limits.update_keys)
         self.restart = RollingRestart(self.engine.connections, back_seconds=config.worker_start_timeout)
 
     @property

@@ -130,6 +130,9 @@ def own_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
     if file is None:
         return environment.get(KEY_VARIABLE, "").strip() or None
     try:
-        return file.expanduser().read_text(encoding="utf-8-sig").split()[0]
+        key = file.expanduser().read_text(encoding="utf-8-sig").split()[0]
     except (OSError, IndexError, UnicodeError):
         raise ChatError(f"--api-key-file {file}: there is no key in it.") from None
+    if key.startswith("sha256:"):
+        raise ChatError(f"--api-key-file {file}: it has a key's digest, not the key. Give a file with the key itself.")
+    return key

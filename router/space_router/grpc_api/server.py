@@ -23,7 +23,7 @@ from space_router.api.ops.operating import VERSION
 from space_router.api.request_builder import PromptOptions, RequestBuilder, max_forced_drafts
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
-from space_router.errors import ConfigError, InvalidRequest, SlowReader
+from space_router.errors import ConfigError, InvalidRequest, SlowReader, Unauthorized
 from space_router.grpc_api.interceptors import NUM_GUESTS, CallChecks, Context, answering, authorization
 from space_router.grpc_api.messages import Events, conversation, read, refuse_unknown, shown
 from space_router.http_server.body import validate
@@ -206,7 +206,11 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         return self._service.builder(self._key(context))
 
     def _key(self, context: Context) -> str:
-        return self._keys.name_of(authorization(context.invocation_metadata())) or ""
+        """Return the name of the call's key. Raises Unauthorized if it was revoked since the call was let in."""
+        name = self._keys.name_of(authorization(context.invocation_metadata()))
+        if name is None:
+            raise Unauthorized
+        return name
 
 
 def _ids(builder: RequestBuilder, request: generate_pb2.TokenizeRequest) -> list[int]:

@@ -55,9 +55,12 @@ def read_api_key(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return file.read_text(encoding="utf-8").split()[0]
+        key = file.read_text(encoding="utf-8").split()[0]
     except (OSError, IndexError):
         raise FlagError(f"--api-key-file {file}: there is no key in it.") from None
+    if key.startswith("sha256:"):
+        raise FlagError(f"--api-key-file {file}: it has a key's digest, not the key. Give a file with the key itself.")
+    return key
 
 
 async def stream_events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> AsyncGenerator[list[bytes]]:

@@ -96,7 +96,7 @@ def test_no_word_of_a_prompt_an_answer_or_a_key_is_logged_whatever_goes_wrong(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("the-key-itself name=team requests-per-minute=1000\n")
+    keys.write_text("the-key-itself name=team requests-per-minute=1000 operator=yes\n")
     answer = "plugh-the-secret-of-an-answer"
     flags = ["--log-level", "debug", "--api-key-file", str(keys), "--chat-template", "chatml"]
     with start_server(*flags, worker=["--reply", answer]) as server:

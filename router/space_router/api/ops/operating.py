@@ -53,6 +53,8 @@ class Load(ResponseModel):
     blocks_free: Count
     blocks_held: Count
     blocks_cached: Count
+    host_blocks_free: Count
+    host_blocks_cached: Count
     num_workers_up: Count
     draining: bool
 
@@ -259,9 +261,13 @@ def routes(service: Service) -> APIRouter:
         return json_response({"version": VERSION})
 
     @router.get("/metrics", responses=describe_responses({"type": "string"}, errors=OpenAIError, media="text/plain"))
-    async def metrics() -> Response:
-        """Every series, in Prometheus' text format."""
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def metrics(request: Request) -> Response:
+        """Every series, in Prometheus' text format. Where there are API keys, those that have the keys' names are
+        only for an operator's key."""
+        with_keys = not service.config.api_keys or service.keys.is_operator(key_of(request))
+        return Response(
+            service.metrics.render(with_keys=with_keys), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     @router.get("/load", responses=describe_responses(Load, errors=OpenAIError))
     async def load() -> Response:
