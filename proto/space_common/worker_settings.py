@@ -252,7 +252,7 @@ class WorkerSettings:
     draft_model: str | None = flag(
         None,
         "a smaller model with the same tokenizer, which drafts in place of a recurrent head: a folder, a GGUF file or "
-        "a hub id; on a CPU only",
+        "a hub id; mtp: the checkpoint's own layer for multi-token prediction; on a CPU only",
         metavar="MODEL",
     )
     steps: Steps = flag(

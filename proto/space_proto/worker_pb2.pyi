@@ -114,6 +114,8 @@ class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSour
     """the recurrent draft head, which needs no masks"""
     DRAFT_SOURCE_MODEL: _DraftSource.ValueType  # 5
     """a second model"""
+    DRAFT_SOURCE_MTP: _DraftSource.ValueType  # 6
+    """the checkpoint's own layer for multi-token prediction"""
 
 class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
     """Who proposed drafts. All are verified by the same rule."""
@@ -130,6 +132,8 @@ DRAFT_SOURCE_HEAD: DraftSource.ValueType  # 4
 """the recurrent draft head, which needs no masks"""
 DRAFT_SOURCE_MODEL: DraftSource.ValueType  # 5
 """a second model"""
+DRAFT_SOURCE_MTP: DraftSource.ValueType  # 6
+"""the checkpoint's own layer for multi-token prediction"""
 Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
@@ -830,7 +834,7 @@ class Hello(_message.Message):
     num_head_drafts: _builtins.int
     """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
     head_kind: _builtins.str
-    """what makes those drafts: recurrent (its head) or model (a second one); "": nothing"""
+    """what makes those drafts: recurrent (its head), model (a second one) or mtp (its MTP layer); "": nothing"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""

@@ -193,10 +193,13 @@ def _first_request(service: Service) -> tuple[str, dict[str, object]]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 128}
 
 
+_DRAFTERS = {"model": "the draft model", "mtp": "its MTP layer"}
+
+
 def _description(facts: WorkerModelFacts) -> str:
     drafts = f"up to {facts.max_draft_length} drafts per step" if facts.max_draft_length else "plain decoding"
-    if facts.max_draft_length and facts.head_kind == "model":
-        drafts += ", also by the draft model"
+    if facts.max_draft_length and (drafter := _DRAFTERS.get(facts.head_kind)):
+        drafts += f", also by {drafter}"
     cache = f"{facts.num_blocks} blocks of {facts.block_size}"
     synthetic_accept = ", SYNTHETIC ACCEPTANCE " + " ".join(map(str, facts.synthetic_acceptance))
     description = f"{facts.dtype} on {facts.device}, window {facts.window} tokens, {cache}, {drafts}"

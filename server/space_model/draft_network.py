@@ -19,8 +19,17 @@ from space_model.networks.network import DraftKV, PagedKV
 class DraftNetwork(Protocol):
     """Drafts one id after the other for a model of the same vocabulary.
 
-    Row p reads id p and the keys of the rows before it, and predicts id p+1.
+    Row p reads the id of position p + `lag`, the keys of the rows before it and, where it has a `width`, the model's
+    hidden state of position p. It predicts the id behind the one that it reads.
     """
+
+    @property
+    def lag(self) -> int:
+        """Return 1 for a network that reads hidden states, else 0."""
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of the model's hidden state that are kept for each position; 0: it reads ids alone."""
 
     @property
     def facts(self) -> HeadFacts:
@@ -40,13 +49,14 @@ class DraftNetwork(Protocol):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Return the bytes of keys and values of one token."""
+        """Return the bytes of keys, values and hidden state of one token."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> DraftKV:
         """Allocate num_blocks · block_size slots."""
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden]: the input of the head. Stores the rows' keys and values in `kv`."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, states: Tensor | None) -> Tensor:
+        """[R, hidden]: the input of `logits`, and the states that the next draft reads. `states` [R, width]: None
+        without a width. Stores the rows' keys and values in `kv`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, D] float32, of its draft vocabulary."""

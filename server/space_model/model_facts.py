@@ -41,8 +41,8 @@ class _Head(Protocol):
     def acceptance(self) -> tuple[float, ...]: ...
 
 
-HeadKind = Literal["recurrent", "model"]
-"""What drafts one id after the other behind a step: a recurrent head, or another model."""
+HeadKind = Literal["recurrent", "model", "mtp"]
+"""What drafts one id after the other behind a step: a recurrent head, another model, or the checkpoint's MTP layer."""
 
 
 class HeadFacts(NamedTuple):

@@ -53,6 +53,11 @@ class SpaceModel:
         """Return the draft head trained with this adapter's masks; None: with the checkpoint's own masks."""
         return self.drafting.draft_head if adapter is None else self.drafting.adapters[adapter].draft_head
 
+    @property
+    def network(self) -> Network:
+        """Return what computes hidden states."""
+        return self._network
+
     def recurrent_head_of(self, adapter: int | None) -> RecurrentHead | None:
         """Return the adapter's recurrent draft head; None: the checkpoint's own. None if there is none."""
         return self._recurrent_heads.get(adapter)

@@ -356,6 +356,35 @@ def perturbed(base: Path, path: Path, *, share: float = 0.25, seed: int = 5) -> 
     return path
 
 
+def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
+    """Add an MTP layer to the checkpoint at `path`, whose config.json declares one, and return the folder. It is the
+    last layer with noise added, and mostly reads the embedding, so behind a model of one layer it is often right.
+    `share`: of a weight's own deviation."""
+    file = path / "model.safetensors"
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    number, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
+    weights, generator = load_file(file), torch.Generator().manual_seed(seed)
+    dtype, embedding = weights["model.embed_tokens.weight"].dtype, weights["model.embed_tokens.weight"].float()
+
+    def noise(weight: torch.Tensor) -> torch.Tensor:
+        return torch.randn(weight.shape, generator=generator) * (share * weight.float().std())
+
+    last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    for name in [name for name in weights if name.startswith(last)]:
+        weight = weights[name]
+        more = noise(weight) if weight.dim() > 1 else torch.zeros(())
+        weights[own + name.removeprefix(last)] = (weight + more).to(weight.dtype)
+    from_states = torch.randn(hidden, hidden, generator=generator) * (share * hidden**-0.5)
+    weights[own + "eh_proj.weight"] = torch.cat([torch.eye(hidden), from_states], dim=1).to(dtype)
+    weights[own + "enorm.weight"] = torch.full((hidden,), float(embedding.square().mean().sqrt())).to(dtype)
+    weights[own + "hnorm.weight"] = torch.full((hidden,), 0.5).to(dtype)
+    weights[own + "shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    weights[own + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[own + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    return path
+
+
 def random_gated_lora(
     model: PreTrainedModel, *, num_masks: int, rank: int, seed: int, linears: tuple[str, ...] | None = None
 ) -> GatedLora:

@@ -56,6 +56,7 @@ from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back
+from space_model.draft_networks import mtp
 from space_model.draft_networks.draft_model import load_draft_model
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
@@ -209,7 +210,9 @@ def _load(
         loras=dict(config.lora),
         ranks=ranks,
     )
-    if draft is not None:
+    if config.draft_model == mtp.NAME:
+        model = model.drafted_by(mtp.load_mtp(checkpoint, model.facts, dtype=config.dtype))
+    elif draft is not None:
         model = model.drafted_by(load_draft_model(draft, checkpoint, model.facts, dtype=config.dtype))
     if model.facts.device.type == "cpu":
         give_back()  # of adapters, too

@@ -17,6 +17,7 @@ from space_common.worker_settings import WorkerSettings
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.draft_networks import mtp
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_model.released_adapters import AdapterFormat, split_place
@@ -51,7 +52,10 @@ class ModelSource:
         return Checkpoint.open(self._model, self.fetch)
 
     def draft_checkpoint(self) -> Checkpoint | None:
-        """Open the model that drafts, fetching it if needed; None: there is none. Raises ModelError."""
+        """Open the model that drafts, fetching it if needed, or the model's own MTP layer; None: there is none. Raises
+        ModelError."""
+        if self._draft_model == mtp.NAME:
+            return mtp.mtp_checkpoint(self.checkpoint())
         return None if self._draft_model is None else Checkpoint.open(self._draft_model, self.fetch)
 
     def adapters(self) -> dict[str, str]:

@@ -371,6 +371,7 @@ class DraftOrigin(Enum):
     MASKS = "masks"
     HEAD = "head"
     MODEL = "model"
+    MTP = "mtp"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
@@ -388,12 +389,16 @@ class Origin:
     @property
     def is_by_head(self) -> bool:
         """Whether a recurrent head or a draft network made the drafts."""
-        return self.source in (DraftOrigin.HEAD, DraftOrigin.MODEL)
+        return self.source in (DraftOrigin.HEAD, DraftOrigin.MODEL, DraftOrigin.MTP)
 
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
 BY_HEAD = Origin(DraftOrigin.HEAD)
-HEAD_ORIGINS: Mapping[HeadKind, Origin] = {"recurrent": BY_HEAD, "model": Origin(DraftOrigin.MODEL)}
+HEAD_ORIGINS: Mapping[HeadKind, Origin] = {
+    "recurrent": BY_HEAD,
+    "model": Origin(DraftOrigin.MODEL),
+    "mtp": Origin(DraftOrigin.MTP),
+}
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)  # lower bounds of the classes of match length
 PRIORS = {

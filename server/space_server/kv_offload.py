@@ -26,6 +26,8 @@ class HostBlocks:
         self._num_read = np.zeros(num_blocks, dtype=np.int64)  # as DraftKV.num_read, of the copies
         both = [kv] if kv.draft is None else [kv, kv.draft.pages]
         pages = {page.data_ptr(): page for one in both for page in (*one.keys, *one.values)}  # layers may share theirs
+        if kv.draft is not None and kv.draft.states is not None:
+            pages[kv.draft.states.data_ptr()] = kv.draft.states
         self._pages = [(page, _host_copy(page, num_blocks)) for page in pages.values()]
 
     def offload(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ class _Reading:
 
     run: int  # number of the run
     start: int  # position of the first row
-    ids: list[int]
+    ids: list[int]  # of the rows' positions, or behind them: see DraftNetwork
     is_last: bool  # it ends with the last known id, behind which drafts are made
 
 
@@ -64,7 +64,9 @@ class NetworkDrafter:
         self._catches_up = self._catches_up or any(len(one.ids) > FEW_UNREAD for one in readings)
         if not readings:
             return [[] for _ in runs]
-        state = self._forward([Segment(one.ids, one.start, runs[one.run].sequence.page_numbers) for one in readings])
+        batch = self._batch([Segment(one.ids, one.start, runs[one.run].sequence.page_numbers) for one in readings])
+        with self._computing:
+            state = self._network.forward(batch, self._kv.pages, self._kv.states_at(batch))
         for one in readings:
             self._kv.mark_read(runs[one.run].sequence.page_numbers, one.start, one.start + len(one.ids))
         drafting = [one for one in readings if one.is_last]
@@ -76,7 +78,8 @@ class NetworkDrafter:
         drafted = [self._within_slots(runs[one.run], one) for one in drafting]
         for one, run, ids in zip(drafting, drafted, self._drafts(drafting, drafted, state), strict=True):
             found[one.run] = ids
-            self._tried[run.sequence] = one.start + len(one.ids), ids[:-1]
+            if not self._network.lag:  # others read hidden states of their own for drafts, which are no text
+                self._tried[run.sequence] = one.start + len(one.ids), ids[:-1]
         return found
 
     def _readings(self, runs: Sequence[HeadRun]) -> list[_Reading]:
@@ -84,15 +87,16 @@ class NetworkDrafter:
         found, left = [], MOST_UNREAD
         for number, run in enumerate(runs):
             sequence = run.sequence
-            num_known = len(sequence.ids) + len(run.emitted)
-            begin = min(self._num_read(run), num_known - 1)
-            end = min(num_known, begin + max(left, FEW_UNREAD), len(sequence.pages) * self._kv.pages.block_size)
-            if num_known >= self._network.window or end <= begin:
+            lag = self._network.lag
+            last = len(sequence.ids) + len(run.emitted) - lag
+            begin = min(self._num_read(run), last - 1)
+            end = min(last, begin + max(left, FEW_UNREAD), len(sequence.pages) * self._kv.pages.block_size)
+            if last >= self._network.window or end <= begin:
                 continue
-            ids = _known(run, begin, end)
+            ids = _known(run, begin + lag, end + lag)
             if max(ids) >= self._network.vocab_size:
                 continue  # it cannot read a token that only the served model has
-            found.append(_Reading(number, begin, ids, end == num_known))
+            found.append(_Reading(number, begin, ids, end == last))
             left = max(0, left - len(ids))
         return found
 
@@ -111,8 +115,8 @@ class NetworkDrafter:
 
     def _within_slots(self, run: HeadRun, reading: _Reading) -> HeadRun:
         """Return the run with as many drafts as there are slots and positions behind its text."""
-        num_known = reading.start + len(reading.ids)
-        most = min(len(run.sequence.pages) * self._kv.pages.block_size, self._network.window) - num_known + 1
+        begin = reading.start + len(reading.ids)
+        most = min(len(run.sequence.pages) * self._kv.pages.block_size, self._network.window) - begin + 1
         return HeadRun(run.sequence, run.emitted, run.row, min(run.count, most))
 
     def _drafts(self, readings: Sequence[_Reading], runs: Sequence[HeadRun], state: Tensor) -> list[list[int]]:
@@ -129,24 +133,24 @@ class NetworkDrafter:
         while True:
             with self._computing:
                 logits = self._network.logits(state)
-            made.add(logits)
+            stay = made.add(logits)
             if not made.going:
                 return made.drafts
-            rows = zip(made.going, made.last, strict=True)
-            state = self._forward(
-                [
-                    Segment([id_], positions[number] + len(made.drafts[number]) - 1, runs[number].sequence.page_numbers)
-                    for number, id_ in rows
-                ]
-            )[: len(made.going)]
+            segments = []
+            for number, id_ in zip(made.going, made.last, strict=True):
+                position = positions[number] + len(made.drafts[number]) - 1
+                segments.append(Segment([id_], position, runs[number].sequence.page_numbers))
+            batch = self._batch(segments)
+            with self._computing:
+                states = None
+                if self._network.width:
+                    states = state.new_zeros(len(batch.ids), state.shape[1])
+                    states[: len(stay)] = state[stay]
+                state = self._network.forward(batch, self._kv.pages, states)[: len(stay)]
 
-    def _forward(self, segments: Sequence[Segment]) -> Tensor:
-        """[R, hidden] of the segments' rows, padded."""
-        with self._computing:
-            batch = ForwardBatch.build(
-                segments, block_size=self._kv.pages.block_size, mask_ids=(), device=self._banned.device
-            )
-            return self._network.forward(batch, self._kv.pages)
+    def _batch(self, segments: Sequence[Segment]) -> ForwardBatch:
+        size, device = self._kv.pages.block_size, self._banned.device
+        return ForwardBatch.build(segments, block_size=size, mask_ids=(), device=device)
 
 
 def _known(run: HeadRun, begin: int, end: int) -> list[int]:

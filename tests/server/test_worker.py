@@ -213,7 +213,7 @@ def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> No
     worker.apply(admit)
     with pytest.raises(ProtocolError, match="sequence number 1 twice"):
         worker.apply(admit)
-    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.14"):
+    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.15"):
         worker.apply(pb.Command(start=pb.Start(protocol_major=2)))
     worker.reset()
     worker.apply(admit)

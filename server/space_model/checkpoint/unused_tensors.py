@@ -49,7 +49,7 @@ MAY_BE_LEFT_OUT: tuple[tuple[str, str], ...] = (
 """Name patterns, and why outputs do not change without such tensors. transformers has more for some families."""
 
 OTHER_PARTS = "parts of a model that sees or hears beside its text part: only text is served"
-MTP_LAYERS = "layers that predict tokens further on (MTP), behind the last layer of the model"
+MTP_LAYERS = "layers that predict tokens further on (MTP), behind the last layer: --draft-model mtp drafts by them"
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 _ADAPTER = re.compile(

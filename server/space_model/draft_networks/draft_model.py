@@ -12,6 +12,7 @@ from torch import Tensor
 
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.draft_networks.place import check_place
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
@@ -28,6 +29,8 @@ NUM_DRAFTS = 8
 class DraftModel:
     """A loaded model as a DraftNetwork. Its own masks, heads and adapters are not used."""
 
+    lag = width = 0
+
     def __init__(self, model: SpaceModel) -> None:
         self._model = model
         self.facts = HeadFacts(NUM_DRAFTS, kind="model")
@@ -39,7 +42,7 @@ class DraftModel:
         """Allocate num_blocks · block_size slots."""
         return DraftKV.of(self._model.allocate_kv(num_blocks, block_size))
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: PagedKV, states: Tensor | None = None) -> Tensor:
         """[R, hidden] after the final norm. Stores the rows' keys and values in `kv`."""
         return self._model.forward(batch, kv)
 
@@ -75,20 +78,6 @@ def load_draft_model(checkpoint: Checkpoint, target: Checkpoint, facts: ModelFac
     if model.facts.window < facts.window:
         _log.info("%s drafts up to position %d of %d", checkpoint.name, model.facts.window, facts.window)
     return DraftModel(model)
-
-
-def check_place(device: torch.device, num_ranks: int) -> None:
-    """Raise InvalidSetting where a draft model cannot run."""
-    if device.type != "cpu":
-        raise InvalidSetting(
-            f"--draft-model runs on a CPU only, and the model is on {device}: steps of a draft model are not captured "
-            "as CUDA graphs yet, and without graphs they would cost more than they save. Leave it out, or add "
-            "--device cpu."
-        )
-    if num_ranks > 1:
-        raise InvalidSetting(
-            f"--draft-model is not shared among processes: leave it out, or --tensor-parallel {num_ranks}."
-        )
 
 
 def check_tokenizer(draft: Checkpoint, target: Checkpoint) -> None:

@@ -94,11 +94,27 @@ class DraftKV:
 
     pages: PagedKV
     num_read: Ints  # [num_blocks] leading slots of each block that were read
+    states: Tensor | None = None  # [num_blocks, block_size, width] the model's own, for a network that reads them
 
     @classmethod
     def of(cls, pages: PagedKV) -> DraftKV:
         """Return the record of pages that were not read."""
         return cls(pages, np.zeros(pages.num_blocks, dtype=np.int64))
+
+    def keep(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Keep the hidden states [R, width] of the model's chain rows, where the network reads them."""
+        if self.states is not None:
+            slots = torch.from_numpy(batch.rows.chain_slots()).to(hidden.device)
+            self.states.view(-1, self.states.shape[2])[slots] = hidden[: batch.num_chain_rows]
+
+    def states_at(self, batch: ForwardBatch) -> Tensor | None:
+        """Return the states [R, width] that the chain rows of a batch read, with zeros for padding; None: none."""
+        if self.states is None:
+            return None
+        slots = torch.from_numpy(batch.rows.chain_slots()).to(self.states.device)
+        found = self.states.new_zeros(len(batch.ids), self.states.shape[2])
+        found[: batch.num_chain_rows] = self.states.view(-1, self.states.shape[2])[slots]
+        return found
 
     def forget(self, pages: Sequence[int]) -> None:
         """Count these blocks as unread: they hold another text from now on."""

@@ -31,7 +31,9 @@ from space_model.adapters import Adapter
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_object, with_quantization
 from space_model.checkpoint.space_section import SpaceSection
-from space_model.draft_networks.draft_model import check_place, check_tokenizer
+from space_model.draft_networks import mtp
+from space_model.draft_networks.draft_model import check_tokenizer
+from space_model.draft_networks.place import check_place
 from space_model.free_memory import FreeMemory
 from space_model.heads import BaseSpec
 from space_model.lora import describe_lora, why_no_loras
@@ -306,7 +308,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         unread = missing.num_bytes if missing else 0
         if unread and config.model == default_model.NAME:  # four bits in the file
             unread = num_weights(model) * torch.bfloat16.itemsize
-        found = _draft_model(config, hub, checkpoint, device)
+        found = _draft_model(config, hub, checkpoint, device) if not unread else None
         if found is not None:
             yield found[0]
         if found is not None and found[0].state == "fail":
@@ -327,6 +329,13 @@ def _draft_model(
     if name is None:
         return None
     hub = replace(hub, revision=None)
+    if name == mtp.NAME:
+        try:
+            check_place(device, config.tensor_parallel)
+            layer = mtp.mtp_checkpoint(target)
+        except ModelError as error:
+            return Finding("model", "fail", str(error)), None
+        return Finding("model", "ok", f"--draft-model {name}: the MTP layer of {target.name} drafts"), layer
     if is_hub_id(name) and not Path(name).exists() and (missing := hub.missing(name)).num_files:
         return _download(name, missing), None
     try:

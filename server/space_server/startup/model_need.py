@@ -21,6 +21,7 @@ from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
 from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.checkpoint.space_section import SpaceSection
+from space_model.draft_networks import mtp
 from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.meta_tensors import MetaModel
@@ -132,8 +133,14 @@ class ModelNeed:
         """The need of the configured model, and of the one that drafts for it. Raises ModelError."""
         if draft is not None:
             own = replace(config, model=draft.name, weights="auto", space_mask_ids=None, space_num_masks=None)
-            need = cls.asked(config, checkpoint, unread=unread)
-            return need.beside(cls.asked(replace(own, max_model_len=None), draft))
+            need, of_draft = (
+                cls.asked(config, checkpoint, unread=unread),
+                cls.asked(replace(own, max_model_len=None), draft),
+            )
+            if config.draft_model == mtp.NAME:  # it keeps the model's hidden states
+                states = int(family.read_config(draft).hidden_size) * of_draft.dtype.itemsize
+                of_draft = replace(of_draft, kv_bytes_per_token=of_draft.kv_bytes_per_token + states)
+            return need.beside(of_draft)
         asked = AskedModel.of(config, checkpoint)
         device = asked.device
         if asked.weights == "fp8":
@@ -331,8 +338,9 @@ def cure(need: ModelNeed, available: int) -> str:
 def stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, int]]:
     """Name, dtype and number of elements of each tensor of the model's weights."""
     if checkpoint.gguf is None:
+        renamed = checkpoint.translation
         for file in checkpoint.weights:
-            yield from tensors(file)
+            yield from (one for one in tensors(file) if renamed is None or renamed.parts_of(one[0]))
         return
     from space_model.checkpoint.gguf_weights import entries  # only here: other formats need no gguf package
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from e2e.conftest import Live
 from space_eval.bench.server_process import ServerProcess
-from space_model.testing import perturbed
+from space_model.testing import add_mtp_layer, perturbed, tiny_checkpoint
 
 PROMPT = "a prompt that fills more than one page of keys"
 
@@ -39,3 +39,19 @@ def test_the_server_says_what_drafts(served: Live) -> None:
     refused = served.http.post("/v1/completions", json={"prompt": PROMPT, "speculation": 9})
     assert refused.status_code == 400
     assert "at most 8 drafts per step can be asked for here" in refused.json()["error"]["message"]
+
+
+def test_the_mtp_layer_of_a_checkpoint_drafts_for_it(tmp_path: Path) -> None:
+    sizes = {"num_layers": 1, "vocab_size": 300, "seed": 2}
+    folder = tiny_checkpoint(
+        tmp_path, "glm4_moe", num_masks=0, tie_word_embeddings=False, num_nextn_predict_layers=1, **sizes
+    )
+    model = ["--model", str(add_mtp_layer(folder)), "--draft-model", "mtp", "--num-threads", "1", "--num-blocks", "512"]
+    with ServerProcess([*model, "--dtype", "float32"]) as server, closing(Live(server)) as ready:
+        assert ready.get("/info")["speculation"]["head"] == "mtp"
+        for fields in ({}, {"temperature": 0.8, "seed": 7}):
+            plain = ready.ids(PROMPT, speculation="off", **fields)
+            assert ready.ids(PROMPT, **fields) == plain
+            assert ready.ids(PROMPT, speculation=3, **fields) == plain
+        found = ready.metrics()
+        assert found["spaceserve_drafted_tokens_by_source_total{source=mtp}"] > 0

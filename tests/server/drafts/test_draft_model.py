@@ -9,7 +9,8 @@ import pytest
 import torch
 from space_common.worker_client import WorkerClient
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.draft_networks.draft_model import check_place, check_tokenizer, load_draft_model
+from space_model.draft_networks.draft_model import check_tokenizer, load_draft_model
+from space_model.draft_networks.place import check_place
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model

@@ -15,12 +15,13 @@ import pytest
 from space_common.finding import Finding
 from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
-from space_model.testing import released_adapter, tiny_checkpoint, tiny_lora
+from space_model.testing import add_mtp_layer, released_adapter, tiny_checkpoint, tiny_lora
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
-from space_server.config import parse
+from space_server.config import ModelSource, parse
 from space_server.startup import doctor
 from space_server.startup.doctor import TorchBuild, check_compiler, check_gpu, check_shared_memory, examine, main
+from space_server.startup.model_need import ModelNeed
 
 H100 = SimpleNamespace(name="NVIDIA H100", memory=80 * 1024**3)
 CUDA_13 = TorchBuild("2.13.0", "13.0", sees_gpu=True)
@@ -318,3 +319,18 @@ def test_a_draft_model_is_counted_or_refused_with_its_cure(tmp_path: Path) -> No
     assert "has another tokenizer than" in refused.fact
     (many,) = [one for one in findings("--draft-model", str(target), "--tensor-parallel", "2") if one.state == "fail"]
     assert "leave it out, or --tensor-parallel 2" in many.fact
+
+
+def test_an_mtp_layer_is_counted_alone(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_masks": 0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1}
+    target = add_mtp_layer(tiny_checkpoint(tmp_path, "glm4_moe", **sizes))
+    words = [*LISTEN, "--model", str(target), "--draft-model", "mtp"]
+    found = [one.fact for one in examine(parse(words))]
+    assert f"--draft-model mtp: the MTP layer of {target} drafts" in found
+    config = parse(words)
+    whole, layer = ModelSource(config).checkpoint(), ModelSource(config).draft_checkpoint()
+    assert layer is not None
+    alone, both = ModelNeed.asked(config, whole), ModelNeed.asked(config, whole, layer)
+    assert 0 < both.drafting - alone.drafting < alone.weights
+    states = 64 * both.dtype.itemsize
+    assert both.kv_bytes_per_token == alone.kv_bytes_per_token * 3 // 2 + states

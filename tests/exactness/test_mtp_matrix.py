@@ -1,0 +1,72 @@
+"""SPACE with a checkpoint's own MTP layer ≡ plain decoding, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from space_model.checkpoint.checkpoint import Checkpoint
+from space_model.draft_networks.mtp import load_mtp
+from space_model.loading.load import load_model
+from space_model.testing import add_mtp_layer, tiny_checkpoint
+
+CELLS = [
+    ("glm4_moe", Cell("float32", "head4", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan")),
+    ("glm4_moe", Cell("bfloat16", "head3", 0.8, "all", "batch", "chunked", "hit", "restarted", True, "short", "left")),
+    (
+        "deepseek_v3",
+        Cell("float32", "head3", 0.8, "top_p", "batch", "chunked", "hit", "restarted", True, "long", "left"),
+    ),
+    ("deepseek_v3", Cell("bfloat16", "head2", 0.0, "eos", "batch", "whole", "miss", "preempted", True, "short", "nan")),
+]
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Subject]:
+    subjects: dict[tuple[str, str], Subject] = {}
+
+    def find(family: str, dtype: str) -> Subject:
+        if (family, dtype) not in subjects:
+            folder = tiny_checkpoint(
+                tmp_path_factory.mktemp(family), family, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
+                num_nextn_predict_layers=1,
+            )  # fmt: skip
+            add_mtp_layer(folder)
+            model = load_model(folder, dtype=dtype)
+            network = load_mtp(Checkpoint.open(folder), model.facts, dtype=dtype)
+            subjects[family, dtype] = Subject("MTP layer", model.drafted_by(network), base=model)
+        return subjects[family, dtype]
+
+    return find
+
+
+@pytest.mark.parametrize(("family", "cell"), CELLS, ids=str)
+def test_drafts_of_an_mtp_layer_leave_the_plain_text(
+    family: str, cell: Cell, subject_of: Callable[[str, str], Subject]
+) -> None:
+    check_cell(subject_of(family, cell.dtype), cell)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_its_own_drafts_are_refused_and_taken(family: str, subject_of: Callable[[str, str], Subject]) -> None:
+    seen: set[int] = set()
+    for life in ("undisturbed", "preempted", "restarted"):
+        for temperature in (0.0, 0.8):
+            cell = Cell("float32", "head2", temperature, "none", "batch", "chunked", "hit", life, True, "short", "left")
+            for record in Run(subject_of(family, "float32"), cell, "own").finished():
+                seen |= {report.num_accepted for report in record.reports if report.num_drafted == 2}
+    assert seen == {0, 1, 2}
+
+
+def test_lookup_drafts_come_between_its_own(subject_of: Callable[[str, str], Subject]) -> None:
+    cell = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
+    check_sources(subject_of("glm4_moe", "float32"), cell)
+
+
+def test_a_draft_that_is_accepted_unverified_is_caught(
+    subject_of: Callable[[str, str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+    with pytest.raises(Mismatch):
+        check_cell(subject_of("glm4_moe", "float32"), CELLS[0][1])
