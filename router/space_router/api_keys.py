@@ -121,9 +121,9 @@ class ApiKeys:
         self._seen = None if source is None else source.stamp()
         self._looked = clock()
 
-    def name_of(self, authorization: str) -> str | None:
-        """Return the name of the key in an `Authorization` header (Latin-1), or None if it is missing, unknown or
-        expired.
+    def name_of(self, authorization: str, api_key: str = "") -> str | None:
+        """Return the name of the key in an `Authorization` header, else in an `x-api-key` header (Latin-1), or None if
+        it is missing, unknown or expired.
 
         Returns "" if the server has no keys. All keys are compared, so the time does not depend on which one matches.
         """
@@ -132,8 +132,11 @@ class ApiKeys:
         if self._source is not None and self._clock() - self._looked >= LOOK_SECONDS:
             self.refresh()
         kind, _, given = authorization.partition(" ")
-        offered = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
-        digest = hashlib.sha256(offered).digest()
+        found = [self._named(text) for text in (given if kind.lower() == "bearer" else "", api_key)]
+        return next((name for name in found if name is not None), None)
+
+    def _named(self, given: str) -> str | None:
+        digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
         known = [hmac.compare_digest(digest, key.digest) for key in self._keys]
         if not any(known):
             return None

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
+from space_router.api.anthropic import messages
 from space_router.api.openai import chat, completions, responses
 from space_router.api.ops import loras, operating, pages, tokens
 from space_router.api.schema import DocumentedApp
@@ -45,8 +46,9 @@ def create_app(service: Service) -> DocumentedApp:
         redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
-    parts = (completions.routes, chat.routes, responses.routes, operating.model_routes, generate.routes, tokens.routes)
-    routers = [routes(service) for routes in (*parts, operating.routes, loras.routes)]
+    parts = [completions.routes, chat.routes, responses.routes, messages.routes, operating.model_routes]
+    parts += [generate.routes, tokens.routes, operating.routes, loras.routes]
+    routers = [routes(service) for routes in parts]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
         _answer_head(router)

@@ -41,6 +41,7 @@ from space_router.setting import (
 )
 
 ENVIRONMENT_PREFIX = "SPACESERVE_"
+ANY_NAME = "*"  # of --served-model-name
 
 _model = partial(setting, "model")
 _http = partial(setting, "HTTP and gRPC")
@@ -65,9 +66,10 @@ class ServeConfig:
     and where that fails and no model was named, `demo` is served), `demo` (a tiny Python-code model that needs no
     network), a folder with config.json, tokenizer.json and safetensors, a GGUF file, or a Hugging Face id (OWNER/NAME,
     or OWNER/NAME:FILE.gguf)"""
-    served_model_name: str | None = _model(None, text("NAME"))
-    """name clients use in `model`; default: the last part of --model, without .gguf; of RUN/model, which training
-    writes, RUN"""
+    served_model_name: tuple[str, ...] = _model((), words("NAME[,NAME...][,*]"))
+    """names clients use in `model`, separated by commas, the first in what the server says of itself; * takes every
+    name that is no adapter's or LoRA's, as coding agents with a fixed model name need. Default: the last part of
+    --model, without .gguf; of RUN/model, which training writes, RUN"""
     revision: str | None = _model(None, text("REVISION"))
     """branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is served
     cannot change"""
@@ -312,14 +314,25 @@ class ServeConfig:
 
     @property
     def model_name(self) -> str:
-        if self.served_model_name is not None:
-            return self.served_model_name
+        """The model's first name."""
+        if named := [name for name in self.served_model_name if name != ANY_NAME]:
+            return named[0]
         if self.model == "demo":
             return "spaceserve-demo"
         last = self.model.rstrip("/").rsplit("/", 1)[-1]
         if last == "model" and (folder := Path(self.model)).is_dir():
             return folder.resolve().parent.name or last  # each training run has its checkpoint in a folder `model`
         return last[: -len(".gguf")].rpartition(":")[2] if last.lower().endswith(".gguf") else last
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model, the first one first."""
+        return tuple(dict.fromkeys((self.model_name, *(name for name in self.served_model_name if name != ANY_NAME))))
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether a `model` that is not known is this one."""
+        return ANY_NAME in self.served_model_name
 
     @property
     def max_draft_length(self) -> int | None:
@@ -433,9 +446,9 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             f"--kv-offload does not go with --tensor-parallel {config.tensor_parallel}: only a worker that is one "
             "process keeps blocks in host memory. Leave it out."
         )
-    if config.model_name in dict(config.adapter):
+    if twice := set(config.model_names) & dict(config.adapter).keys():
         raise ConfigError(
-            f"--adapter {config.model_name}=...: the model itself is called so. Give the adapter another name, or the "
+            f"--adapter {min(twice)}=...: the model itself is called so. Give the adapter another name, or the "
             "model with --served-model-name."
         )
     return config
@@ -444,8 +457,8 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
 def check_lora_names(config: ServeConfig) -> None:
     """Raise ConfigError for a LoRA that is called like the model or an adapter, or that cannot be served so."""
     for name, folder in config.lora:
-        if name == config.model_name or name in dict(config.adapter):
-            what = "the model" if name == config.model_name else "an adapter"
+        if name in config.model_names or name in dict(config.adapter):
+            what = "the model" if name in config.model_names else "an adapter"
             raise ConfigError(f"--lora {name}={folder}: {what} is called so, too. Give the LoRA another name.")
     if config.lora_folder is not None:
         if config.worker_address:

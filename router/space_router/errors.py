@@ -42,6 +42,8 @@ class ApiError(RouterError):
     kind = "server_error"  # OpenAI's `type`
     tgi_kind = "generation"  # TGI's `error_type`
     tgi_status: int | None = None  # TGI's status if it differs
+    anthropic_kind = "api_error"  # Anthropic's `type`
+    anthropic_status: int | None = None  # Anthropic's status if it differs
     reason: str | None = None  # label of the metric `rejected_total`
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -58,6 +60,7 @@ class ClientError(ApiError):
     status = 400
     kind = "invalid_request_error"
     tgi_kind = "validation"
+    anthropic_kind = "invalid_request_error"
 
 
 class InvalidRequest(ClientError):
@@ -77,10 +80,11 @@ class Unauthorized(ApiError):
     status = 401
     kind = "authentication_error"
     tgi_kind = "authentication"
+    anthropic_kind = "authentication_error"
     reason = "unauthorized"
 
     def __init__(self) -> None:
-        message = "The API key is missing or not known. Send `Authorization: Bearer KEY`."
+        message = "The API key is missing or not known. Send `Authorization: Bearer KEY`, or `x-api-key: KEY`."
         super().__init__(message, code="invalid_api_key")
         self.headers = {"WWW-Authenticate": "Bearer"}
 
@@ -89,6 +93,7 @@ class Forbidden(ApiError):
     status = 403
     kind = "permission_error"
     tgi_kind = "authentication"
+    anthropic_kind = "permission_error"
     reason = "unauthorized"
 
 
@@ -99,6 +104,7 @@ class Conflict(ClientError):
 class NotFound(ClientError):
     status = 404
     tgi_kind = "not_found"
+    anthropic_kind = "not_found_error"
 
 
 class MethodNotAllowed(ClientError):
@@ -108,6 +114,7 @@ class MethodNotAllowed(ClientError):
 class TimedOut(ApiError):
     status = 408
     kind = "timeout_error"
+    anthropic_kind = "timeout_error"
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="timeout", code="deadline_exceeded")
@@ -124,6 +131,7 @@ class SlowRequest(ClientError):
 
 class BodyTooLarge(ClientError):
     status = 413
+    anthropic_kind = "request_too_large"
     reason = "body_too_large"
 
 
@@ -136,6 +144,8 @@ class Overloaded(ApiError):
     status = 429
     kind = "rate_limit_error"
     tgi_kind = "overloaded"
+    anthropic_kind = "overloaded_error"
+    anthropic_status: int | None = 529
     reason = "queue_full"
     error_code = "queue_full"
 
@@ -145,6 +155,8 @@ class Overloaded(ApiError):
 
 
 class RateLimited(Overloaded):
+    anthropic_kind = "rate_limit_error"
+    anthropic_status = None
     reason = "rate_limited"
     error_code = "rate_limit_exceeded"
 
@@ -174,6 +186,7 @@ class Unavailable(ApiError):
     status = 503
     kind = "service_unavailable_error"
     tgi_kind = "unhealthy"
+    anthropic_kind = "overloaded_error"
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message, code=reason)

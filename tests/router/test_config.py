@@ -130,6 +130,9 @@ def test_a_training_runs_model_is_named_after_the_runs_folder(tmp_path: Path, mo
 def test_the_model_is_called_by_the_last_part_of_its_path() -> None:
     assert build({"model": "/data/models/llama/"}, {}).model_name == "llama"
     assert build({"model": "org/llama", "served_model_name": "mine"}, {}).model_name == "mine"
+    several = build({"model": "org/llama", "served_model_name": "mine, yours,*"}, {})
+    assert (several.model_names, several.takes_any_name) == (("mine", "yours"), True)
+    assert build({"model": "org/llama", "served_model_name": "*"}, {}).model_names == ("llama",)
     assert build({"model": "org/model"}, {}).model_name == "model"
     assert build({"model": "demo"}, {}).model_name == "spaceserve-demo"
     assert build({}, {}).model_name == "smollm2"

@@ -16,6 +16,7 @@ from space_router.api.request_builder import GenerationPlan, PlannedChoice
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import RequestTrace, Statistics, Stream, TokenLogprobs
+from space_router.http_server.responses import ANTHROPIC_PATHS
 from space_router.metrics import Metrics
 from space_router.text.text_stream import FinishReason, TextDelta, TextStatistics, TextStream, TextToken
 from space_router.text.tokenizer import Tokenizer
@@ -343,7 +344,8 @@ RECEIVED = "spaceserve.received"  # Scope key of a request's arrival time, in mo
 def start_headers(request: Request, running: Generation) -> dict[str, str]:
     """Return the headers known before the first token; streams send only these."""
     prompts = running.plan.prompts
-    return {
+    own = {"request-id": running.plan.request_id} if request.url.path in ANTHROPIC_PATHS else {}
+    return own | {
         "x-request-id": running.plan.request_id,
         "x-compute-type": running.device,
         "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),

@@ -181,6 +181,17 @@ def refuse_surrogates(param: str) -> Iterator[None]:
         raise InvalidRequest(f"`{param}` {error}", param=param) from None
 
 
+def served_names(config: ServeConfig, text: ModelText) -> tuple[str, ...]:
+    """Return the model's names, the first one first."""
+    return tuple(dict.fromkeys((text.name, *config.model_names[1:])))
+
+
+def without_base(name: str, names: Sequence[str]) -> str:
+    """Return the NAME of MODEL:NAME, for each of the model's names."""
+    bases = [f"{base}:" for base in names if name.startswith(f"{base}:")]
+    return name.removeprefix(max(bases, key=len, default=""))
+
+
 def model_not_found(name: str, served: Sequence[str], param: str | None = "model") -> NotFound:
     """Return the error for a model name that is not served."""
     names = " and ".join(filter(None, (", ".join(f"`{one}`" for one in served[:-1]), f"`{served[-1]}`")))
@@ -208,14 +219,15 @@ class RequestBuilder:
         """Return the gated adapter or LoRA that `model` selects (NAME or MODEL:NAME), or "" for the model itself.
         Raises NotFound."""
         known = (*self.facts.adapters, *self.loras)
-        if name is None or name == self.text.name:
+        names = served_names(self.config, self.text)
+        if name is None or name in names:
             return ""
-        if param == "model" and name in NAMELESS and name not in known:
+        chosen = without_base(name, names)
+        if chosen in known:
+            return chosen
+        if param == "model" and (name in NAMELESS or self.config.takes_any_name):
             return ""
-        name = name.removeprefix(f"{self.text.name}:")
-        if name not in known:
-            raise model_not_found(name, (self.text.name, *known), param)
-        return name
+        raise model_not_found(chosen, (*names, *known), param)
 
     def prompts(self, value: Any, options: PromptOptions, infill: Infill | None = None) -> list[Prompt]:
         """Build prompts from a string, a list of strings, token ids, or a list of these; `infill` adds a suffix."""

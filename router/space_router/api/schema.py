@@ -15,6 +15,7 @@ from space_router.http_server.responses import is_open
 Responses = dict[int | str, dict[str, Any]]
 
 STATUSES = (400, 401, 404, 408, 413, 415, 429, 499, 500, 503)  # of errors of generation routes
+ANTHROPIC_STATUSES = (*STATUSES, 529)
 TGI_STATUSES = (401, 404, 408, 413, 415, 422, 424, 429, 499, 500, 503)
 
 _MEANING = {
@@ -32,6 +33,7 @@ _MEANING = {
     499: "The request was cancelled by its id.",
     500: "The request failed; of an unforeseen error the message gives the id under which the log has it.",
     503: "The server is starting or stopping.",
+    529: "The queue is full. `Retry-After` says when to try again.",
 }
 Count = Annotated[int, Field(ge=0)]
 
@@ -119,7 +121,7 @@ def describe_responses(
     error = {"application/json": {"schema": schema_ref(errors)}}
     for status in sorted({401, 500, *statuses}):
         described[status] = {"description": _MEANING[status], "content": error}
-        if status == 429:
+        if status in (429, 529):
             described[status]["headers"] = {"Retry-After": {"required": True, "schema": {"type": "string"}}}
     return described
 
@@ -139,7 +141,10 @@ class DocumentedApp(FastAPI):
             own = components.get("schemas", {}).items()
             schemas = components["schemas"] = {name: schema for name, schema in own if name not in _VALIDATION}
             if self.keyed:
-                components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+                components["securitySchemes"] = {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                }
             for path, operations in whole["paths"].items():
                 for method, operation in operations.items():
                     responses = operation["responses"]
@@ -152,7 +157,7 @@ class DocumentedApp(FastAPI):
                     if is_open(path, method.upper()):
                         responses.pop("401", None)
                     elif self.keyed:
-                        operation["security"] = [{"bearer": []}]
+                        operation["security"] = [{"bearer": []}, {"x-api-key": []}]
             _gather(whole, schemas)
             self.openapi_schema = whole
         return self.openapi_schema

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
 from space_router.api.grammar_fields import GrammarCheck
-from space_router.api.request_builder import GenerationPlan, RequestBuilder
+from space_router.api.request_builder import GenerationPlan, RequestBuilder, served_names
 from space_router.api_keys import ApiKeys, KeyLimits, RateLimits
 from space_router.config import ServeConfig
 from space_router.engine import errors as engine_errors
@@ -104,10 +104,18 @@ class Service:
         """Check a grammar and return it. Raises InvalidRequest naming `param`, Overloaded, Unavailable."""
         return await self.grammars.checked(self.builder().facts, grammar, param)
 
-    def name_of(self, plan: GenerationPlan) -> str:
-        """Return the model name for the response: the LoRA's, the adapter's, or the model's own."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names, the first one first."""
+        return served_names(self.config, self.text)
+
+    def name_of(self, plan: GenerationPlan, asked: str | None = None) -> str:
+        """Return the model name for the response: the LoRA's, the adapter's, or the model's as it was `asked` for."""
         request = plan.choices[0].request
-        return request.adapter or self.text.name if request.lora is None else request.lora.name
+        if request.adapter or request.lora is not None:
+            return request.adapter if request.lora is None else request.lora.name
+        is_name = asked is not None and (self.config.takes_any_name or asked in self.names)
+        return asked if asked and is_name else self.text.name
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -193,7 +201,8 @@ class HttpAccess:
     def _enter(self, scope: Scope, taken: ExitStack) -> None:
         """Check API key, queue and key limits. Raises ApiError. `taken` frees the key's slot when the request ends."""
         keys = self._service.keys
-        name = keys.name_of(Headers(scope=scope).get("authorization", ""))
+        headers = Headers(scope=scope)
+        name = keys.name_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
         scope["spaceserve.key"] = name or ""
         if name is None and not is_open(scope["path"], scope["method"]):
             raise Unauthorized

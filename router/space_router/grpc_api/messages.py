@@ -161,7 +161,7 @@ async def read(
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
         made = await service.text_pool.run(builder.key, size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
-        model = service.name_of(made)
+        model = service.name_of(made, talk.model)
         return Asked(request, made, chat.ChatAnswer(service.text.tokenizer, unscored, made, model, tools))
     body = validate(CompletionBody, values, COMPLETION_NEUTRAL)
     grammar = await service.checked(body.wanted_grammar(), body.grammar_field)

@@ -122,7 +122,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
         async with answering(context, service.metrics), self._admitted(context):
             seconds = context.time_remaining()
             asked = await read(service, self._builder(context), request, seconds)
-            events = Events(asked, service.name_of(asked.plan), service.text.tokenizer)
+            events = Events(asked, service.name_of(asked.plan, request.model), service.text.tokenizer)
             async with service.run(asked.plan) as running:
                 try:
                     await context.send_initial_metadata((("x-request-id", asked.plan.request_id),))

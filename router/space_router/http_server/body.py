@@ -4,6 +4,8 @@ import asyncio
 import re
 import reprlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import orjson
@@ -12,9 +14,23 @@ from starlette.requests import ClientDisconnect, Request
 
 from space_router.config import ServeConfig
 from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRequest, UnsupportedMedia
+from space_router.http_server.warnings import warn
 
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that are accepted and have no effect: the client keeps them for its own bookkeeping."""
+
+_ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)
+
+
+@contextmanager
+def ignoring_unknown_fields(ignored: bool = True) -> Iterator[None]:
+    """In the block, unknown fields of bodies are left out and named in a warning if `ignored`, instead of refused."""
+    token = _ignores_unknown.set(ignored or _ignores_unknown.get())
+    try:
+        yield
+    finally:
+        _ignores_unknown.reset(token)
+
 
 MAX_UNKNOWN_FIELDS = 16  # with more unknown fields than this, the error gives their number instead of their names
 
@@ -37,11 +53,22 @@ class Body(BaseModel):
             return value
         if None in value.values():
             value = {key: one for key, one in value.items() if one is not None}
+        if _ignores_unknown.get():
+            return cls._known_fields(value)
         if len(value) > len(cls.model_fields):
             num_unknown = len(value.keys() - cls.model_fields.keys())
             if num_unknown > MAX_UNKNOWN_FIELDS:
                 raise ValueError(f"must have known fields only, and has {num_unknown} others")
         return value
+
+    @classmethod
+    def _known_fields(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields that the model has; a warning names the others."""
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in value if name not in names]
+        for name in unknown[: MAX_UNKNOWN_FIELDS + 1]:
+            warn(f"{short_repr(name)} is not a known field, and has no effect.")
+        return {name: one for name, one in value.items() if name in names} if unknown else value
 
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -178,7 +205,7 @@ class _Complaint(NamedTuple):
             return cls((*place, "type"), "missing", "", there)
         if kind == "union_tag_invalid":
             names = " or".join(error["ctx"]["expected_tags"].rsplit(",", 1))
-            media = " (no images, audio or video are served)" if _MEDIA.match(str(there["type"])) else ""
+            media = " (no images, documents, audio or video are served)" if _MEDIA.match(str(there["type"])) else ""
             return cls((*place, "type"), kind, f"must be {names}{media}", there["type"])
         if kind in ("model_type", "model_attributes_type", "dict_type"):
             return cls(place, kind, "must be an object", there)
@@ -186,7 +213,7 @@ class _Complaint(NamedTuple):
 
 
 _SHOULD = re.compile(r"^\w+ should")
-_MEDIA = re.compile(r"(input_)?(image|audio|video)(_url)?$")
+_MEDIA = re.compile(r"(input_)?(image|audio|video|document|file)(_url)?$")
 
 
 def _places(steps: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

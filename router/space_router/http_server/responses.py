@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from space_router.errors import ApiError, ClientGone, Internal
+from space_router.errors import ApiError, ClientGone, Internal, TooManyTokens
 from space_router.web_ui.files import PAGE_FILES
 
 OPEN_PATHS = frozenset(
@@ -22,11 +22,20 @@ OPEN_PATHS = frozenset(
 """Paths for probes, metric scrapers and the documentation; they need no API key."""
 
 GENERATING_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/generate_stream", "/", "/invocations"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/generate",
+        "/generate_stream",
+        "/",
+        "/invocations",
+    }
 )
 """A POST to these paths generates text. API key limits apply, and a full queue refuses it before the body is read."""
 
-TOKENIZING_PATHS = frozenset({"/tokenize", "/chat_tokenize", "/detokenize"})
+TOKENIZING_PATHS = frozenset({"/tokenize", "/chat_tokenize", "/detokenize", "/v1/messages/count_tokens"})
 """A POST to these paths does the text side of the work only. API key limits apply."""
 
 
@@ -45,6 +54,9 @@ log = logging.getLogger(__name__)
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize", "/chat_tokenize", "/invocations"})
 """Paths whose errors have TGI's format."""
+
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Paths whose errors have Anthropic's format."""
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -66,8 +78,24 @@ def tgi_error(error: ApiError) -> dict[str, Any]:
     return {"error": prefix + error.message, "error_type": error.tgi_kind}
 
 
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    message = error.message
+    if isinstance(error, TooManyTokens):  # coding agents read these words, and shorten the conversation
+        most = min(error.details["n_ctx"], error.details["n_prompt_tokens"]) - 1  # one is for the answer
+        message = f"prompt is too long: {error.details['n_prompt_tokens']} tokens > {most} maximum"
+    return {
+        "type": "error",
+        "error": {"type": error.anthropic_kind, "message": message},
+        "request_id": error.request_id,
+    }
+
+
 def error_response(error: ApiError, path: str) -> Response:
     """Return the error response in the format of the API that `path` belongs to."""
+    if path in ANTHROPIC_PATHS:
+        error.request_id = error.request_id or f"req_{uuid.uuid4().hex}"
+        headers = {**error.headers, "request-id": error.request_id}
+        return json_response(anthropic_error(error), status=error.anthropic_status or error.status, headers=headers)
     if path in TGI_PATHS:
         return json_response(tgi_error(error), status=error.tgi_status or error.status, headers=error.headers)
     return json_response(openai_error(error), status=error.status, headers=error.headers)

@@ -394,10 +394,10 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
      "`messages.0.content.0.text` is required."),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     "`messages.0.content.0.type` must be 'text' or 'refusal' (no images, audio or video are served); got "
+     "`messages.0.content.0.type` must be 'text' or 'refusal' (no images, documents, audio or video are served); got "
      "'image_url'."),
     ("chat/completions", {"messages": [{"role": "user", "content": [TEXT, {"type": "input_audio"}]}]},
-     "`messages.0.content.1.type` must be 'text' or 'refusal' (no images, audio or video are served); got "
+     "`messages.0.content.1.type` must be 'text' or 'refusal' (no images, documents, audio or video are served); got "
      "'input_audio'."),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"text": "Hi"}]}]},
      "`messages.0.content.0.type` is required."),

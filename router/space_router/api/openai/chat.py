@@ -481,7 +481,7 @@ def routes(service: Service) -> APIRouter:
         tools = tools_of(builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
         made = await service.text_work(request, size, plan, builder, body, tools)
-        reply = ChatAnswer(service.text.tokenizer, body, made, service.name_of(made), tools)
+        reply = ChatAnswer(service.text.tokenizer, body, made, service.name_of(made, body.model), tools)
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

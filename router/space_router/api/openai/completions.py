@@ -115,7 +115,7 @@ def routes(service: Service) -> APIRouter:
         body, size = await service.read(request, CompletionBody, COMPLETION_NEUTRAL)
         grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
         made = await service.text_work(request, size, plan, service.builder(key_of(request)), body, grammar)
-        reply = CompletionAnswer(service.text.tokenizer, body, made, service.name_of(made))
+        reply = CompletionAnswer(service.text.tokenizer, body, made, service.name_of(made, body.model))
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

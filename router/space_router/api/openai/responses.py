@@ -285,7 +285,7 @@ def routes(service: Service) -> APIRouter:
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise
-        reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, service.name_of(made))
+        reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, service.name_of(made, body.model))
         return await service.respond(request, reply, stream=bool(body.stream))
 
     return router

@@ -70,8 +70,8 @@ def routes(service: Service) -> APIRouter:
             raise InvalidRequest(
                 f"`lora_path` is {short_repr(body.lora_path)}, which is not below --lora-folder.", param="lora_path"
             )
-        if name == service.text.name or name in service.adapters:
-            what = "the model" if name == service.text.name else "an adapter"
+        if name in service.names or name in service.adapters:
+            what = "the model" if name in service.names else "an adapter"
             raise InvalidRequest(f"`lora_name` is {short_repr(name)}, and {what} is called so.", param="lora_name")
         if name in service.engine.loras.named and not body.load_inplace:
             raise InvalidRequest(

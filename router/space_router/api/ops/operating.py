@@ -7,7 +7,7 @@ from pydantic import Field
 from space_common.version import version
 from starlette.responses import Response
 
-from space_router.api.request_builder import choice_id, max_forced_drafts, model_not_found
+from space_router.api.request_builder import choice_id, max_forced_drafts, model_not_found, without_base
 from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
@@ -209,7 +209,8 @@ def model_routes(service: Service) -> APIRouter:
         adapters = {one: card | {"id": one, "root": folders.get(one, one), "parent": name} for one in service.adapters}
         loras = service.engine.loras.named.values()
         adapters |= {lora.name: card | {"id": lora.name, "root": lora.root, "parent": name} for lora in loras}
-        return {name: card | {"id": name, "root": service.config.model, "parent": None}, **adapters}
+        own = {one: card | {"id": one, "root": service.config.model, "parent": None} for one in service.names}
+        return own | adapters
 
     @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))
     async def models() -> Response:
@@ -220,7 +221,9 @@ def model_routes(service: Service) -> APIRouter:
     async def model(name: str) -> Response:
         """One model."""
         known = cards()
-        name = name.removeprefix(f"{service.text.name}:")
+        name = without_base(name, service.names)
+        if name not in known and service.config.takes_any_name:
+            return json_response(known[service.text.name] | {"id": name})
         if name not in known:
             raise model_not_found(name, list(known))
         return json_response(known[name])

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,23 @@ async def test_adapters_are_listed_as_models_of_their_own(start: Start) -> None:
         assert info["adapters"] == ["code", "prose"]
         assert info["adapter_formats"] == {"code": "space", "prose": "space"}
         assert info["speculation"]["mask_format"] is None
+
+
+async def test_a_model_has_several_names_and_star_takes_any(start: Start) -> None:
+    several = replace(ServeConfig(), served_model_name=("tiny", "small"))
+    async with start("Hello. <|endoftext|>", config=several, adapters=("code",)) as router:
+        listed = (await router.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["tiny", "small", "code"]
+        for name, said in (("small", "small"), ("small:code", "code"), ("tiny", "tiny"), (None, "tiny")):
+            assert (await router.complete(prompt="Hi", model=name))["model"] == said
+        await router.refuses("/v1/completions", "model", "`tiny`, `small` and `code` are", 404, prompt="Hi", model="x")
+    any_name = replace(ServeConfig(), served_model_name=("tiny", "*"))
+    async with start("Hello. <|endoftext|>", config=any_name, adapters=("code",)) as router:
+        assert (await router.complete(prompt="Hi", model="claude-x"))["model"] == "claude-x"
+        assert (await router.complete(prompt="Hi", model="code"))["model"] == "code"
+        assert (await router.client.get("/v1/models/claude-x")).json()["id"] == "claude-x"
+        listed = (await router.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["tiny", "code"]
 
 
 TGI_INFO = {

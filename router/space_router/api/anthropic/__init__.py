@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: fields, conversion to a chat, answers and routes."""

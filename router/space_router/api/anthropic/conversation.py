@@ -1,0 +1,196 @@
+"""Turn Anthropic's messages, system prompt and tools into a chat, and a chat into its prompt."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from space_router.api.anthropic import fields
+from space_router.api.anthropic.fields import ConversationFields, InputTurn, ToolResultBlock
+from space_router.api.grammar_fields import json_schema_grammar
+from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, template_for, tool_use
+from space_router.api.openai.fields import (
+    CalledFunction,
+    FunctionDefinition,
+    FunctionReference,
+    Message,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from space_router.api.request_builder import Prompt, PromptOptions, RequestBuilder
+from space_router.engine.request.request import Grammar
+from space_router.errors import InvalidRequest
+from space_router.http_server.body import short_repr
+from space_router.http_server.warnings import warn
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Begins a system block that differs in every request of a coding agent, so that no prefix would ever be cached."""
+
+EFFORTS: Mapping[str, str] = {"xhigh": "high", "max": "high"}  # what templates know
+
+
+class LongNamedFunction(FunctionDefinition):
+    """A function with a name as long as Anthropic takes."""
+
+    name: fields.ToolName
+
+
+class LongNamedReference(FunctionReference):
+    """Its name."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+
+
+def chat_messages(body: ConversationFields) -> list[Message]:
+    """Return system prompt and messages as chat messages. Messages of one role in a row become one."""
+    system = _system(body.system)
+    messages = [Message(role="system", content=system)] if system else []
+    for turn in body.messages:
+        if turn.role == "assistant":
+            _add_assistant(messages, turn)
+        else:
+            _add_user(messages, turn)
+    return messages
+
+
+def _system(system: str | Sequence[fields.TextBlock] | None) -> str:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    return "\n\n".join(text for text in texts if text and not text.lstrip().startswith(BILLING_HEADER))
+
+
+def _add_user(messages: list[Message], turn: InputTurn) -> None:
+    """Add the results of tools as messages of their own, and the texts between them."""
+    texts: list[str] = []
+    for block in turn.blocks:
+        if isinstance(block, ToolResultBlock):
+            _add_text(messages, turn, texts)
+            texts = []
+            messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.text))
+        elif isinstance(block, fields.TextBlock):
+            texts.append(block.text)
+    _add_text(messages, turn, texts)
+
+
+def _add_text(messages: list[Message], turn: InputTurn, texts: Sequence[str]) -> None:
+    if not texts:
+        return
+    role: Literal["system", "user"] = "system" if turn.role == "system" else "user"
+    text = "\n".join(texts)
+    if messages and messages[-1].role == role and isinstance(messages[-1].content, str):
+        text = f"{messages.pop().content}\n\n{text}"
+    messages.append(Message(role=role, content=text))
+
+
+def _add_assistant(messages: list[Message], turn: InputTurn) -> None:
+    text, calls = "", list[ToolCall]()
+    if messages and messages[-1].role == "assistant":
+        earlier = messages.pop()
+        text, calls = str(earlier.content or ""), list(earlier.tool_calls or ())
+    for block in turn.blocks:
+        match block:
+            case fields.TextBlock():
+                text += block.text
+            case fields.ToolUseBlock():
+                written = json.dumps(block.input, ensure_ascii=False)
+                calls.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=written)))
+            case fields.ThinkingBlock():
+                warn("A `thinking` block of an earlier answer was left out.")
+            case _:
+                pass
+    messages.append(Message(role="assistant", content=text, tool_calls=calls or None))
+
+
+def client_tools(tools: Iterable[fields.AnthropicTool], choice: fields.AnthropicToolChoice | None) -> list[Tool]:
+    """Return the tools that the client runs; those of Anthropic's own are left out with a warning.
+
+    Raises InvalidRequest if `choice` names one of these.
+    """
+    kept: list[Tool] = []
+    for tool in tools:
+        if tool.is_hosted:
+            if choice is not None and choice.name is not None and choice.name == tool.name:
+                raise InvalidRequest(
+                    f"`tool_choice` names {short_repr(tool.name)}, a tool of the type {short_repr(tool.type)}, which "
+                    "this server does not have.",
+                    param="tool_choice",
+                    code="unsupported_parameter",
+                )
+            warn(f"The tool {tool.name or tool.type} was left out: this server has none of the type {tool.type}.")
+            continue
+        function = LongNamedFunction(
+            name=tool.name or "", description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
+        kept.append(Tool(type="function", function=function))
+    return kept
+
+
+def _choice(choice: fields.AnthropicToolChoice | None) -> ToolChoice | None:
+    match choice:
+        case None:
+            return None
+        case fields.AnthropicToolChoice(type="tool"):
+            return NamedTool(function=LongNamedReference(name=choice.name or ""))
+        case fields.AnthropicToolChoice(type="any"):
+            return "required"
+        case _:
+            return choice.type
+
+
+def tools_of(builder: RequestBuilder, body: ConversationFields) -> ToolUse:
+    """Return the request's tool use and the grammar of its output. Raises InvalidRequest."""
+    choice = body.tool_choice
+    tools = client_tools(body.tools or (), choice)
+    parallel = choice is None or not choice.disable_parallel_tool_use
+    wanted = _choice(choice)
+    return tool_use(builder, tools, wanted, parallel=parallel, answer=_form(body))
+
+
+def _form(body: ConversationFields) -> Grammar | None:
+    config = body.output_config
+    form = body.output_format if config is None or config.format is None else config.format
+    return None if form is None else json_schema_grammar(form.schema_, "output_config")
+
+
+def conversation_prompt(builder: RequestBuilder, body: ConversationFields, tools: ToolUse) -> Prompt:
+    """Return the prompt. An assistant's message at the end is continued. Raises InvalidRequest."""
+    messages = chat_messages(body)
+    last = messages[-1]
+    if last.role == "assistant" and last.tool_calls:
+        raise InvalidRequest(
+            f"messages.{len(body.messages) - 1}: `tool_use` ids were found without `tool_result` blocks immediately "
+            f"after: {short_repr(last.tool_calls[-1].id)}. Each `tool_use` block must have a `tool_result` block in "
+            "the next message.",
+            param="messages",
+        )
+    continued = last.role == "assistant"
+    options = TemplateOptions(
+        tools.shown,
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        variables=_variables(builder, body, tools),
+    )
+    return builder.prompt(prompt_text(builder, messages, options), PromptOptions("messages"))
+
+
+def _variables(builder: RequestBuilder, body: ConversationFields, tools: ToolUse) -> dict[str, Any]:
+    """Return the template's variables; a warning names what the template does not know."""
+    template = template_for(builder, tools.shown)
+    variables = dict(body.chat_template_kwargs or {})
+    wanted: dict[str, Any] = {}
+    if body.thinking is not None:
+        wanted["enable_thinking"] = body.thinking.type != "disabled"
+        if body.thinking.budget_tokens is not None:
+            warn("`thinking.budget_tokens` has no effect: `max_tokens` bounds thinking and answer together.")
+    if body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        wanted["reasoning_effort"] = EFFORTS.get(effort, effort)
+    for name, value in wanted.items():
+        if name in template.variables:
+            variables.setdefault(name, value)
+        elif value is not False:
+            field = "thinking" if name == "enable_thinking" else "output_config.effort"
+            warn(f"`{field}` has no effect: this model's chat template has no `{name}`.")
+    return variables
