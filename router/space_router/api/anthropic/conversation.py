@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -46,9 +46,11 @@ class LongNamedReference(FunctionReference):
 
 def chat_messages(body: ConversationFields) -> list[Message]:
     """Return system prompt and messages as chat messages. Messages of one role in a row become one."""
-    system = _system(body.system)
+    turns = list(body.messages)
+    num_first = next((place for place, turn in enumerate(turns) if turn.role != "system"), len(turns))
+    system = _system(body.system, turns[:num_first])
     messages = [Message(role="system", content=system)] if system else []
-    for turn in body.messages:
+    for turn in turns[num_first:]:
         if turn.role == "assistant":
             _add_assistant(messages, turn)
         else:
@@ -56,8 +58,9 @@ def chat_messages(body: ConversationFields) -> list[Message]:
     return messages
 
 
-def _system(system: str | Sequence[fields.TextBlock] | None) -> str:
+def _system(system: str | Sequence[fields.TextBlock] | None, turns: Sequence[InputTurn]) -> str:
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    texts += [block.text for turn in turns for block in turn.blocks if isinstance(block, fields.TextBlock)]
     return "\n\n".join(text for text in texts if text and not text.lstrip().startswith(BILLING_HEADER))
 
 
@@ -66,22 +69,23 @@ def _add_user(messages: list[Message], turn: InputTurn) -> None:
     texts: list[str] = []
     for block in turn.blocks:
         if isinstance(block, ToolResultBlock):
-            _add_text(messages, turn, texts)
+            _add_text(messages, texts)
             texts = []
             messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=block.text))
         elif isinstance(block, fields.TextBlock):
             texts.append(block.text)
-    _add_text(messages, turn, texts)
+    if turn.role == "system":  # most templates know system messages at the beginning only
+        texts = ["<system-reminder>", *texts, "</system-reminder>"]
+    _add_text(messages, texts)
 
 
-def _add_text(messages: list[Message], turn: InputTurn, texts: Sequence[str]) -> None:
+def _add_text(messages: list[Message], texts: Sequence[str]) -> None:
     if not texts:
         return
-    role: Literal["system", "user"] = "system" if turn.role == "system" else "user"
     text = "\n".join(texts)
-    if messages and messages[-1].role == role and isinstance(messages[-1].content, str):
+    if messages and messages[-1].role == "user" and isinstance(messages[-1].content, str):
         text = f"{messages.pop().content}\n\n{text}"
-    messages.append(Message(role=role, content=text))
+    messages.append(Message(role="user", content=text))
 
 
 def _add_assistant(messages: list[Message], turn: InputTurn) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "n
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
 HI = [{"role": "user", "content": "Hi"}]
+AGENT = json.loads(Path(__file__).with_name("coding_agent_request.json").read_text(encoding="utf-8"))
+"""A request of Claude Code 2.1.197 after three calls of tools; its texts are replaced by their lengths."""
 
 
 async def message(router: Any, **body: Any) -> dict[str, Any]:
@@ -283,3 +286,28 @@ async def test_a_full_queue_and_a_stopping_server_are_overloaded(start: Any) -> 
     async with start(REPLY, **ROOM) as router:
         router.service.draining = True
         await refused(router, 503, "overloaded_error", "stopping")
+
+
+async def test_a_coding_agents_request_is_answered_and_its_prefix_cached(start: Any, seen: Seen) -> None:
+    """Its billing header differs in every request."""
+    body = AGENT["body"]
+    url = "/v1/messages?beta=true"
+    async with start("Done. " + END, window=32768, num_blocks=4096) as router:
+        figures = []
+        for header in ("x-anthropic-billing-header: cch=1;", "x-anthropic-billing-header: cch=2;"):
+            system = [{"type": "text", "text": header}, *body["system"][1:]]
+            answer = await router.client.post(
+                url, json={**body, "system": system, "model": "tiny"}, headers=AGENT["headers"]
+            )
+            assert answer.status_code == 200, answer.text
+            kinds = [line.removeprefix("event: ") for line in answer.text.split("\n") if line.startswith("event: ")]
+            assert kinds[0] == "message_start"
+            assert kinds[-1] == "message_stop"
+            end = next(json.loads(line[6:]) for line in answer.text.split("\n") if '"message_delta"' in line[:40])
+            figures.append(end["usage"])
+        assert prompt_of(seen).count("<system-reminder>") == 1
+        assert figures[0]["cache_read_input_tokens"] == 0
+        assert figures[1]["input_tokens"] <= 16  # the last block at most
+        asked = {name: body[name] for name in ("messages", "system", "tools", "thinking")}
+        counted = await router.client.post("/v1/messages/count_tokens", json=asked, headers=AGENT["headers"])
+        assert counted.json()["input_tokens"] == figures[0]["input_tokens"]

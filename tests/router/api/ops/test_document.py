@@ -91,7 +91,7 @@ async def test_it_asks_for_a_key_where_the_server_does(start: Start, keys: tuple
         whole = await document(router)
         for path, method, operation in operations(whole):
             asks = bool(keys) and not is_open(path, method.upper())
-            assert operation.get("security", []) == ([{"bearer": []}] if asks else [])
+            assert operation.get("security", []) == ([{"bearer": []}, {"x-api-key": []}] if asks else [])
         assert ("securitySchemes" in whole["components"]) == bool(keys)
 
 
