@@ -208,6 +208,11 @@ class ServeConfig:
     SPACESERVE_API_KEYS, keys separated by commas) clients must send `Authorization: Bearer KEY`. `sha256:HEX` is the
     key with that digest. A file that changes is read again within a second, and at SIGHUP: no restart is needed to add
     or revoke keys. Keys are never given on the command line, where every process can read them"""
+    response_store: str | None = _http(None, text("memory|FILE"))
+    """where /v1/responses keeps responses for `previous_response_id`, each for the API key that made it: in memory, or
+    in an SQLite file, which survives restarts; without it nothing is stored. A request with `store` false is never"""
+    response_store_size: int = _http(256 * 1024**2, SIZE)
+    """most bytes in --response-store, compressed; beyond it those that were not used for longest are dropped"""
     cors_origins: tuple[str, ...] = _http((), words("ORIGIN[,ORIGIN...]|*"))
     """web pages that may ask from a browser, as SCHEME://HOST[:PORT] separated by commas, or * for all; by default only
     the page that this server serves itself may"""

@@ -13,7 +13,9 @@ import schemathesis
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from schemathesis import Case, GenerationMode
-from space_router.api.openai.fields import ChatBody, CompletionBody, ResponseBody
+from space_router.api.anthropic.fields import MessagesBody
+from space_router.api.openai.fields import ChatBody, CompletionBody
+from space_router.api.openai.response_fields import ResponseBody
 from space_router.api.tgi.generate import GenerateParameters
 from space_router.app import create_app
 from space_router.config import ServeConfig
@@ -54,7 +56,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/chat_tokenize", {"messages": [_USER]}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
 )  # fmt: skip
-NAMES = sorted({name for body in (CompletionBody, ChatBody, ResponseBody, GenerateParameters)
+NAMES = sorted({name for body in (CompletionBody, ChatBody, ResponseBody, MessagesBody, GenerateParameters)
                 for name in body.model_fields})  # fmt: skip
 
 

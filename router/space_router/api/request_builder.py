@@ -301,7 +301,7 @@ class RequestBuilder:
 
     def _room(self, truncate: int, max_tokens: int, reserved: int) -> int:
         """Return how many of its ids a truncated prompt keeps at most. Raises InvalidRequest if none are left."""
-        room = self._longest - max(1, max_tokens) if truncate == -1 else truncate
+        room = self.longest - max(1, max_tokens) if truncate == -1 else truncate
         if room - reserved < (not reserved):
             what = f"{reserved} tokens of `suffix`" if reserved else f"`max_tokens` {max_tokens}"
             raise InvalidRequest(
@@ -312,7 +312,7 @@ class RequestBuilder:
         return room - reserved
 
     @property
-    def _longest(self) -> int:
+    def longest(self) -> int:
         """Tokens of the longest prompt and output together."""
         return min(self.facts.window, self.facts.num_slots - 1)
 
@@ -405,7 +405,7 @@ class RequestBuilder:
         if wanted.max_tokens is not None:
             return max(1, wanted.max_tokens)
         default = wanted.default_max_tokens
-        return None if default is None else max(1, min(default, self._longest - num_prompt))
+        return None if default is None else max(1, min(default, self.longest - num_prompt))
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
         """Return the ids as a list. Raises InvalidRequest for an id outside the model's vocabulary."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
 from space_router.api.grammar_fields import GrammarCheck
+from space_router.api.openai.response_store import ResponseStore
 from space_router.api.request_builder import GenerationPlan, RequestBuilder, served_names
 from space_router.api_keys import ApiKeys, KeyLimits, RateLimits
 from space_router.config import ServeConfig
@@ -79,12 +80,15 @@ class Service:
     rate_limits: RateLimits = field(init=False)
     restart: RollingRestart = field(init=False)
     text_pool: TextPool = field(default_factory=TextPool)
+    responses: ResponseStore | None = field(init=False)  # None: responses are not stored
 
     def __post_init__(self) -> None:
         config = self.config
         limits = KeyLimits(config.key_requests_per_minute, config.key_tokens_per_minute, config.key_concurrency)
         self.rate_limits = RateLimits(config.api_keys, limits, self.metrics)
         self.keys = ApiKeys(config.api_keys, config.key_source, self.rate_limits.update_keys)
+        place = config.response_store
+        self.responses = None if place is None else ResponseStore(place, config.response_store_size)
         self.restart = RollingRestart(self.engine.connections, back_seconds=config.worker_start_timeout)
 
     @property

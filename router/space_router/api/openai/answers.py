@@ -276,10 +276,23 @@ class OutputCall(ResponseModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
-OutputItem = Annotated[OutputMessage | OutputCall, Field(discriminator="type")]
+class OutputCustomCall(ResponseModel):
+    """A custom tool that the model calls, and the text for it."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+OutputItem = Annotated[OutputMessage | OutputCall | OutputCustomCall, Field(discriminator="type")]
 
 
 class IncompleteDetails(ResponseModel):
@@ -348,19 +361,27 @@ class ResponseObject(ResponseModel):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: ReasoningAnswer
-    store: Literal[False]
+    store: bool
     temperature: float
     text: TextAnswer
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: Count
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     metadata: dict[str, str]
     spaceserve: Spaceserve | None = None
+
+
+class DeletedResponse(ResponseModel):
+    """A stored response that is deleted."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 class ResponseEvent(ResponseModel):
@@ -376,6 +397,8 @@ class ResponseEvent(ResponseModel):
         "response.content_part.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
         "response.output_item.done",
         "response.completed",
         "response.incomplete",
@@ -394,6 +417,7 @@ class ResponseEvent(ResponseModel):
     logprobs: list[ChatTokenLogprob] | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     code: str | None = None
     message: str | None = None
     param: str | None = None

@@ -1,8 +1,8 @@
-"""`POST /v1/responses`: OpenAI's Responses API, for text and function tools. Responses are not stored."""
+"""`/v1/responses`: OpenAI's Responses API, for text and tools; stored if the server has a store."""
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,16 +11,20 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import Generation, statistics, usage
-from space_router.api.openai.answers import ResponseEvent, ResponseObject
+from space_router.api.openai.answers import DeletedResponse, ResponseEvent, ResponseObject
 from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, tool_use
-from space_router.api.openai.fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.fields import Message
+from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.response_store import StoredResponse
+from space_router.api.openai.response_tools import CustomInput, ResponseTools, shown_tools
 from space_router.api.openai.stream import chat_logprobs
-from space_router.api.request_builder import GenerationPlan, Parameters, PromptOptions, RequestBuilder
+from space_router.api.request_builder import GenerationPlan, Parameters, Prompt, PromptOptions, RequestBuilder
 from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
-from space_router.errors import InvalidRequest
+from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import read_object, short_repr, validate
-from space_router.http_server.responses import as_api_error, event_json, key_of
+from space_router.http_server.responses import as_api_error, event_json, json_response, key_of
+from space_router.http_server.warnings import warn
 from space_router.text.text_stream import FinishReason
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls import CallPiece
@@ -34,8 +38,10 @@ class OutputItems:
 
     plan: GenerationPlan
     tools: ToolUse
+    known: ResponseTools
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False
+    _custom: CustomInput | None = None  # of the open call, if it is one of a custom tool
 
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         """Add text to the open message, or begin one."""
@@ -55,22 +61,40 @@ class OutputItems:
         if piece.name is not None:
             yield from self.close()
             call_id = self.tools.call_id(self.plan.seed, self.plan.choices[0], piece.index)
-            yield from self._add("function_call", "fc", name=piece.name, call_id=call_id, arguments="")
-        if piece.arguments:
+            tool = self.known.known[piece.name]
+            named = {"name": tool.name} | ({} if tool.namespace is None else {"namespace": tool.namespace})
+            self._custom = CustomInput() if tool.is_custom else None
+            if tool.is_custom:
+                yield from self._add("custom_tool_call", "ctc", **named, call_id=call_id, input="")
+            else:
+                yield from self._add("function_call", "fc", **named, call_id=call_id, arguments="")
+        if self._custom is not None:
+            yield from self._input(self._custom.push(piece.arguments))
+        elif piece.arguments:
             self.items[-1]["arguments"] += piece.arguments
             yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
+
+    def _input(self, text: str) -> Iterator[Event]:
+        """Add to the text for a custom tool."""
+        if text:
+            self.items[-1]["input"] += text
+            yield self._event("response.custom_tool_call_input.delta", delta=text)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Close the last item, if it is open."""
         if not self._open:
             return
-        self._open = False
         item = self.items[-1]
+        if self._custom is not None and item["type"] == "custom_tool_call":
+            yield from self._input(self._custom.finish())
+        self._open = False
         if item["type"] == "message":
             part = item["content"][0]
             done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", **done)
             yield self._event("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "custom_tool_call":
+            yield self._event("response.custom_tool_call_input.done", input=item["input"])
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **done)
@@ -112,11 +136,47 @@ def metadata_of(values: Mapping[str, Any]) -> Mapping[str, str]:
     return dict(metadata)
 
 
-def tools_of(builder: RequestBuilder, body: ResponseBody) -> ToolUse:
+def known_tools(builder: RequestBuilder, body: ResponseBody) -> ResponseTools:
+    """Return the request's tools. Raises InvalidRequest for hosted ones that must not be left out."""
+    return ResponseTools.of(body.tools or (), refuse_hosted=False)
+
+
+def tools_of(builder: RequestBuilder, body: ResponseBody, known: ResponseTools | None = None) -> ToolUse:
     """Return the request's tool use and the grammar of its output. Raises InvalidRequest."""
+    known = known_tools(builder, body) if known is None else known
     form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
     parallel = body.parallel_tool_calls is not False
-    return tool_use(builder, body.chat_tools, body.chat_choice, parallel=parallel, answer=form)
+    return tool_use(builder, known.chat, known.choice(body.tool_choice), parallel=parallel, answer=form)
+
+
+def _prompt(builder: RequestBuilder, body: ResponseBody, options: TemplateOptions) -> Prompt:
+    """Return the prompt. With `truncation: auto` the oldest turns are left out where all do not fit the window."""
+    messages = body.messages()
+
+    def prompt(some: Sequence[Message]) -> Prompt:
+        return builder.prompt(prompt_text(builder, some, options), PromptOptions("input"))
+
+    if body.truncation != "auto":
+        return prompt(messages)
+    num_first = 1 if messages and messages[0].role == "system" else 0
+    turns = [place for place in range(num_first, len(messages)) if messages[place].role == "user"]
+    starts = [num_first, *(place for place in turns if place > num_first)]
+
+    def fitting(start: int) -> Prompt | None:
+        try:
+            made = prompt([*messages[:num_first], *messages[start:]])
+        except TooManyTokens:
+            return None
+        return made if len(made.ids) + (body.max_output_tokens or 1) <= builder.longest else None
+
+    low, high = 0, len(starts) - 1  # of the places to begin at, the first one that fits
+    if (whole := fitting(starts[0])) is not None:
+        return whole
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fitting(starts[middle]) is not None else (middle + 1, high)
+    warn(f"`truncation` left out the first {starts[low] - num_first} of {len(messages)} messages.")
+    return prompt([*messages[:num_first], *messages[starts[low] :]])
 
 
 def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> GenerationPlan:
@@ -133,8 +193,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         variables["reasoning_effort"] = body.reasoning.effort
-    text = prompt_text(builder, body.messages(), TemplateOptions(tools.shown, variables=variables))
-    prompt = builder.prompt(text, PromptOptions("input"))
+    prompt = _prompt(builder, body, TemplateOptions(tools.shown, variables=variables))
     same = Parameters.__dataclass_fields__.keys() & ResponseBody.model_fields.keys()
     wanted = Parameters(
         **{name: getattr(body, name) for name in same},
@@ -158,7 +217,9 @@ class ResponseAnswer:
     metadata: Mapping[str, str]
     plan: GenerationPlan
     tools: ToolUse
+    known: ResponseTools
     model: str
+    keep: Callable[[dict[str, Any]], Awaitable[bool]] | None = None  # stores the response; False: it could not
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self, running: Generation) -> dict[str, Any]:
@@ -191,7 +252,7 @@ class ResponseAnswer:
 
     async def _events(self, running: Generation) -> AsyncGenerator[Event]:
         """Yield the events; the last one has the whole response."""
-        output = OutputItems(self.plan, self.tools)
+        output = OutputItems(self.plan, self.tools, self.known)
         reader = self.tools.reader()
         finish: FinishReason | None = None
         logprobs: list[dict[str, Any]] = []
@@ -230,6 +291,8 @@ class ResponseAnswer:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if whole:
             response["completed_at"] = int(time.time())
+        if self.keep is not None:
+            response["store"] = await self.keep(response)
         yield {"type": f"response.{status}", "response": response}
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,19 +314,71 @@ class ResponseAnswer:
             "model": self.model,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-            "store": False,
+            "store": self.keep is not None,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [{"parameters": None, "strict": None, **tool.model_dump()} for tool in body.tools or ()],
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            "tools": list(shown_tools(self.known.kept)),
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "metadata": self.metadata,
         }
+
+
+def _not_found(id_: str, param: str | None) -> NotFound:
+    return NotFound(
+        f"There is no stored response {short_repr(id_)} of this API key.", param=param, code="response_not_found"
+    )
+
+
+async def _conversation(service: Service, values: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Return the body with the conversation that it continues in its `input`. Raises InvalidRequest, NotFound."""
+    previous, given = values.get("previous_response_id"), values.get("input")
+    if previous is None:
+        return dict(values)
+    if service.responses is None:
+        raise InvalidRequest(
+            "`previous_response_id` needs stored responses, and this server stores none. Send the whole conversation "
+            "in `input`, or start the server with `--response-store memory`.",
+            param="previous_response_id",
+            code="unsupported_parameter",
+        )
+    if not isinstance(previous, str):
+        raise InvalidRequest(
+            f"`previous_response_id` must be a string; got {short_repr(previous)}.", param="previous_response_id"
+        )
+    stored = await service.responses.get(previous, owner)
+    if stored is None:
+        raise _not_found(previous, "previous_response_id")
+    if not isinstance(given, str | list):
+        return dict(values)
+    return {**values, "input": [*stored.items, *input_items(given)]}
+
+
+def input_items(given: str | list[Any]) -> list[Any]:
+    """Return an `input` as a list of items."""
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _keeper(
+    service: Service, values: Mapping[str, Any], owner: str
+) -> Callable[[dict[str, Any]], Awaitable[bool]] | None:
+    """Return what stores the response, or None if it is not to be stored. `values`: the body with all its input."""
+    store, wanted = service.responses, values.get("store")
+    if not isinstance(wanted, bool | None):
+        raise InvalidRequest(f"`store` must be a boolean; got {short_repr(wanted)}.", param="store")
+    if store is None or wanted is False:
+        return None
+
+    async def keep(response: dict[str, Any]) -> bool:
+        items = [*input_items(values["input"]), *response["output"]]
+        return await store.put(response["id"], owner, StoredResponse(response, items))
+
+    return keep
 
 
 def routes(service: Service) -> APIRouter:
@@ -275,17 +390,40 @@ def routes(service: Service) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answer an input, in OpenAI's newer API."""
         received = await read_object(request, service.config)
+        key = key_of(request)
         metadata = metadata_of(received.values)
-        body = validate(ResponseBody, received.values, RESPONSE_NEUTRAL)
-        builder = service.builder(key_of(request))
+        values = await _conversation(service, received.values, key)
+        keep = _keeper(service, values, key)
+        body = validate(ResponseBody, values, RESPONSE_NEUTRAL)
+        builder = service.builder(key)
         try:
-            tools = tools_of(builder, body)
+            known = known_tools(builder, body)
+            tools = tools_of(builder, body, known)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
             made = await service.text_work(request, received.size, plan, builder, body, tools)
         except InvalidRequest as error:
             error.param = _PARAMS.get(error.param or "", error.param)
             raise
-        reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, service.name_of(made, body.model))
+        name = service.name_of(made, body.model)
+        reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, known, name, keep)
         return await service.respond(request, reply, stream=bool(body.stream))
+
+    stored = describe_responses(ResponseObject, errors=OpenAIError, statuses=(404,))
+    deleted = describe_responses(DeletedResponse, errors=OpenAIError, statuses=(404,))
+
+    @router.get("/v1/responses/{response_id}", responses=stored)
+    async def stored_response(request: Request, response_id: str) -> Response:
+        """A stored response of the same API key."""
+        found = None if service.responses is None else await service.responses.get(response_id, key_of(request))
+        if found is None:
+            raise _not_found(response_id, None)
+        return json_response(found.response)
+
+    @router.delete("/v1/responses/{response_id}", responses=deleted)
+    async def delete_response(request: Request, response_id: str) -> Response:
+        """Delete a stored response of the same API key."""
+        if service.responses is None or not await service.responses.delete(response_id, key_of(request)):
+            raise _not_found(response_id, None)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return router

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 from doubles.tokenizers import tiny_tokenizer
 from space_router.api.openai.answers import ResponseEvent, ResponseObject
-from space_router.api.openai.fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
 from space_router.api.openai.responses import plan, tools_of
 from space_router.http_server.body import validate
 
@@ -266,21 +266,22 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "message"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_text"),
     ({"input": "x" * 5000}, "input", "4096"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "--response-store"),
     ({"background": True}, "background", "not supported"),
-    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"truncation": "middle"}, "truncation", "auto"),
     ({"metadata": {"a": 1}}, "metadata", "texts"),
     ({"metadata": {str(i): "x" for i in range(17)}}, "metadata", "16"),
     ({"max_output_tokens": 0}, "max_output_tokens", "1"),
     ({"max_tokens": 5}, "max_tokens", "not a field"),
     ({"top_logprobs": 3}, "top_logprobs", "include"),
-    ({"include": ["file_search_call.results"]}, "include", "logprobs"),
+    ({"include": ["everything"]}, "include", "logprobs"),
     ({"tools": [WEATHER], "include": ["message.output_text.logprobs"]}, "include", "tools"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "hosted tool"),
     ({"tool_choice": "required"}, "tool_choice", "no `tools`"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "none of"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text", ""),
     ({"reasoning": {"effort": "high"}}, "reasoning", "no variable"),
+    ({"store": "yes"}, "store", "boolean"),
     ({"model": "nobody"}, "model", "not served"),
     ({"temperature": 3}, "temperature", "2"),
 ]
