@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
 from space_router.api.grammar_fields import GrammarCheck
-from space_router.api.openai.response_store import ResponseStore
 from space_router.api.request_builder import GenerationPlan, RequestBuilder, served_names
 from space_router.api_keys import ApiKeys, KeyLimits, RateLimits
 from space_router.config import ServeConfig
@@ -41,6 +40,7 @@ from space_router.http_server.responses import (
 )
 from space_router.http_server.warnings import collect_warnings, warning_headers
 from space_router.metrics import Metrics
+from space_router.response_store import ResponseStore
 from space_router.text.model_text import ModelText
 from space_router.text.text_pool import LONG_BODY, TextPool
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
-from pydantic_core import from_json
+from pydantic import TypeAdapter
 
 from space_router.api.generation import Generation, statistics, usage
 from space_router.api.openai.chat import ToolUse
@@ -17,6 +17,8 @@ from space_router.text.text_stream import FinishReason
 from space_router.text.tool_calls import CallPiece
 
 Event: TypeAlias = dict[str, Any]
+
+_OBJECT = TypeAdapter(dict[str, Any])
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -30,8 +32,8 @@ def input_of(arguments: str) -> Any:
     except (ValueError, RecursionError):
         pass
     try:
-        known = from_json(arguments, allow_inf_nan=False, allow_partial="trailing-strings")
-        return orjson.Fragment(json.dumps(known, allow_nan=False)) if isinstance(known, dict) else {}
+        known = _OBJECT.validate_json(arguments, experimental_allow_partial="trailing-strings")
+        return orjson.Fragment(json.dumps(known, allow_nan=False))
     except (ValueError, RecursionError):
         return {}
 

@@ -242,7 +242,7 @@ class ResponseTools:
 
 
 def _custom_schema(tool: CustomTool) -> tuple[dict[str, Any], str | None]:
-    """Return the JSON schema of a custom tool's one argument, and what else the model is told of it."""
+    """Return the JSON schema of a custom tool's one argument, and what else the model needs to know of it."""
     form = tool.format
     text: dict[str, Any] = {"type": "string"}
     more = None

@@ -15,7 +15,6 @@ from space_router.api.openai.answers import DeletedResponse, ResponseEvent, Resp
 from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, tool_use
 from space_router.api.openai.fields import Message
 from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
-from space_router.api.openai.response_store import StoredResponse
 from space_router.api.openai.response_tools import CustomInput, ResponseTools, shown_tools
 from space_router.api.openai.stream import chat_logprobs
 from space_router.api.request_builder import GenerationPlan, Parameters, Prompt, PromptOptions, RequestBuilder
@@ -25,6 +24,7 @@ from space_router.errors import InvalidRequest, NotFound, TooManyTokens
 from space_router.http_server.body import read_object, short_repr, validate
 from space_router.http_server.responses import as_api_error, event_json, json_response, key_of
 from space_router.http_server.warnings import warn
+from space_router.response_store import StoredResponse
 from space_router.text.text_stream import FinishReason
 from space_router.text.tokenizer import Tokenizer
 from space_router.text.tool_calls import CallPiece

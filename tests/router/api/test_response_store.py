@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from doubles.router.whole_router import Seen
 from doubles.tokenizers import tiny_tokenizer
-from space_router.api.openai.response_store import ResponseStore, StoredResponse
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError
+from space_router.response_store import ResponseStore, StoredResponse
 
 ROOM = {"window": 4096, "num_blocks": 2048}
 REPLY = "Hello. <|endoftext|>"

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sqlite3
 import threading
-import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +22,16 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT NOT NULL,
     owner TEXT NOT NULL,
-    used REAL NOT NULL,
+    used INTEGER NOT NULL,  -- in order of use
     size INTEGER NOT NULL,
     content BLOB NOT NULL,
     PRIMARY KEY (id, owner)
 );
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 """
+
+
+_NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM responses)"
 
 
 class StoredResponse(NamedTuple):
@@ -82,9 +84,7 @@ class ResponseStore:
             ).fetchone()
             if found is None:
                 return None
-            self._database.execute(
-                "UPDATE responses SET used = ? WHERE id = ? AND owner = ?", (time.time(), id_, owner)
-            )
+            self._database.execute(f"UPDATE responses SET used = {_NEXT} WHERE id = ? AND owner = ?", (id_, owner))
         return StoredResponse(*orjson.loads(zlib.decompress(found[0])))
 
     def _put(self, id_: str, owner: str, stored: StoredResponse) -> bool:
@@ -95,7 +95,7 @@ class ResponseStore:
         with self._lock:
             self._remove(id_, owner)
             self._database.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?)", (id_, owner, time.time(), len(content), content)
+                f"INSERT INTO responses VALUES (?, ?, {_NEXT}, ?, ?)", (id_, owner, len(content), content)
             )
             self._size += len(content)
             while self._size > self._max_bytes:
