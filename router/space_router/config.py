@@ -241,9 +241,9 @@ class ServeConfig:
     same with each"""
     draft_model: str | None = _own_speculation(None, text("MODEL|mtp"))
     """a smaller model with the same tokenizer, which drafts for any checkpoint: a folder, a GGUF file or a hub id; mtp:
-    the checkpoint's own layer for multi-token prediction (DeepSeek-V3, GLM-4.5). Where it makes up to 8 drafts (the
-    layer: 4), a step verifies 9 rows. It takes the place of a recurrent head, beside masks and lookup; its keys and
-    values are part of --kv-memory. On a CPU only. The text is the same with and without"""
+    the checkpoint's own layer for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next). Where it makes up to 8
+    drafts (the layer: 4), a step verifies 9 rows. It takes the place of a recurrent head, beside masks and lookup; its
+    keys and values are part of --kv-memory. On a CPU only. The text is the same with and without"""
     steps: str = _own_speculation("auto", one_of("auto", "device", "eager", "host"))
     """where decoding requests are kept between steps: on the device, where the next step is launched before the host
     has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and

@@ -357,9 +357,9 @@ def perturbed(base: Path, path: Path, *, share: float = 0.25, seed: int = 5) -> 
 
 
 def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
-    """Add an MTP layer to the checkpoint at `path`, whose config.json declares one, and return the folder. It is the
-    last layer with noise added, and mostly reads the embedding, so behind a model of one layer it is often right.
-    `share`: of a weight's own deviation."""
+    """Add an MTP layer to the checkpoint at `path`, and return the folder. It is the last layer with noise added, and
+    mostly reads the embedding, so behind a model of one layer it is often right. `share`: of a weight's own
+    deviation."""
     file = path / "model.safetensors"
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     number, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
@@ -369,18 +369,30 @@ def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
     def noise(weight: torch.Tensor) -> torch.Tensor:
         return torch.randn(weight.shape, generator=generator) * (share * weight.float().std())
 
-    last, own = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    beside = config["model_type"] == "qwen3_next"  # whose factors of norms are 1 + weight
+    source = max(layer for layer in range(number) if any(f".{layer}.self_attn." in name for name in weights))
+    last, own = f"model.layers.{source}.", "mtp." if beside else f"model.layers.{number}."
     for name in [name for name in weights if name.startswith(last)]:
         weight = weights[name]
-        more = noise(weight) if weight.dim() > 1 else torch.zeros(())
-        weights[own + name.removeprefix(last)] = (weight + more).to(weight.dtype)
+        changed = weight + noise(weight) if weight.dim() > 1 else weight.clone()
+        weights[own + "layers.0." * beside + name.removeprefix(last)] = changed.to(weight.dtype)
     from_states = torch.randn(hidden, hidden, generator=generator) * (share * hidden**-0.5)
-    weights[own + "eh_proj.weight"] = torch.cat([torch.eye(hidden), from_states], dim=1).to(dtype)
-    weights[own + "enorm.weight"] = torch.full((hidden,), float(embedding.square().mean().sqrt())).to(dtype)
-    weights[own + "hnorm.weight"] = torch.full((hidden,), 0.5).to(dtype)
-    weights[own + "shared_head.norm.weight"] = weights["model.norm.weight"].clone()
-    weights[own + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    weights[own + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    projection = torch.cat([torch.eye(hidden), from_states], dim=1).to(dtype)
+    enorm = torch.full((hidden,), float(embedding.square().mean().sqrt())).to(dtype)
+    hnorm = torch.full((hidden,), 0.5).to(dtype)
+    last_norm = weights["model.norm.weight"].clone()
+    if beside:
+        more = {
+            "fc": projection,
+            "pre_fc_norm_embedding": enorm - 1,
+            "pre_fc_norm_hidden": hnorm - 1,
+            "norm": last_norm,
+        }
+    else:
+        more = {"eh_proj": projection, "enorm": enorm, "hnorm": hnorm, "shared_head.norm": last_norm}
+        more |= {"shared_head.head": weights["lm_head.weight"].clone()}
+        more |= {"embed_tokens": weights["model.embed_tokens.weight"].clone()}
+    weights |= {f"{own}{name}.weight": weight for name, weight in more.items()}
     save_file(weights, file, metadata={"format": "pt"})
     return path
 

@@ -19,6 +19,10 @@ CELLS = [
         Cell("float32", "head3", 0.8, "top_p", "batch", "chunked", "hit", "restarted", True, "long", "left"),
     ),
     ("deepseek_v3", Cell("bfloat16", "head2", 0.0, "eos", "batch", "whole", "miss", "preempted", True, "short", "nan")),
+    (
+        "qwen3_next",
+        Cell("float32", "head3", 0.8, "none", "batch", "chunked", "miss", "preempted", True, "short", "left"),
+    ),
 ]
 
 

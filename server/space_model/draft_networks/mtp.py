@@ -1,19 +1,20 @@
-"""A checkpoint's own layer for multi-token prediction (MTP) as a draft network: DeepSeek-V3 and GLM-4.5.
+"""A checkpoint's own layer for multi-token prediction (MTP) as a draft network: DeepSeek-V3, GLM-4.5, Qwen3-Next.
 
 It is a decoder layer behind the model's last one. Row p reads the model's hidden state of position p (after the final
 norm) and the id of position p+1, and predicts the id of position p+2 (DeepSeek-V3, arXiv 2412.19437, section 2.2):
 
     x = eh_proj · [enorm(e(id p+1)) ; hnorm(h p)]        y = layer(x)        logits = head · norm(y)
 
-As vLLM does (deepseek_mtp.py and glm4_moe_mtp.py of 2025), the embedding at position 0 is zero, and further drafts read
-y in place of h. Of several such layers the first is used.
+Further drafts read y in place of h, and the embedding at position 0 is zero, as in vLLM (deepseek_mtp.py and
+glm4_moe_mtp.py of 2025). In Qwen3-Next (qwen3_next_mtp.py) they read norm(y), no embedding is zero, and the factors of
+norms are 1 + weight. Of several such layers the first is used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from space_model.model_error import InvalidSetting
 from space_model.model_facts import HeadFacts, ModelFacts
 from space_model.networks.llama_parts import Norm
 from space_model.networks.network import DraftKV, PagedKV
-from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
 
 NAME = "mtp"  # of --draft-model, for the checkpoint's own layers
@@ -39,7 +39,71 @@ NAME = "mtp"  # of --draft-model, for the checkpoint's own layers
 NUM_DRAFTS = 4
 """Most drafts of a step: one layer was trained to make one, and repeats itself for the others."""
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+
+@dataclass(frozen=True)
+class MtpForm:
+    """How a family's checkpoints hold the layer, and what sets its arithmetic apart."""
+
+    root: str  # where its tensors are
+    layer: str  # where those of its decoder layer are
+    enorm: str
+    hnorm: str
+    projection: str  # [hidden, 2·hidden]: of the embedding, then of the state
+    norm: str
+    head: str | None  # its own output head; None: the model's
+    config: Mapping[str, Any]  # of a model of this layer alone
+    skips_first: bool  # the embedding at position 0 is zero
+    adds_one: bool  # the factors of norms are 1 + weight
+    passes_normed: bool  # further drafts read the output after its norm
+
+
+def _behind_last(config: Mapping[str, Any]) -> MtpForm:
+    root = f"model.layers.{int(config['num_hidden_layers'])}."
+    own: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    own |= {"mlp_layer_types": ["sparse"]} if "mlp_layer_types" in config else {}
+    return MtpForm(
+        root=root,
+        layer=root,
+        enorm=f"{root}enorm",
+        hnorm=f"{root}hnorm",
+        projection=f"{root}eh_proj",
+        norm=f"{root}shared_head.norm",
+        head=f"{root}shared_head.head",
+        config=own,
+        skips_first=True,
+        adds_one=False,
+        passes_normed=False,
+    )
+
+
+def _beside(config: Mapping[str, Any]) -> MtpForm:
+    own: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+    return MtpForm(
+        root="mtp.",
+        layer="mtp.layers.0.",
+        enorm="mtp.pre_fc_norm_embedding",
+        hnorm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+        head=None,
+        config=own,
+        skips_first=False,
+        adds_one=True,
+        passes_normed=True,
+    )
+
+
+FORMS: Mapping[str, Callable[[Mapping[str, Any]], MtpForm]] = {
+    "deepseek_v3": _behind_last,
+    "glm4_moe": _behind_last,
+    "glm4_moe_lite": _behind_last,
+    "qwen3_next": _beside,
+}
 
 
 class MtpLayer:
@@ -47,12 +111,10 @@ class MtpLayer:
 
     lag = 1
 
-    def __init__(self, model: SpaceModel, name: str, enorm: Norm, hnorm: Norm, projection: Tensor) -> None:
-        """`model`: of this layer alone; `projection` [hidden, 2·hidden]."""
-        assert isinstance(model.network, TransformersNetwork)
-        self._model, self._network = model, model.network
-        self._norm = Norm.of(model.network.base.norm)
-        self._enorm, self._hnorm = enorm, hnorm
+    def __init__(self, model: SpaceModel, name: str, form: MtpForm, norms: Sequence[Norm], projection: Tensor) -> None:
+        """`model`: of this layer alone; `norms`: enorm, hnorm and norm; `projection` [hidden, 2·hidden]."""
+        self._model, self._network, self._form = model, model.network, form
+        self._enorm, self._hnorm, self._norm = norms
         self._project: Callable[[Tensor], Tensor] = torch_linear("plain")(projection, None)
         facts = model.facts
         self.facts, self.name = HeadFacts(NUM_DRAFTS, kind="mtp"), name
@@ -70,14 +132,17 @@ class MtpLayer:
         """[R, hidden]: the layer's output, from the ids of the next positions and the states [R, hidden]. Stores the
         rows' keys and values in `kv`."""
         assert states is not None
-        embedded = self._model.embed(batch.ids) * (batch.positions != 0)[:, None].to(states.dtype)
+        embedded = self._model.embed(batch.ids)
+        if self._form.skips_first:
+            embedded = embedded * (batch.positions != 0)[:, None].to(states.dtype)
         x = self._project(pad_rows(torch.cat([self._enorm(embedded), self._hnorm(states)], dim=1)))
-        return self._network.layer(0, x[: len(states)], batch, kv)
+        y = self._network.layer(0, x[: len(states)], batch, kv)
+        return self._norm(y) if self._form.passes_normed else y
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32."""
-        return self._model.logits(self._norm(hidden))
+        return self._model.logits(hidden if self._form.passes_normed else self._norm(hidden))
 
     def widened(self, logits: Tensor, vocab_size: int) -> Tensor:
         """[N, V]: they are of the model's own vocabulary."""
@@ -92,57 +157,53 @@ def load_mtp(checkpoint: Checkpoint, facts: ModelFacts, *, dtype: str) -> MtpLay
     """Load the MTP layer of a checkpoint whose model was loaded with these `facts`. `dtype`: as of load_model. Raises
     ModelError."""
     check_place(facts.device, facts.num_ranks)
-    layer = mtp_checkpoint(checkpoint)
-    number = _first_layer(checkpoint.config)
-    wanted = [f"model.layers.{number}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")]
+    layer, form = mtp_checkpoint(checkpoint), _form_of(checkpoint)
     with open_weights(checkpoint) as files:
-        enorm, hnorm, projection = (files.whole(name).to(facts.dtype) for name in wanted)
+        named = (form.enorm, form.hnorm, form.norm, form.projection)
+        *weights, projection = (files.whole(f"{name}.weight").to(facts.dtype) for name in named)
     size = facts.hidden_size
-    if projection.shape != (size, 2 * size) or not enorm.shape == hnorm.shape == (size,):
+    if projection.shape != (size, 2 * size) or any(weight.shape != (size,) for weight in weights):
         raise InvalidSetting(
-            f"{wanted[2]} of {checkpoint.name} has the shape {tuple(projection.shape)}; an MTP layer of this model has "
-            f"({size}, {2 * size})."
+            f"{form.projection}.weight of {checkpoint.name} has the shape {tuple(projection.shape)}; an MTP layer of "
+            f"this model has ({size}, {2 * size})."
         )
     model = load_model(layer, dtype=dtype, weights="auto", device=str(facts.device), max_model_len=facts.window)
-    eps = float(checkpoint.config.get("rms_norm_eps", 1e-5))
-    return MtpLayer(model, checkpoint.name, Norm(enorm, eps), Norm(hnorm, eps), projection)
+    eps = float(checkpoint.config.get("rms_norm_eps", 1e-6))
+    norms = [Norm(weight + 1 if form.adds_one else weight, eps) for weight in weights]
+    return MtpLayer(model, checkpoint.name, form, norms, projection)
 
 
 def mtp_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """Return the first MTP layer as a checkpoint of a model of one layer. Raises InvalidSetting if there is none."""
-    config = checkpoint.config
-    kind, name = config.get("model_type"), checkpoint.name
-    if kind not in FAMILIES:
-        raise InvalidSetting(
-            f"--draft-model {NAME} drafts by the MTP layers of {', '.join(FAMILIES)} checkpoints, and {name} is "
-            f"{kind}. Leave it out, or name a smaller model with the same tokenizer."
-        )
-    number = _first_layer(config)
-    prefix = re.escape(f"model.layers.{number}.")
+    form = _form_of(checkpoint)
     with open_weights(checkpoint) as files:
         names = set(files.names)
-    if f"model.layers.{number}.eh_proj.weight" not in names:
+    if f"{form.projection}.weight" not in names:
         raise InvalidSetting(
-            f"--draft-model {NAME}: {name} has no tensor model.layers.{number}.eh_proj.weight, so its MTP layer was "
+            f"--draft-model {NAME}: {checkpoint.name} has no tensor {form.projection}.weight, so its MTP layer was "
             "left out of it. Fetch the whole checkpoint, or leave the flag out."
         )
-    has_head = f"model.layers.{number}.shared_head.head.weight" in names
+    has_head = form.head is not None and f"{form.head}.weight" in names
     rules = [
-        (prefix + r"shared_head\.norm\.(.+)", r"model.norm.\1"),
-        (prefix + r"shared_head\.head\.(.+)", r"lm_head.\1"),
-        (prefix + r"(?:enorm|hnorm|eh_proj|embed_tokens)\..+", None),
-        (prefix + r"(.+)", r"model.layers.0.\1"),
-        (r"model\.layers\..+", None),
-        (r"model\.norm\..+", None),
-        *([(r"lm_head\..+", None)] if has_head else []),
+        (re.escape(form.norm) + r"\.(.+)", r"model.norm.\1"),
+        *([(re.escape(form.head or "") + r"\.(.+)", r"lm_head.\1"), (r"lm_head\..+", None)] if has_head else []),
+        *((re.escape(name) + r"\..+", None) for name in (form.enorm, form.hnorm, form.projection)),
+        (re.escape(form.root) + r"(?:embed_tokens|shared_head)\..+", None),
+        (re.escape(form.layer) + r"(.+)", r"model.layers.0.\1"),
+        (r"(?:model\.layers|model\.norm|mtp)\..+", None),
     ]
     made = tuple(TensorRule(pattern, () if to is None else (Part(to),)) for pattern, to in rules)
-    fields: dict[str, Any] = {key: value for key, value in config.items() if key != "space"}
-    fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    if "mlp_layer_types" in config:
-        fields["mlp_layer_types"] = ["sparse"]
+    fields = {key: value for key, value in checkpoint.config.items() if key != "space"} | dict(form.config)
     return replace(checkpoint, config=fields, translation=Translation(fields, made))
 
 
-def _first_layer(config: dict[str, Any]) -> int:
-    return int(config["num_hidden_layers"])
+def _form_of(checkpoint: Checkpoint) -> MtpForm:
+    kind = checkpoint.config.get("model_type")
+    make = FORMS.get(str(kind))
+    if make is None or checkpoint.gguf is not None:
+        what = "a GGUF file" if checkpoint.gguf is not None else kind
+        raise InvalidSetting(
+            f"--draft-model {NAME} drafts by the MTP layers of {', '.join(FORMS)} checkpoints, and {checkpoint.name} "
+            f"is {what}. Leave it out, or name a smaller model with the same tokenizer."
+        )
+    return make(checkpoint.config)

@@ -23,7 +23,7 @@ from space_server.worker import Worker
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
 PROMPT = [20, 30, 40, 50, 31, 90]
 
 
@@ -35,6 +35,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def find(family: str) -> Path:
         if family not in made:
             more: dict[str, Any] = {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {}
+            if family == "qwen3_next":
+                more = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
             made[family] = add_mtp_layer(
                 tiny_checkpoint(
                     tmp_path_factory.mktemp(family), family, num_masks=0, num_layers=1, seed=2,
@@ -58,13 +60,24 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.layer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager")
         tensors = load_file(folder / "model.safetensors")
-        own = {name.removeprefix("model.layers.1."): tensor for name, tensor in tensors.items() if ".layers.1." in name}
-        self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
         self.layer.load_state_dict(self.model.state_dict())
-        source = {name: own.pop(f"{name}.weight") for name in ("shared_head.norm", "shared_head.head", "embed_tokens")}
-        self.layer.model.norm.weight.data = source["shared_head.norm"]
-        self.layer.lm_head.weight.data = source["shared_head.head"]
         block = self.layer.model.layers[0]
+        self.is_beside = "mtp.fc.weight" in tensors
+        if self.is_beside:
+            own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+            named = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
+            self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in named)
+            self.enorm, self.hnorm = self.enorm + 1, self.hnorm + 1
+            self.layer.model.norm.weight.data = own.pop("norm.weight")
+            own = {name.removeprefix("layers.0."): tensor for name, tensor in own.items()}
+        else:
+            own = {
+                name.removeprefix("model.layers.1."): tensor for name, tensor in tensors.items() if ".layers.1." in name
+            }
+            self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
+            self.layer.model.norm.weight.data = own.pop("shared_head.norm.weight")
+            self.layer.lm_head.weight.data = own.pop("shared_head.head.weight")
+            own.pop("embed_tokens.weight")
         experts = {name: tensor for name, tensor in own.items() if ".experts." in name}
         block.load_state_dict({name: t for name, t in own.items() if name not in experts}, strict=False)
         stack = block.mlp.experts
@@ -79,10 +92,11 @@ class Oracle:
         hidden = self.model.model(torch.tensor([known])).last_hidden_state[0]
         states, ids, drafts = [*hidden[: len(known) - 1]], known[1:], list[int]()
         outputs: list[Tensor] = []
-        hook = self.layer.model.layers[0].register_forward_hook(lambda *call: outputs.append(call[2]))
+        source = self.layer.model.norm if self.is_beside else self.layer.model.layers[0]
+        hook = source.register_forward_hook(lambda *call: outputs.append(call[2]))
         for _ in range(count):
             embedded = self.model.model.embed_tokens(torch.tensor(ids))
-            embedded[0] = 0.0
+            embedded[0] *= self.is_beside
             both = torch.cat([norm(embedded, self.enorm), norm(torch.stack(states), self.hnorm)], dim=1)
             logits = self.layer(inputs_embeds=(both @ self.eh_proj.T)[None]).logits[0, -1]
             out = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
