@@ -266,6 +266,7 @@ class TokenBucket:
     """A token bucket with one minute's capacity. It may be overdrawn, and is then empty until refilled above zero."""
 
     def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
         self._per_second = per_minute / 60
         self._full = float(per_minute)
         self._level = self._full
@@ -275,6 +276,11 @@ class TokenBucket:
         """Return the seconds until `amount` is available, 0 if it is. More than the capacity needs a full bucket."""
         self._fill(now)
         return max(0.0, (min(amount, self._full) - self._level) / self._per_second)
+
+    def remaining(self, now: float) -> int:
+        """Return how much is available, in whole units; 0 if it is overdrawn."""
+        self._fill(now)
+        return max(0, math.floor(self._level))
 
     def take(self, amount: float, now: float) -> None:
         self._fill(now)
@@ -335,6 +341,18 @@ class RateLimit:
         finally:
             self._num_running -= 1
             self._running.dec()
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's `x-ratelimit-*` headers, for the limits that there are."""
+        now = self._clock()
+        buckets = (("requests", self._requests), ("tokens", self._tokens))
+        found: dict[str, str] = {}
+        for kind, bucket in buckets:
+            if bucket is not None:
+                found[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+                found[f"x-ratelimit-remaining-{kind}"] = str(bucket.remaining(now))
+                found[f"x-ratelimit-reset-{kind}"] = f"{bucket.wait(bucket.per_minute, now):.3f}s"
+        return found
 
     def charge(self, num_prompt: int, num_generated: int, num_charged: float) -> None:
         """Count prompt and generated tokens, and charge the prompt's and `num_charged` for the generated ones."""

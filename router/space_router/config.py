@@ -208,6 +208,13 @@ class ServeConfig:
     SPACESERVE_API_KEYS, keys separated by commas) clients must send `Authorization: Bearer KEY`. `sha256:HEX` is the
     key with that digest. A file that changes is read again within a second, and at SIGHUP: no restart is needed to add
     or revoke keys. Keys are never given on the command line, where every process can read them"""
+    ignore_unknown_fields: str = _http("off", ON_OFF)
+    """on: a field of a request that is not known gets a `Warning` header instead of 400; a client says so for one
+    request with the header `x-ignore-unknown-fields: true` (or false)"""
+    compat: str | None = _http(None, one_of("openai", "strict"))
+    """rules for what clients send and this server does not have, together. openai: unknown fields are ignored, as with
+    --ignore-unknown-fields, and hosted tools left out, each with a `Warning` header; strict: both get 400, and unknown
+    fields of Anthropic's betas too. Without it: unknown fields get 400, and hosted tools are left out"""
     response_store: str | None = _http(None, text("memory|FILE"))
     """where /v1/responses keeps responses for `previous_response_id`, each for the API key that made it: in memory, or
     in an SQLite file, which survives restarts; without it nothing is stored. A request with `store` false is never"""
@@ -335,6 +342,16 @@ class ServeConfig:
         return tuple(dict.fromkeys((self.model_name, *(name for name in self.served_model_name if name != ANY_NAME))))
 
     @property
+    def ignores_unknown_fields(self) -> bool:
+        """Whether unknown fields of a request get a warning instead of 400, unless the request says otherwise."""
+        return self.ignore_unknown_fields == "on" or self.compat == "openai"
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether hosted tools, and unknown fields of betas, are refused."""
+        return self.compat == "strict"
+
+    @property
     def takes_any_name(self) -> bool:
         """Whether a `model` that is not known is this one."""
         return ANY_NAME in self.served_model_name
@@ -446,6 +463,8 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             "give one shared id, or one per mask."
         )
     check_lora_names(config)
+    if config.is_strict and config.ignore_unknown_fields == "on":
+        raise ConfigError("--compat strict refuses unknown fields: leave out --ignore-unknown-fields, or --compat.")
     if config.kv_offload is not None and config.tensor_parallel > 1:
         raise ConfigError(
             f"--kv-offload does not go with --tensor-parallel {config.tensor_parallel}: only a worker that is one "

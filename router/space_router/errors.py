@@ -45,6 +45,7 @@ class ApiError(RouterError):
     anthropic_kind = "api_error"  # Anthropic's `type`
     anthropic_status: int | None = None  # Anthropic's status if it differs
     reason: str | None = None  # label of the metric `rejected_total`
+    should_retry: bool | None = False  # whether the same request may succeed soon; None: that is not known
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -54,6 +55,7 @@ class ApiError(RouterError):
         self.request_id: str | None = None  # of the request that failed, if it had one
         self.details: dict[str, int] = {}  # further fields of the error object
         self.headers: dict[str, str] = {}
+        self.retry_seconds: float | None = None  # until it may succeed
 
 
 class ClientError(ApiError):
@@ -122,6 +124,7 @@ class TimedOut(ApiError):
 
 class SlowRequest(ClientError):
     status = 408
+    should_retry = None
     reason = "slow_request"
 
     def __init__(self, message: str) -> None:
@@ -148,9 +151,11 @@ class Overloaded(ApiError):
     anthropic_status: int | None = 529
     reason = "queue_full"
     error_code = "queue_full"
+    should_retry = True
 
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message, code=self.error_code)
+        self.retry_seconds = max(0.0, retry_after)
         self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
 
 
@@ -176,6 +181,7 @@ class GenerationFailed(ApiError):
 
 
 class Internal(ApiError):
+    should_retry = None
     tgi_kind = "incomplete_generation"
 
     def __init__(self, error_id: str) -> None:
@@ -187,8 +193,10 @@ class Unavailable(ApiError):
     kind = "service_unavailable_error"
     tgi_kind = "unhealthy"
     anthropic_kind = "overloaded_error"
+    should_retry = True
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message, code=reason)
+        self.retry_seconds = 1.0
         self.reason = reason
         self.headers = {"Retry-After": "1"}

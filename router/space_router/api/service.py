@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -25,7 +26,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.request.request import Grammar
 from space_router.engine.workers.worker_pool import RollingRestart
 from space_router.errors import ApiError, Unauthorized
-from space_router.http_server.body import BodyT, Neutral, read_object, validate
+from space_router.http_server.body import BodyT, Neutral, ignoring_unknown_fields, read_object, validate
 from space_router.http_server.responses import (
     GENERATING_PATHS,
     TOKENIZING_PATHS,
@@ -36,6 +37,7 @@ from space_router.http_server.responses import (
     json_response,
     key_of,
     log_failure,
+    take_client_id,
     while_connected,
 )
 from space_router.http_server.warnings import collect_warnings, warning_headers
@@ -165,6 +167,12 @@ class Service:
 log = logging.getLogger(__name__)
 
 
+IGNORE_HEADER = "x-ignore-unknown-fields"
+"""Header by which a client says for one request whether unknown fields are ignored with a warning."""
+
+_YES, _NO = ("true", "1", "on", "yes"), ("false", "0", "off", "no")
+
+
 class HttpAccess:
     """Checks the API key and its limits, and records its name and the arrival time in the scope.
 
@@ -181,26 +189,49 @@ class HttpAccess:
             return
         scope[RECEIVED] = time.monotonic()
         begun = False
+        client_id = take_client_id(Headers(scope=scope).get("x-request-id", ""))
 
         async def watched_send(message: Message) -> None:
             nonlocal begun
             begun = True
-            if message["type"] == "http.response.start" and warnings:
-                message["headers"] = [*message.get("headers", ()), *warning_headers(warnings)]
+            if message["type"] == "http.response.start":
+                more = [*warning_headers(warnings), *self._more_headers(scope, message, client_id)]
+                named = {name for name, _ in more if name != b"warning"}
+                kept = (header for header in message.get("headers", ()) if header[0] not in named)
+                message["headers"] = [*kept, *more]
             await send(message)
 
-        with ExitStack() as taken, collect_warnings() as warnings:
+        with ExitStack() as taken, collect_warnings() as warnings, ignoring_unknown_fields(self._is_lenient(scope)):
             try:
                 self._enter(scope, taken)
                 await self._app(scope, receive, watched_send)
             except ApiError as error:
                 log_failure(error)
                 self._service.metrics.rejected_total.labels(reason=error.reason).inc()
-                await error_response(error, scope["path"])(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, watched_send)
             except Exception as error:
                 answer = error_response(as_api_error(error), scope["path"])
                 if not begun:
-                    await answer(scope, receive, send)
+                    await answer(scope, receive, watched_send)
+
+    def _is_lenient(self, scope: Scope) -> bool:
+        """Return whether unknown fields of the body get a warning instead of 400: as the client or the server says."""
+        if scope["path"] not in GENERATING_PATHS | TOKENIZING_PATHS:
+            return False
+        asked = Headers(scope=scope).get(IGNORE_HEADER, "").strip().lower()
+        return asked in _YES or (asked not in _NO and self._service.config.ignores_unknown_fields)
+
+    def _more_headers(self, scope: Scope, message: Message, client_id: str) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the request's id, and how much of its key's limits is left."""
+        if scope["path"] in GENERATING_PATHS | TOKENIZING_PATHS:
+            known = any(name == b"x-request-id" for name, _ in message.get("headers", ()))
+            if client_id or not known:
+                yield b"x-request-id", (client_id or f"req-{uuid.uuid4().hex}").encode()
+            limits = self._service.rate_limits.get(scope.get("spaceserve.key", ""))
+            for name, value in ({} if limits is None else limits.headers()).items():
+                yield name.encode(), value.encode()
+        elif client_id:
+            yield b"x-request-id", client_id.encode()
 
     def _enter(self, scope: Scope, taken: ExitStack) -> None:
         """Check API key, queue and key limits. Raises ApiError. `taken` frees the key's slot when the request ends."""

@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import math
+import re
 import traceback
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import orjson
@@ -92,13 +95,24 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def error_response(error: ApiError, path: str) -> Response:
     """Return the error response in the format of the API that `path` belongs to."""
+    headers = error.headers | _retry_headers(error)
     if path in ANTHROPIC_PATHS:
         error.request_id = error.request_id or f"req_{uuid.uuid4().hex}"
-        headers = {**error.headers, "request-id": error.request_id}
+        headers["request-id"] = error.request_id
         return json_response(anthropic_error(error), status=error.anthropic_status or error.status, headers=headers)
     if path in TGI_PATHS:
-        return json_response(tgi_error(error), status=error.tgi_status or error.status, headers=error.headers)
-    return json_response(openai_error(error), status=error.status, headers=error.headers)
+        return json_response(tgi_error(error), status=error.tgi_status or error.status, headers=headers)
+    return json_response(openai_error(error), status=error.status, headers=headers)
+
+
+def _retry_headers(error: ApiError) -> dict[str, str]:
+    """Return what clients read to decide whether they send the request again, and when."""
+    headers: dict[str, str] = {}
+    if error.should_retry is not None:
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    if error.retry_seconds is not None:
+        headers["retry-after-ms"] = str(math.ceil(1000 * error.retry_seconds))
+    return headers
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -119,7 +133,25 @@ def as_api_error(error: Exception) -> ApiError:
 def log_failure(error: ApiError) -> None:
     """Log an error with a status of 500 or more: its request, and why."""
     if error.status >= 500 and not isinstance(error, Internal):
-        log.warning("request %s: %s, %s", error.request_id or "without an id", error.status, error.message)
+        log.warning("request %s: %s, %s", logged_id(error.request_id), error.status, error.message)
+
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@\-]{1,128}")
+_client_id: ContextVar[str] = ContextVar("client_id", default="")
+
+
+def take_client_id(given: str) -> str:
+    """Take the `x-request-id` of the request that is being handled, for its answer and the log; return it, or "" if it
+    is none."""
+    known = given if _CLIENT_ID.fullmatch(given) else ""
+    _client_id.set(known)
+    return known
+
+
+def logged_id(request_id: str | None) -> str:
+    """Return a request's id for the log, with the client's own."""
+    own = request_id or "without an id"
+    return f"{own} (x-request-id {_client_id.get()})" if _client_id.get() else own
 
 
 _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
@@ -160,6 +192,10 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(doing, watching, return_exceptions=True)
 
 
+SILENT_SECONDS = 10.0  # proxies drop a connection on which nothing comes for 30 to 60 s
+COMMENT = b": waiting\n\n"  # which clients skip
+
+
 class EventStream(Response):
     """A response of server-sent events. `scope` stays open until the last one is sent or the client disconnects."""
 
@@ -184,11 +220,31 @@ class EventStream(Response):
             try:
                 await while_connected(receive, self._send(send))
             except ClientGone:
-                log.info("request %s: 499, the client went away during the stream", self._request_id)
+                log.info("request %s: 499, the client went away during the stream", logged_id(self._request_id))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events) as events:
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        num_sent = 0
+        is_sending = False
+
+        async def keep_alive() -> None:
+            """Send a comment whenever there was no event for a while, as for a request that waits in the queue."""
+            known = -1
+            while True:
+                known = num_sent
+                await asyncio.sleep(SILENT_SECONDS)
+                if num_sent == known and not is_sending:
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+        silence = asyncio.create_task(keep_alive())
+        try:
+            async with aclosing(self._events) as events:
+                async for chunk in events:
+                    is_sending = True
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    is_sending = False
+                    num_sent += 1
+        finally:
+            silence.cancel()
+            await asyncio.gather(silence, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

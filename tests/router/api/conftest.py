@@ -115,6 +115,8 @@ def conformity(document: dict[str, Any]) -> Callable[[httpx.Response], Awaitable
         if kind == "text/event-stream":
             event = _validator(document, {"anyOf": list(_said(media["schema"]))})
             for lines in filter(None, body.split("\n\n")):
+                if lines.startswith(":"):  # a comment
+                    continue
                 data = lines.split("\n")[-1].removeprefix("data:").removeprefix(" ")  # behind the event's name, if any
                 if data != "[DONE]":
                     event.validate(json.loads(data))

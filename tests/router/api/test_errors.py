@@ -414,13 +414,14 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
      "`prediction.content.0.foo` is not a field of this request."),
     ("responses", {"input": [*USER, {"role": "user", "content": "Hi", "foo": 1}]},
      "`input.1.foo` is not a field of this request."),
-    ("responses", {"input": [{"type": "reasoning"}]},
-     "`input.0.type` must be 'message', 'function_call' or 'function_call_output'; got 'reasoning'."),
+    ("responses", {"input": [{"type": "item_reference"}]},
+     "`input.0.type` must be 'message', 'function_call', 'function_call_output', 'custom_tool_call_output', "
+     "'custom_tool_call', 'reasoning' or 'that of a hosted tool'; got 'item_reference'."),
     ("responses", {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"type": "text"}]}]},
      "`input.0.output.0.text` is required."),
     ("responses", {"input": "x", "tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
         {"type": "function", "name": "f"}, {"type": 0, "name": "f"}]}},
-     "`tool_choice.tools.1.type` must be 'function'; got 0."),
+     "`tool_choice.tools.1.type` must be a valid string; got 0."),
     ("responses", {"input": 7}, "`input` must be a valid list; got 7."),
 ]  # fmt: skip
 

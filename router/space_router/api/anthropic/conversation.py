@@ -107,10 +107,12 @@ def _add_assistant(messages: list[Message], turn: InputTurn) -> None:
     messages.append(Message(role="assistant", content=text, tool_calls=calls or None))
 
 
-def client_tools(tools: Iterable[fields.AnthropicTool], choice: fields.AnthropicToolChoice | None) -> list[Tool]:
+def client_tools(
+    tools: Iterable[fields.AnthropicTool], choice: fields.AnthropicToolChoice | None, *, refuse_hosted: bool
+) -> list[Tool]:
     """Return the tools that the client runs; those of Anthropic's own are left out with a warning.
 
-    Raises InvalidRequest if `choice` names one of these.
+    Raises InvalidRequest if `choice` names one of these, and with `refuse_hosted` in any case.
     """
     kept: list[Tool] = []
     for tool in tools:
@@ -120,6 +122,13 @@ def client_tools(tools: Iterable[fields.AnthropicTool], choice: fields.Anthropic
                     f"`tool_choice` names {short_repr(tool.name)}, a tool of the type {short_repr(tool.type)}, which "
                     "this server does not have.",
                     param="tool_choice",
+                    code="unsupported_parameter",
+                )
+            if refuse_hosted:
+                raise InvalidRequest(
+                    f"The tool {short_repr(tool.name or tool.type)} has the type {short_repr(tool.type)}, of which "
+                    "this server has none (`--compat strict`). Leave it out.",
+                    param="tools",
                     code="unsupported_parameter",
                 )
             warn(f"The tool {tool.name or tool.type} was left out: this server has none of the type {tool.type}.")
@@ -146,7 +155,7 @@ def _choice(choice: fields.AnthropicToolChoice | None) -> ToolChoice | None:
 def tools_of(builder: RequestBuilder, body: ConversationFields) -> ToolUse:
     """Return the request's tool use and the grammar of its output. Raises InvalidRequest."""
     choice = body.tool_choice
-    tools = client_tools(body.tools or (), choice)
+    tools = client_tools(body.tools or (), choice, refuse_hosted=builder.config.is_strict)
     parallel = choice is None or not choice.disable_parallel_tool_use
     wanted = _choice(choice)
     return tool_use(builder, tools, wanted, parallel=parallel, answer=_form(body))

@@ -53,7 +53,7 @@ def routes(service: Service) -> APIRouter:
     async def read(request: Request, model: type[BodyT]) -> tuple[BodyT, int]:
         """Return the body and its size. Fields of a beta that are not known here get a warning."""
         is_beta = "anthropic-beta" in request.headers or "beta" in request.query_params
-        with ignoring_unknown_fields(is_beta):
+        with ignoring_unknown_fields(is_beta and not service.config.is_strict):
             return await service.read(request, model, MESSAGES_NEUTRAL)
 
     answers = describe_responses(

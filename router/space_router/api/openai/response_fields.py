@@ -110,6 +110,7 @@ class ReasoningItem(Body):
     status: Status = None
 
 
+HOSTED = "that of a hosted tool"  # for error messages, which list the kinds
 HOSTED_ITEMS = frozenset(
     {
         "web_search_call",
@@ -169,14 +170,14 @@ InputItem = Annotated[
     | Annotated[FunctionCallOutput, Tag("custom_tool_call_output")]
     | Annotated[CustomCallItem, Tag("custom_tool_call")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[HostedItem, Tag("hosted")],
+    | Annotated[HostedItem, Tag(HOSTED)],
     Discriminator(lambda value: _item_kind(value)),
 ]
 
 
 def _item_kind(value: Any) -> str:
     kind = str(value.get("type") or "message") if isinstance(value, dict) else "message"
-    return "hosted" if kind in HOSTED_ITEMS else kind
+    return HOSTED if kind in HOSTED_ITEMS else kind
 
 
 class TextFormat(JsonSchemaFormat):

@@ -138,7 +138,7 @@ def metadata_of(values: Mapping[str, Any]) -> Mapping[str, str]:
 
 def known_tools(builder: RequestBuilder, body: ResponseBody) -> ResponseTools:
     """Return the request's tools. Raises InvalidRequest for hosted ones that must not be left out."""
-    return ResponseTools.of(body.tools or (), refuse_hosted=False)
+    return ResponseTools.of(body.tools or (), refuse_hosted=builder.config.is_strict)
 
 
 def tools_of(builder: RequestBuilder, body: ResponseBody, known: ResponseTools | None = None) -> ToolUse:
