@@ -119,7 +119,7 @@ def quantized(python: str, checkpoint: Checkpoint, forms: Sequence[str], folder:
     """The checkpoint as GGUF files: BF16, and what llama.cpp makes of that. Raises PerfError."""
     files = [folder / "BF16.gguf"]
     try:
-        write_gguf(checkpoint.folder, files[0])
+        write_gguf(checkpoint.folder, files[0], has_tokenizer=True)
     except ValueError as error:
         raise PerfError(str(error)) from None
     for form in forms:

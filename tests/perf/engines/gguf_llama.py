@@ -1,4 +1,5 @@
-"""A Llama's bfloat16 safetensors as a GGUF file, weight for weight, without a tokenizer: prompts are ids.
+"""A Llama's bfloat16 safetensors as a GGUF file, weight for weight. Prompts are ids: a tokenizer is written where it is
+asked for, with every id but not with the same words.
 
 Norms are float32, as llama.cpp wants them. Its rotary pairs are neighbours, the checkpoint's are half a head apart, so
 the rows of queries and keys change places.
@@ -28,8 +29,9 @@ WHOLE = {
 }
 
 
-def write_gguf(checkpoint: Path, file: Path) -> None:
-    """Write `file`. Raises ValueError unless the checkpoint is a plain Llama in bfloat16."""
+def write_gguf(checkpoint: Path, file: Path, *, has_tokenizer: bool = False) -> None:
+    """Write `file`. Raises ValueError unless the checkpoint is a plain Llama in bfloat16 and, with a tokenizer, this is
+    byte-level BPE."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config.get("model_type") != "llama" or rope.get("rope_type", "default") != "default":
@@ -52,7 +54,10 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
     writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    if has_tokenizer:
+        _add_tokenizer(writer, checkpoint / "tokenizer.json", int(config["vocab_size"]))
+    else:
+        writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     for name, bits in bfloat16_tensors(checkpoint):
         theirs = gguf_name(name)
@@ -70,6 +75,23 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     partial.replace(file)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, file: Path, num_ids: int) -> None:
+    """Add the tokens and merges of a tokenizer.json; ids without a token get one that no text has."""
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"{file} is no byte-level BPE; only such is written as GGUF here.")
+    special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    texts = {id_: text for text, id_ in model["vocab"].items()} | special
+    tokens = [texts.get(id_, f"<unused {id_}>") for id_ in range(num_ids)]
+    normal = [id_ in texts and id_ not in special for id_ in range(num_ids)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL if is_normal else gguf.TokenType.CONTROL for is_normal in normal])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
 
 
 def gguf_name(name: str) -> str | None:
