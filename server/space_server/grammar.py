@@ -21,6 +21,7 @@ from space_common.grammar import GrammarError, GrammarProcess, compile_grammar, 
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
+from space_common.worker_errors import GRAMMAR, GRAMMARS_BUSY
 from space_kernels.sampling.sampling_params import IdBits
 from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError
@@ -167,6 +168,11 @@ class Possible:
 
 _UNASKED = Possible(None)
 
+SLOW_SECONDS = 0.02
+"""Processor time of one position from which it counts as slow; most take less than a millisecond."""
+MOST_SLOW_SECONDS = 2.0
+"""Longest that the slow positions of a sequence may take together: other sequences wait meanwhile."""
+
 
 class GrammarState:
     """Follows a sequence's output, and looks ahead behind drafts.
@@ -201,7 +207,8 @@ class GrammarState:
         self._tail: list[int] = []
         self._known: dict[tuple[int, ...], Possible] = {}  # cache, by tail
         self.trouble: str | None = None  # why the last dead end has no possible ids
-        self._is_lost = False  # the output violates the grammar
+        self._is_lost = False  # the output violates the grammar, or it took too long
+        self._slow_seconds = 0.0  # of processor time, at slow positions
         self.advance(output)
         if self._is_lost:
             raise ValueError(f"The {len(output)} ids generated before are no beginning of one of its texts.")
@@ -213,8 +220,15 @@ class GrammarState:
         if known is None:
             if self._is_lost:
                 return Possible(np.zeros_like(self._text_bits))
+            begun = time.thread_time()
             reached = self._end_ids.isdisjoint(key) and self._go_behind(key)
             known = self._known[key] = self._look() if reached else _UNASKED
+            if (seconds := time.thread_time() - begun) > SLOW_SECONDS:
+                self._slow_seconds += seconds
+            if self._slow_seconds > MOST_SLOW_SECONDS:
+                self.trouble, self._is_lost = "its positions take too long to compute; make it smaller", True
+                self._known = {}
+                return self.possible(tail)
         return known
 
     def num_possible(self, tail: Sequence[int], drafts: Sequence[int]) -> int:
@@ -316,6 +330,10 @@ START_SECONDS = 20.0
 """Longest that the process may take to load the vocabulary: a few tenths of a second, more on a busy machine."""
 
 
+class GrammarsBusy(GrammarError):
+    """A grammar cannot be compiled now."""
+
+
 class GrammarTrial:
     """Compiles each grammar in another process first, which can be killed if it takes too much time or memory.
     It starts with the first grammar. A grammar that it cannot compile in time is never compiled in this process."""
@@ -333,10 +351,10 @@ class GrammarTrial:
         return None if process is None else process.pid
 
     def check(self, kind: str, source: str, deadline: float) -> None:
-        """Return if the grammar compiles, else raise GrammarError. `deadline` (monotonic): gives up waiting for earlier
-        grammars."""
-        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise GrammarError("others took the time that it had to be compiled in")
+        """Return if the grammar compiles, else raise GrammarError: GrammarsBusy where earlier ones leave too little
+        time before `deadline` (monotonic)."""
+        if not self._turn.acquire(timeout=max(0.0, deadline - self._seconds - time.monotonic())):
+            raise GrammarsBusy(f"{GRAMMARS_BUSY} that this one had to be compiled in. Try again later.")
         try:
             reasons = self._started().ask(kind, source, self._seconds)
             if reasons is None:
@@ -356,7 +374,9 @@ class GrammarTrial:
             self._process = GrammarProcess()
             tokens, special = self._vocabulary.tokens
             if not self._process.with_tokens(tokens, special, START_SECONDS):
-                raise GrammarError(f"the process that tries it was not ready within {START_SECONDS:g} s. Try again")
+                raise GrammarsBusy(
+                    f"{GRAMMARS_BUSY}: the process that tries them was not ready within {START_SECONDS:g} s."
+                )
         return self._process
 
     def _end(self) -> None:
@@ -412,7 +432,7 @@ class Overdue:
 
     def __init__(self, most_seconds: float) -> None:
         """`most_seconds`: time limit of each, so that deadlines come in order."""
-        self._error = f"The grammar was not compiled within {most_seconds:g} s. Make it smaller."
+        self._error = f"{GRAMMAR}was not compiled within {most_seconds:g} s. Make it smaller."
         self._watched: deque[tuple[Preparation, Callable[..., None], float]] = deque()
         self._lock = threading.Lock()
         self._runs = False
@@ -502,10 +522,14 @@ class Grammars:
                 return
             try:
                 end(self._state(name, grammar, stand, deadline))
-            except (GrammarError, NoVocabulary, ValueError) as error:
-                end(error=f"The grammar cannot be used: {error}")
+            except GrammarsBusy as busy:
+                end(error=str(busy))
+            except NoVocabulary as missing:
+                end(error=f"There are no grammars here: {missing}")
+            except (GrammarError, ValueError) as error:
+                end(error=f"{GRAMMAR}cannot be used: {error}")
             except BaseException as error:  # a panic of the library is no Exception
-                end(error=f"The grammar cannot be compiled: {type(error).__name__}: {str(error)[:200]}")
+                end(error=f"{GRAMMAR}cannot be compiled: {type(error).__name__}: {str(error)[:200]}")
 
         deadline = time.monotonic() + self._most_seconds
         name = grammar.SerializeToString(deterministic=True)

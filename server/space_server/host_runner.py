@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 
 import torch
-from space_common.worker_errors import CONTRADICTION
+from space_common.worker_errors import CONTRADICTION, GRAMMAR
 from space_kernels.paging.attention_plan import AttentionPlan, PlanKey
 from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample_rows
 from space_kernels.sampling.sampling_params import (
@@ -349,7 +349,7 @@ def no_choice(sequence: RunningSequence, *, is_finite: bool = False) -> str:
     if sequence.grammar is not None:
         possible = sequence.grammar.possible().ids
         if possible is not None and not possible.any():
-            return f"The grammar leaves no id at position {position}: {sequence.grammar.trouble}."
+            return f"{GRAMMAR}leaves no id at position {position}: {sequence.grammar.trouble}."
         if is_finite:
             return f"{CONTRADICTION} at position {position} that its grammar allows. Drop one of them."
         return (

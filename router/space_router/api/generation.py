@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from space_common.worker_errors import CONTRADICTION
+from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from starlette.requests import Request
 
 from space_router import errors
@@ -47,8 +47,15 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
             return errors.InvalidRequest(str(error))
         case engine_errors.RequestFailed() if str(error).startswith(CONTRADICTION):
             return errors.InvalidRequest(str(error), code="contradictory_constraints")
+        case engine_errors.RequestFailed() if str(error).startswith(GRAMMAR):
+            return errors.InvalidRequest(str(error)[:300], code="invalid_grammar")
+        case engine_errors.RequestFailed() if str(error).startswith(GRAMMARS_BUSY):
+            return errors.Overloaded(str(error)[:300], retry_after=GRAMMAR_RETRY_SECONDS)
         case _:
             return errors.GenerationFailed(str(error)[:300], code="generation_failed")
+
+
+GRAMMAR_RETRY_SECONDS = 10.0  # after which a worker may have compiled the grammars that it was asked for
 
 
 @dataclass

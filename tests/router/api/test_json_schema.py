@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from space_common.grammar import lark
-from space_common.worker_errors import CONTRADICTION
+from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_router.api.generation import translate
 from space_router.api.json_schema import enforceable
 from space_router.engine.errors import RequestFailed
@@ -189,6 +189,11 @@ async def test_marks_for_a_cache_are_taken_with_a_warning(router: Any) -> None:
 def test_a_contradiction_is_the_clients_and_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     error = translate(RequestFailed(f"{CONTRADICTION} at position 3."))
     assert (error.status, error.code, error.headers) == (400, "contradictory_constraints", {})
+    for words in ("cannot be used: lexer error", "leaves no id at position 4: its positions take too long to compute"):
+        error = translate(RequestFailed(f"{GRAMMAR}{words}"))
+        assert (error.status, error.code, error.headers) == (400, "invalid_grammar", {})
+    busy = translate(RequestFailed(f"{GRAMMARS_BUSY} that this one had to be compiled in."))
+    assert (busy.status, busy.headers["Retry-After"]) == (429, "10")
     failure = translate(RequestFailed("No id can be chosen at position 3: the logits are not finite."))
     failure.request_id = "cmpl-7"
     assert failure.status == 500

@@ -17,12 +17,13 @@ from doubles.worker import ScriptedModel
 from jsonschema import Draft202012Validator
 from space_common.grammar import GrammarProcess
 from space_common.worker_client import ClientSequence, WorkerClient
-from space_common.worker_errors import CONTRADICTION
+from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
+from space_server import grammar as grammar_module
 from space_server.drafts import DraftSources
 from space_server.grammar import MOST_AT_ONCE, MOST_SECONDS, Grammars, GrammarTrial, Preparation, TokenVocabulary
 from space_server.speculation.controller import FixedLayout
@@ -43,6 +44,50 @@ def one(model: Any, grammars: Grammars, kind: str, source: Any, **given: Any) ->
     value = pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}")
     grammar = pb.Grammar(kind=value, source=source if isinstance(source, str) else json.dumps(source))
     return outputs(PROMPTS[:1], model, grammars, grammar, given.pop("sampling", {}), **given)[0]
+
+
+# -------------------------------------------------------------------------------------------- hostile grammars
+
+
+REPEATED = 'start: ("a"{0,1000}){0,1000}\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "((a{0,99}){0,99}){0,99}"),
+        ("regex", "(" * 60 + "a" + "{0,9})" * 60),
+        ("regex", r"(\p{L}{1,100}){1,100}"),
+        ("regex", "(.{1,500}){1,500}"),
+        ("lark", "start: T\nT: ~/(.*[aeiou].*){3}/ & /.{5,200}/\n"),
+        ("lark", "start: T\nT: /(.*a.{24})/ & /.*b.{23}/ & /.*c.{22}/\n"),
+    ],
+)
+def test_a_grammar_beyond_the_limits_is_its_own_fault(byte_model: SpaceModel, kind: str, source: str) -> None:
+    grammars = Grammars(lambda: TokenVocabulary([b"", *(bytes([byte]) for byte in range(255)), *[b"ab"] * 64]))
+    ran = one(byte_model, grammars, kind, source, max_tokens=40)
+    assert ran.finish != pb.FINISH_ERROR or ran.error.startswith(GRAMMAR)
+
+
+def test_a_text_whose_positions_take_too_long_ends_with_its_grammar_named(
+    byte_model: SpaceModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one(byte_model, grammars, "lark", REPEATED, max_tokens=6).finish != pb.FINISH_ERROR
+    monkeypatch.setattr(grammar_module, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(grammar_module, "MOST_SLOW_SECONDS", 1e-4)
+    ran = one(byte_model, grammars, "lark", REPEATED, max_tokens=40)
+    assert ran.finish == pb.FINISH_ERROR
+    assert ran.error.startswith(f"{GRAMMAR}leaves no id at position ")
+    assert "take too long" in ran.error
+
+
+def test_a_grammar_that_others_left_no_time_for_is_nobodys_fault(byte_model: SpaceModel, byte_path: Path) -> None:
+    grammars = Grammars(lambda: TokenVocabulary.read(byte_path, 320), most_seconds=0.5)
+    trial = grammars._trial_with(grammars._known_vocabulary())
+    with trial._turn:
+        ran = one(byte_model, grammars, "regex", "a{3}b")
+    assert ran.finish == pb.FINISH_ERROR
+    assert ran.error.startswith(GRAMMARS_BUSY)
 
 
 # -------------------------------------------------------------------------------------------- ends and contradictions
