@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -182,11 +182,18 @@ class WorkerClient:
         return sequence
 
     def submit(
-        self, sequence: ClientSequence | SequenceRequest, *, num_pages: int | None = None, shared: Sequence[int] = ()
+        self,
+        sequence: ClientSequence | SequenceRequest,
+        *,
+        num_pages: int | None = None,
+        shared: Sequence[int] = (),
+        load_state: int | None = None,
+        keep_states: Mapping[int, int] | None = None,
     ) -> ClientSequence:
         """Run a sequence, with everything it has emitted so far.
 
-        `num_pages`: at once, None: for its `slots_ahead`; `shared`: the first of these, computed before.
+        `num_pages`: at once, None: for its `slots_ahead`; `shared`: the first of these, computed before; `load_state`:
+        slot of the recurrent state behind them; `keep_states`: number of leading ids -> slot where the state is kept.
         """
         if isinstance(sequence, SequenceRequest):
             sequence = ClientSequence(sequence)
@@ -215,6 +222,8 @@ class WorkerClient:
             lora=request.lora,
             prediction=request.prediction,
             traceparent=request.traceparent,
+            load_state=load_state,
+            keep_states=[pb.KeptState(position=at, slot=slot) for at, slot in (keep_states or {}).items()],
         )
         self.worker.apply(pb.Command(admit=admit))
         return sequence

@@ -213,6 +213,13 @@ class WorkerSettings:
         parse_size,
         metavar="SIZE",
     )
+    state_cache: int | None = flag(  # bytes; None: see memory.py
+        "auto",
+        "memory that keeps states of recurrent layers behind prompts, so that prefixes can be shared: auto, bytes such "
+        "as 1GiB, or off",
+        lambda text: None if text == "auto" else 0 if text == "off" else parse_size(text),
+        metavar="SIZE",
+    )
     num_blocks: int | None = flag(None, "blocks of keys and values; wins over --kv-memory", at_least(1))
     block_size: int = flag(
         "16",

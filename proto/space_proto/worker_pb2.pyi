@@ -272,6 +272,32 @@ class Start(_message.Message):
 Global___Start: _TypeAlias = Start  # noqa: Y015
 
 @_typing.final
+class KeptState(_message.Message):
+    """A recurrent state of a sequence, kept for others that begin with the same ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """ids that it is behind; below len(ids)"""
+    slot: _builtins.int
+    """where it is kept, 0 .. Hello.num_state_slots-1: written when so many ids are computed, before that is reported"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        slot: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptState: _TypeAlias = KeptState  # noqa: Y015
+
+@_typing.final
 class Admit(_message.Message):
     """A sequence to run. Its ids are final: generated ids of an earlier life are sent again after the prompt."""
 
@@ -292,6 +318,8 @@ class Admit(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     NUM_FORCED_DRAFTS_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    LOAD_STATE_FIELD_NUMBER: _builtins.int
+    KEEP_STATES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
@@ -313,6 +341,8 @@ class Admit(_message.Message):
     """mask drafts that every decode step of this sequence verifies, whatever they cost; no other source drafts. 0: the worker chooses, up to max_draft_length"""
     lora: _builtins.str
     """hash of the LoRA that acts on all its rows, loaded before; "": none. Keys and values depend on it"""
+    load_state: _builtins.int
+    """slot of recurrent states, kept before, that is the one behind `num_cached` ids; set if and only if that is not 0 and layers are recurrent"""
     traceparent: _builtins.str
     """W3C trace context of the span that the worker's own is to be under; "": nobody follows this sequence"""
     @_builtins.property
@@ -335,6 +365,10 @@ class Admit(_message.Message):
     def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ids the client expects the output to have, from its start: drafted from where the output agrees. The text is the same without"""
 
+    @_builtins.property
+    def keep_states(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptState]:
+        """recurrent states to keep while the ids are computed, in ascending order"""
+
     def __init__(
         self,
         *,
@@ -353,14 +387,21 @@ class Admit(_message.Message):
         prediction: _abc.Iterable[_builtins.int] | None = ...,
         num_forced_drafts: _builtins.int = ...,
         lora: _builtins.str = ...,
+        load_state: _builtins.int | None = ...,
+        keep_states: _abc.Iterable[Global___KeptState] | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_state", b"_load_state", "_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "load_state", b"load_state", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "limits", b"limits", "lora", b"lora", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_state", b"_load_state", "_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "keep_states", b"keep_states", "limits", b"limits", "load_state", b"load_state", "lora", b"lora", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__load_state: _TypeAlias = _typing.Literal["load_state"]  # noqa: Y015
+    _WhichOneofArgType__load_state: _TypeAlias = _typing.Literal["_load_state", b"_load_state"]  # noqa: Y015
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_state) -> _WhichOneofReturnType__load_state | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
 
 Global___Admit: _TypeAlias = Admit  # noqa: Y015
@@ -778,6 +819,7 @@ class Hello(_message.Message):
     MASK_FORMAT_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_STATE_SLOTS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     HEAD_KIND_FIELD_NUMBER: _builtins.int
@@ -829,8 +871,10 @@ class Hello(_message.Message):
     """of the checkpoint's own adapter: space, uno or i-dlm; "": it has none"""
     num_host_blocks: _builtins.int
     """blocks of host memory for CopyBlocks, numbered from 0 (0: there is none)"""
+    num_state_slots: _builtins.int
+    """recurrent states that can be kept for sequences to come, numbered from 0 (0: none, and prefixes are not shared)"""
     state_bytes_per_sequence: _builtins.int
-    """what recurrent layers remember of each running sequence beside its pages; 0: there are none. Such states follow from a whole text, so Admit.num_cached must be 0"""
+    """what recurrent layers remember of each running sequence beside its pages; 0: there are none. Such states follow from a whole text, so Admit.num_cached needs one: Admit.load_state"""
     num_head_drafts: _builtins.int
     """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
     head_kind: _builtins.str
@@ -887,13 +931,14 @@ class Hello(_message.Message):
         mask_format: _builtins.str = ...,
         loras: _abc.Iterable[Global___Lora] | None = ...,
         num_host_blocks: _builtins.int = ...,
+        num_state_slots: _builtins.int = ...,
         state_bytes_per_sequence: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
         head_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

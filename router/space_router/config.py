@@ -29,6 +29,7 @@ from space_router.setting import (
     ON_OFF,
     SECONDS_OR_OFF,
     SIZE,
+    SIZE_OR_OFF,
     SPECULATION,
     Setting,
     one_of,
@@ -272,6 +273,10 @@ class ServeConfig:
     """host memory (8GiB) beside a GPU's --kv-memory: prefixes of earlier requests that must make room there are kept
     here, and copied back when a request begins with them, which is faster than to compute them again. For long
     conversations of more users than --kv-memory holds. Per worker; off by default. The text is the same"""
+    state_cache: str = _own_memory("auto", SIZE_OR_OFF)
+    """memory that keeps the states of recurrent layers (Qwen3-Next, LFM2, Granite 4 and other hybrids) behind prompts
+    that may come again, without which no prefix is shared: a size (1GiB), or off; auto takes room for two a sequence,
+    in an eighth of what is free. The text is the same"""
     block_size: int = _own_memory(16, one_of(8, 16, 32, 64, 128, 256, metavar="POSITIONS"))
     """positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster"""
     num_blocks: int | None = _own_memory(None, whole(1, None, "BLOCKS"))

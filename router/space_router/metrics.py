@@ -208,6 +208,9 @@ class Metrics:
             "prefix_cache_hit_tokens_total", "Prompt tokens whose keys and values were already in shared blocks"
         )
         self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", state=BLOCK_STATES)
+        self.state_slots = gauge(
+            "state_slots", "Slots for states of recurrent layers behind prompts that may come again", state=BLOCK_STATES
+        )
         self.kv_offload_blocks = gauge(
             "kv_offload_blocks", "Blocks of host memory for what leaves the key/value cache", state=HOST_BLOCK_STATES
         )

@@ -152,6 +152,15 @@ def _size(value: str) -> int:
     return number
 
 
+def _size_or_off(text: str) -> str:
+    try:
+        if text not in ("auto", "off"):
+            _size(text)
+    except ValueError:
+        raise ValueError("must be auto, off, or a size such as 1GiB") from None
+    return text
+
+
 def _memory(value: str) -> str:
     if value == "auto":
         return value
@@ -204,6 +213,7 @@ IDS = Kind(_ids, "ID[,ID...]")  # token ids separated by commas
 
 # Checked here and passed to the worker as they are.
 MEMORY = Kind(_memory, "SIZE|FRACTION|auto")
+SIZE_OR_OFF = Kind(_size_or_off, "SIZE|off|auto")
 SPECULATION = Kind(_speculation, "auto|off|K")
 SECONDS_OR_OFF = Kind(_seconds_or_off, "SECONDS|off")
 CHANCES = Kind(_chances, ".78|.57|P,P,P,P,P")

@@ -143,6 +143,11 @@ class ModelFacts:
         """Return the bytes of the recurrent states of one sequence, with so many drafts in a step."""
         return sum(state.num_bytes(most_drafts) for state in self.states if state is not None)
 
+    @property
+    def kept_state_bytes(self) -> int:
+        """Return the bytes of recurrent states that are kept for other sequences, for each of them."""
+        return sum(state.kept_bytes for state in self.states if state is not None)
+
     def kv_of(self, layer: int) -> LayerKV:
         """Return what the pages hold of one layer."""
         return self.kv_layers[layer] if self.kv_layers else LayerKV(self.kv_heads, self.head_dim, layer)

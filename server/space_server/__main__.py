@@ -77,6 +77,7 @@ from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
     choose_num_blocks,
+    choose_num_kept,
     choose_num_sequences,
     free_bytes,
     give_back_unused,
@@ -266,6 +267,14 @@ def build_worker(
         )
         config, room = replace(config, max_sequences=fitting), room._replace(num_sequences=fitting)
     available -= fitting * state_bytes
+    num_kept = choose_num_kept(
+        config.state_cache,
+        num_sequences=fitting,
+        kept_bytes=facts.kept_state_bytes,
+        available=available - facts.window * facts.kv_bytes_per_token,
+    )
+    available -= num_kept * facts.kept_state_bytes
+    room = room._replace(num_kept=num_kept)
     if config.num_blocks is None:
         num_blocks = choose_num_blocks(facts, block_size=size, amount=config.kv_memory, available=available)
     else:
@@ -274,7 +283,7 @@ def build_worker(
     if config.kv_offload is not None and lead is not None:
         raise InvalidSetting("--kv-offload does not go with --tensor-parallel: ranks keep no blocks in host memory.")
     if config.kv_offload is not None and facts.is_recurrent:
-        raise InvalidSetting("--kv-offload does not go with recurrent layers: their prefixes are not shared.")
+        raise InvalidSetting("--kv-offload does not go with recurrent layers: host memory keeps no states.")
     host_blocks = choose_host_blocks(
         config.kv_offload,
         block_bytes=facts.kv_bytes_per_token * size,
@@ -329,7 +338,7 @@ def build_worker(
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s head=%s "
         "head_drafts=%d adapters=%s loras=%s "
-        "blocks=%d block_size=%d kv_bytes=%d state_bytes=%d host_blocks=%d seconds=%.2f",
+        "blocks=%d block_size=%d kv_bytes=%d state_bytes=%d kept_states=%d host_blocks=%d seconds=%.2f",
         facts.name,
         facts.number_format,
         facts.dtype_reason,
@@ -347,6 +356,7 @@ def build_worker(
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,
         fitting * state_bytes,
+        num_kept,
         host_blocks,
         time.perf_counter() - started,
     )

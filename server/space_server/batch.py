@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -106,6 +107,7 @@ class RunningSequence:
     adapter: int | None = None  # adapter whose masks draft; None: the checkpoint's own
     lora: int | None = None  # number of the LoRA of all its rows; None: the weights alone
     state: int = 0  # slot of its recurrent states, where layers have some
+    keep_states: deque[tuple[int, int]] = field(default_factory=deque)  # ids behind which its state is kept, and where
     num_masks: int = 0  # masks per group that the adapter or checkpoint has
     num_head_drafts: int = 0  # drafts that its recurrent head makes; 0: there is none
     drafts: list[int] = field(default_factory=list)  # to be verified by the next step
@@ -164,6 +166,11 @@ class RunningSequence:
         self.pages += pages
         self.held_pages.update(pages)
         self.page_numbers = appended(self.page_numbers, pages)
+
+    @property
+    def num_until_kept(self) -> int:
+        """How many pending ids the next step may compute, which ends where a state is to be kept."""
+        return self.keep_states[0][0] - self.num_computed if self.keep_states else self.num_pending
 
     def advance(self, num_rows: int) -> None:
         """Count a prefill chunk that did not reach the root as computed."""
@@ -362,10 +369,16 @@ def admit(
         )
     if message.num_cached > len(message.pages) * block_size:
         raise AdmissionError(f"{message.num_cached} cached ids do not fit in {len(message.pages)} pages.")
-    if message.num_cached and facts.is_recurrent:
+    if facts.is_recurrent and bool(message.num_cached) != message.HasField("load_state"):
         raise AdmissionError(
             f"{message.num_cached} ids are cached, and layers of this model have recurrent states, which pages do not "
-            "hold: num_cached must be 0."
+            "hold: load_state must be set where num_cached is not 0, and nowhere else."
+        )
+    kept = [(one.position, one.slot) for one in message.keep_states]
+    if any(not message.num_cached < position < len(ids) for position, _ in kept) or sorted(kept) != kept:
+        raise AdmissionError(
+            f"keep_states must be ascending, above the {message.num_cached} cached ids and below the {len(ids)} ids; "
+            f"got {[position for position, _ in kept]}."
         )
     if message.HasField("num_prompt_logprobs") and message.num_cached:
         raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
@@ -410,6 +423,7 @@ def admit(
         ids=ids,
         num_prompt=message.num_prompt,
         num_computed=message.num_cached,
+        keep_states=deque(kept),
         pages=list(message.pages),
         sampling_params=sampling_params,
         limits=limits,

@@ -141,7 +141,7 @@ def _plans(chunks: Iterable[Chunk], layouts: Iterable[DraftLayout]) -> list[Sche
 def _prompt_rows(reading: list[RunningSequence], budget: int, block_size: int) -> dict[int, int]:
     """Split the budget: half for prompts that it completes, the shortest first; the rest for the oldest. Returns rows
     by seq_id. A short prompt does not wait for a long one, and a long one makes progress."""
-    wanted = {s.seq_id: min(s.num_pending, s.num_free_slots(block_size)) for s in reading}
+    wanted = {s.seq_id: min(s.num_until_kept, s.num_free_slots(block_size)) for s in reading}
     rows = dict.fromkeys(wanted, 0)
     half = budget // 2
     for seq_id in sorted(wanted, key=wanted.__getitem__):

@@ -15,7 +15,7 @@ from space_model.model_facts import ModelFacts
 from space_model.networks.network import PagedKV, StateRoom
 from space_proto import worker_pb2 as pb
 
-from space_server.batch import AdmissionError, RunningBatch, Waiting, admit, check_pages
+from space_server.batch import AdmissionError, RunningBatch, RunningSequence, Waiting, admit, check_pages
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.drafts import (
     Acceptance,
@@ -96,6 +96,7 @@ class Worker:
         grammars: Grammars | None = None,
         loras: LoadedLoras | None = None,
         num_host_blocks: int = 0,
+        num_state_slots: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
@@ -105,7 +106,8 @@ class Worker:
         `kv`: KV cache to use; None: allocate one. `device_steps`: sequences past prefill keep their state on the
         device, and their next step is launched before the last one is read. `eager`: no CUDA graphs. `grammars`: the
         grammar compiler; None: requests with a grammar are refused. `loras`: of the model; None: it takes none.
-        `num_host_blocks`: blocks of host memory that keep what leaves the KV cache.
+        `num_host_blocks`: blocks of host memory that keep what leaves the KV cache. `num_state_slots`: recurrent states
+        that an own KV cache can keep for sequences to come.
         """
         facts = model.facts
         self.facts = facts
@@ -114,9 +116,9 @@ class Worker:
         only_masks = draft_source is None and (sources is None or synthetic is not None)
         self.max_draft_length = most_drafts(facts, max_draft_length, only_masks=only_masks)
         self._sources = sources or DraftSources()
-        room = StateRoom(max_sequences, self.max_draft_length)
+        room = StateRoom(max_sequences, self.max_draft_length, num_state_slots)
         self.kv = model.allocate_kv(num_blocks, block_size, room) if kv is None else kv
-        if self.kv.states is not None and not self.kv.states.has_room(*room):
+        if self.kv.states is not None and not self.kv.states.has_room(*room[:2]):
             raise ValueError(f"{max_sequences} sequences with {self.max_draft_length} drafts have no room for states.")
         self._host_blocks = HostBlocks(self.kv, num_host_blocks)
         self.synthetic = synthetic
@@ -192,7 +194,8 @@ class Worker:
             dtype=facts.number_format,
             device=str(facts.device),
             instruction_set=facts.instruction_set,
-            state_bytes_per_sequence=0 if (states := self.kv.states) is None else states.num_bytes // states.num_slots,
+            num_state_slots=0 if self.kv.states is None else self.kv.states.num_kept,
+            state_bytes_per_sequence=0 if self.kv.states is None else facts.state_bytes(self.kv.states.most_drafts),
             has_draft_head=facts.has_draft_head,
             model_name=facts.name,
             max_sequences=self.max_sequences,
@@ -315,6 +318,7 @@ class Worker:
             if kind not in self._shapes:
                 self._shapes[kind] = shapes_by_adapter(self.facts), head_shapes_by_adapter(self.facts)
             sequence.state = self.batch.free_state()
+            self._load_state(sequence, message)
             of_masks, of_heads = self._shapes[kind]
             sequence.acceptance = Acceptance(of_masks[sequence.adapter])
             sequence.head_acceptance = Acceptance(of_heads[sequence.adapter])
@@ -322,6 +326,18 @@ class Worker:
             if sequence.waits:
                 ignores_eos = not message.limits.eos_ids
                 self.waiting.add(sequence, message.sampling.grammar, ignores_eos=ignores_eos)
+
+    def _load_state(self, sequence: RunningSequence, message: pb.Admit) -> None:
+        """Let a sequence begin with the recurrent state of its cached ids. Raises AdmissionError."""
+        states = self.kv.states
+        if states is None:
+            return
+        loaded = [message.load_state] if message.HasField("load_state") else []
+        for slot in [*loaded, *(slot for _, slot in sequence.keep_states)]:
+            if slot >= states.num_kept:
+                raise AdmissionError(f"There is no slot {slot} for states to keep; there are {states.num_kept}.")
+        if loaded:
+            states.load(message.load_state, sequence.state, message.num_cached - 1)
 
     @property
     def _loaded_loras(self) -> Mapping[str, LoadedLora]:
@@ -448,5 +464,9 @@ class Worker:
             by_masks = min(num_drafts, sequence.num_mask_drafts) if num_drafts else 0
             sequence.acceptance.step(sequence.draft_depth, by_masks, output.num_accepted)
         commit(output, report)
+        if sequence.keep_states and sequence.num_computed == sequence.keep_states[0][0]:
+            position, slot = sequence.keep_states.popleft()
+            if self.kv.states is not None:
+                self.kv.states.keep(sequence.state, position - 1, slot)
         if not goes_on:
             self.batch.end(sequence.seq_id)

@@ -16,7 +16,6 @@ FEW: dict[str, tuple[object, ...]] = {
     "layout": ("k0", "k2", "k5", "pruned", "mixed"),
     "temperature": (0.0, 0.8),
     "processor": ("none", "repetition"),
-    "prefix": ("miss",),  # pages do not say all of a prefix
     "context": ("short",),
 }
 SOME = ("none", "repetition", "top_p", "bad_words", "allowed_ids", "stop_id")

@@ -12,6 +12,7 @@ from doubles.router.scenario import Performance, RuleBroken, Scenario
 from space_common.worker_client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
+from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import ValidRequest
@@ -76,6 +77,12 @@ def model(checkpoint_of: Callable[[str], Path]) -> SpaceModel:
 
 
 @pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> SpaceModel:
+    path = tiny_checkpoint(tmp_path_factory.mktemp("hybrid"), "qwen3_next", num_masks=5, hidden_size=32, num_heads=2)
+    return load_model(path, dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="module")
 def plain(model: SpaceModel) -> Worker:
     return Worker(model, num_blocks=32, block_size=BLOCK_SIZE, controller=FixedLayout.full(0))
 
@@ -83,6 +90,11 @@ def plain(model: SpaceModel) -> Worker:
 @pytest.fixture(scope="module")
 def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
     """Runs a scenario by its seed; what happened in it. `on_device`: with steps as a GPU takes them."""
+    return performer(model, plain)
+
+
+def performer(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
+    """Return what runs scenarios on workers of a model; `plain` decodes each text alone."""
 
     def solo_text(request: ValidRequest) -> tuple[int, ...]:
         plain.reset()
@@ -106,15 +118,18 @@ def perform(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
         oracle.texts = [[*v.request.prompt_ids, *texts[v.request.request_id]] for v in scenario.visits]
         workers: list[TableWorker] = []
         num_host_blocks = random.Random(f"host {seed}").choice([4, 30])
+        num_state_slots = random.Random(f"states {seed}").choice([1, 3, 12])
         measured = dice.random() < 0.3  # the layouts and draft sources of a server as it is started
+
+        reuses_pages = scenario.num_workers == 1 and not model.facts.is_recurrent  # its states have room for so many
 
         def new_worker() -> TableWorker:
             worker = Worker(
                 model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_sequences=dice.choice([3, 6]),
                 controller=None if measured else FixedLayout.full(dice.choice([1, 3, 4])),
                 draft_source=None if measured or on_device else oracle, device_steps=on_device,
-                kv=workers[0]._worker.kv if workers and scenario.num_workers == 1 else None,
-                num_host_blocks=num_host_blocks,
+                kv=workers[0]._worker.kv if workers and reuses_pages else None,
+                num_host_blocks=0 if model.facts.is_recurrent else num_host_blocks, num_state_slots=num_state_slots,
             )  # fmt: skip
             workers.append(TableWorker(worker, len(workers)))
             return workers[-1]
@@ -142,6 +157,13 @@ def test_steps_on_a_device_change_nothing_of_that(perform: Callable[..., Counter
     """Among others, pages run out while steps are under way, and the router takes every report as it takes a GPU's."""
     happened = sum((perform(seed, on_device=True) for seed in range(12)), Counter())
     assert all(happened[one] for one in ("finished", "none", "launched", "cached", "restored", "preempted"))
+
+
+def test_so_it_is_with_recurrent_layers_whose_states_are_kept_behind_prompts(hybrid: SpaceModel) -> None:
+    alone = Worker(hybrid, num_blocks=32, block_size=BLOCK_SIZE, controller=FixedLayout.full(0))
+    perform = performer(hybrid, alone)
+    happened = sum((perform(seed) for seed in range(6)), Counter())
+    assert all(happened[one] for one in ("finished", "none", "some", "all", "cached"))
 
 
 def test_a_copy_that_does_not_come_back_is_caught(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker_client import SequenceRequest, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
@@ -70,7 +71,45 @@ def test_cached_ids_are_refused_for_that_sequence_alone(model: SpaceModel) -> No
     worker.apply(pb.Command(admit=admit))
     report = worker.step()
     assert report is not None
-    assert "recurrent states, which pages do not hold: num_cached must be 0" in report.sequences[0].error
+    assert "recurrent states, which pages do not hold: load_state must be set" in report.sequences[0].error
+
+
+def test_a_state_that_is_kept_gives_others_the_text_of_the_whole_prompt(model: SpaceModel) -> None:
+    prompt = tuple(range(20, 41))
+    (alone,) = texts_of(worker_of(model, k=0), [list(prompt)])
+    client = WorkerClient(worker_of(model, num_state_slots=2), automatic=True, max_prefill_rows=7)
+    request = SequenceRequest(prompt, pb.Sampling(), pb.Limits(max_tokens=14))
+    first = client.submit(request, keep_states={8: 1, 20: 0})
+    client.run(lambda: first.num_computed >= 20)
+    shared = first.pages[:5]
+    client.keep(shared)
+    others = [client.submit(request, shared=shared[: ids // 4], load_state=slot) for ids, slot in ((20, 0), (8, 1))]
+    client.run()
+    assert [one.tokens for one in (first, *others)] == [alone] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keep_states": [pb.KeptState(position=9, slot=0)]}, "below the 9 ids"),
+        ({"keep_states": [pb.KeptState(position=8), pb.KeptState(position=4)]}, "must be ascending"),
+        ({"keep_states": [pb.KeptState(position=4, slot=2)]}, "no slot 2 for states to keep; there are 2"),
+        ({"load_state": 0}, "load_state must be set where num_cached is not 0, and nowhere else"),
+        ({"num_cached": 8, "load_state": 7}, "no slot 7"),
+    ],
+)
+def test_states_that_cannot_be_kept_or_loaded_are_refused_for_that_sequence_alone(
+    fields: dict[str, Any], message: str, model: SpaceModel
+) -> None:
+    worker = worker_of(model, num_state_slots=2)
+    worker.apply(pb.Command(start=pb.Start(protocol_major=1, max_draft_length=3)))
+    limits = pb.Limits(max_tokens=3)
+    worker.apply(
+        pb.Command(admit=pb.Admit(seq_id=1, ids=range(20, 29), num_prompt=9, pages=range(5), limits=limits, **fields))
+    )
+    report = worker.step()
+    assert report is not None
+    assert message in report.sequences[0].error
 
 
 class Failing(SpaceModel):
@@ -116,6 +155,7 @@ def test_a_worker_starts_measures_its_steps_and_keeps_states_of_as_many_sequence
     states = worker.kv.states
     assert states is not None
     assert states.num_slots == worker.max_sequences == 5
+    assert states.num_kept == worker.hello("x").num_state_slots == 10
     assert worker.hello("x").state_bytes_per_sequence == worker.facts.state_bytes(states.most_drafts)
     assert states.most_drafts == {"off": 3, "2": 3, "auto": 8}[speculation]
     assert texts_of(worker, PROMPTS) == texts_of(worker_of(load_model(folder, dtype="float32"), k=0), PROMPTS)

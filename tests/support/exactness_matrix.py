@@ -304,6 +304,7 @@ def make_worker(
         draft_source=drafts,
         sources=sources,
         loras=model.loras,
+        num_state_slots=1,
     )
 
 
@@ -513,7 +514,9 @@ class Run:
         _require(passes == self._client.num_steps, self._cell, f"{self._client.num_steps} steps took {passes} passes")
 
     def _admit(self, connection: int) -> None:
-        seq_id = self._client.submit(self._records[connection], shared=self._kept if connection == 0 else ()).seq_id
+        shared = self._kept if connection == 0 else []
+        load_state = 0 if shared and self._model.facts.is_recurrent else None
+        seq_id = self._client.submit(self._records[connection], shared=shared, load_state=load_state).seq_id
         self._connection_of[seq_id] = connection
         if self._source is not None:
             k = layout_for(self._cell.layout, connection).num_drafts
@@ -527,10 +530,12 @@ class Run:
                 (*request.prompt, *request.prompt[:5]), pb.Sampling(), pb.Limits(max_tokens=6), lora=request.lora
             )
         )
-        seq_id = self._client.submit(earlier).seq_id
+        whole = (len(request.prompt) - 1) // BLOCK_SIZE
+        keep_states = {whole * BLOCK_SIZE: 0} if self._model.facts.is_recurrent else None
+        seq_id = self._client.submit(earlier, keep_states=keep_states).seq_id
         self._connection_of[seq_id] = 0
         self._client.run(lambda: earlier.num_computed >= len(request.prompt))
-        self._kept = earlier.pages[: (len(request.prompt) - 1) // BLOCK_SIZE]
+        self._kept = earlier.pages[:whole]
         self._client.keep(self._kept)
         self._client.release_and_wait(seq_id)
 

@@ -334,7 +334,7 @@ ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention 
     **dict.fromkeys(("llama4", "llama4_text"), "GPU: with `--attention torch`"),
     **dict.fromkeys(
         (*HYBRIDS, "lfm2_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"),
-        "recurrent layers; prefixes are not shared; GPU: by torch, in host steps",
+        "recurrent layers; GPU: by torch, in host steps",
     ),
     **dict.fromkeys(
         ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),

@@ -46,6 +46,11 @@ class LayerState(NamedTuple):
         gates = most_drafts * GATES * self.shape[0] if self.shape else 0
         return 4 * VERSIONS * (rows + gates + (math.prod(self.shape) if self.shape else 0))
 
+    @property
+    def kept_bytes(self) -> int:
+        """Return what a state takes that is kept for other sequences."""
+        return 4 * ((self.num_taps - 1) * self.conv_dim + (math.prod(self.shape) if self.shape else 0))
+
 
 class LayerMemory(NamedTuple):
     """The memory of one layer, all in float32; V: versions."""
@@ -53,6 +58,8 @@ class LayerMemory(NamedTuple):
     inputs: Tensor  # [slots, V, most drafts + taps - 1, conv dim]: of the last known rows, before the convolution
     gates: Tensor | None  # [slots, V, most drafts, 2, heads]: of the last known rows
     state: Tensor | None  # [slots, V, heads, …]
+    kept_inputs: Tensor  # [kept, taps - 1, conv dim]: of states that are kept for other sequences
+    kept_state: Tensor | None  # [kept, heads, …]
 
 
 class RecurrentStates:
@@ -65,11 +72,14 @@ class RecurrentStates:
         most_drafts: int,
         device: torch.device | str = "cpu",
         *,
+        num_kept: int = 0,
         in_turn: bool = False,
     ) -> None:
-        """Allocate memory; every page of it is touched now. `layers`: by number; `most_drafts`: of one step; `in_turn`:
-        layers that are alike have the same memory, for one at a time."""
+        """Allocate memory; every page of it is touched now. `layers`: by number; `most_drafts`: of one step;
+        `num_kept`: states that can be kept for other sequences; `in_turn`: layers that are alike have the same memory,
+        for one at a time."""
         self.num_slots, self.most_drafts, self.device = num_slots, most_drafts, torch.device(device)
+        self.num_kept = num_kept
         made: dict[object, LayerMemory] = {}
         for number, layer in layers.items():
             place = layer if in_turn else number
@@ -84,15 +94,37 @@ class RecurrentStates:
             return torch.zeros(self.num_slots, VERSIONS, *shape, dtype=torch.float32, device=self.device)
 
         inputs = zeros(self.most_drafts + layer.num_taps - 1, layer.conv_dim)
+        kept = torch.zeros(self.num_kept, layer.num_taps - 1, layer.conv_dim, device=self.device)
         if not layer.shape:
-            return LayerMemory(inputs, None, None)
-        return LayerMemory(inputs, zeros(self.most_drafts, GATES, layer.shape[0]), zeros(*layer.shape))
+            return LayerMemory(inputs, None, None, kept, None)
+        gates, state = zeros(self.most_drafts, GATES, layer.shape[0]), zeros(*layer.shape)
+        return LayerMemory(inputs, gates, state, kept, torch.zeros(self.num_kept, *layer.shape, device=self.device))
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
         kept = [tensor for memory in self.layers.values() for tensor in memory if tensor is not None]
         return sum(tensor.nbytes for tensor in kept)
+
+    def keep(self, slot: int, position: int, kept: int) -> None:
+        """Keep a sequence's state behind `position`, at which its last step ended, for other sequences. Raises
+        ValueError if the step ended elsewhere."""
+        fits = (self.reached[slot] == position) & (self.known[slot] == position)
+        if not fits.any():
+            raise ValueError(f"The recurrent state of a sequence is not the one behind position {position}.")
+        version = int(fits.argmax())
+        for memory in self.layers.values():
+            memory.kept_inputs[kept] = _last(memory, slot, version)
+            if memory.state is not None and memory.kept_state is not None:
+                memory.kept_state[kept] = memory.state[slot, version]
+
+    def load(self, kept: int, slot: int, position: int) -> None:
+        """Let a sequence go on behind `position` from a state that was kept."""
+        for memory in self.layers.values():
+            _last(memory, slot, 0)[:] = memory.kept_inputs[kept]
+            if memory.state is not None and memory.kept_state is not None:
+                memory.state[slot, 0] = memory.kept_state[kept]
+        self.put(slot, position)
 
     def has_room(self, num_slots: int, most_drafts: int) -> bool:
         """Return whether it suffices for so many sequences and drafts."""
@@ -136,6 +168,12 @@ class RecurrentStates:
         """Declare version 0 of a slot to be the memory behind `position`, without drafts."""
         self.reached[slot], self.known[slot] = -1, -2
         self.reached[slot, 0] = self.known[slot, 0] = position
+
+
+def _last(memory: LayerMemory, slot: int, version: int) -> Tensor:
+    """Return the inputs that convolutions of the next row reach: [taps - 1, conv dim], a view."""
+    inputs = memory.inputs[slot, version]
+    return inputs[len(inputs) - memory.kept_inputs.shape[1] :]
 
 
 class Windows(NamedTuple):

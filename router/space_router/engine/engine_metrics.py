@@ -148,6 +148,10 @@ class EngineMetrics:
         blocks.labels(state="free").set_function(lambda: load().blocks_free)
         blocks.labels(state="held").set_function(lambda: load().blocks_held)
         blocks.labels(state="cached").set_function(lambda: load().blocks_cached)
+        slots = self._metrics.state_slots
+        slots.labels(state="free").set_function(lambda: load().states_free)
+        slots.labels(state="held").set_function(lambda: load().states_held)
+        slots.labels(state="cached").set_function(lambda: load().states_cached)
         host_blocks = self._metrics.kv_offload_blocks
         host_blocks.labels(state="free").set_function(lambda: load().host_blocks_free)
         host_blocks.labels(state="cached").set_function(lambda: load().host_blocks_cached)

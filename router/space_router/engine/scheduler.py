@@ -23,6 +23,7 @@ from space_router.engine.request.request_state import (
     WorkerSequence,
 )
 from space_router.engine.request.worker_messages import WorkerModelFacts
+from space_router.engine.state_cache import StateCache
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Scheduler:
         self.facts = facts
         self.pool = PagePool(facts.num_blocks)
         self.offload = KVOffload(self.pool, facts.num_host_blocks)
-        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size, may_share=facts.shares_prefixes)
+        self.pending_prefixes = PendingPrefixes(self.offload, facts.block_size, may_share=not facts.is_recurrent)
+        self.states = StateCache(facts.num_state_slots)
         self.sequences: dict[int, WorkerSequence] = {}  # by seq_id, until their release is acknowledged
         self.num_running = 0  # sequences that are not released
         self.num_prefill_ahead = 0  # prompt ids that wait in the worker: sum of `_prefill_share`
@@ -200,7 +202,10 @@ class Scheduler:
         if self._shares(live) and not live.wants_prompt_logprobs:
             # The last id is always computed, into an unshared block: its row gives the next token.
             num_whole = (num_ids - 1) // size
-            prefix = self.offload.lookup_prefix(live.keys(size, num_whole)[:num_whole])
+            keys = live.keys(size, num_whole)[:num_whole]
+            prefix = self.offload.lookup_prefix(keys)
+            if self.facts.is_recurrent:
+                prefix = prefix[: self.states.num_usable(keys[: len(prefix)])]
         # A long prompt counts at most one step's rows, so that it does not keep short ones out.
         room = PREFILL_STEPS_AHEAD * self._max_prefill_rows - self.num_prefill_ahead
         if self.num_prefill_ahead and num_ids - len(prefix) * size > room:
@@ -246,18 +251,33 @@ class Scheduler:
         live.phase = Phase.RUNNING
         if not live.num_generated:
             live.instruction_set = self.facts.instruction_set
+        load_state = self._hold_states(sequence, len(placement.prefix))
         self._commands.append(
             worker_messages.admit(
                 live,
                 sequence.seq_id,
                 pages,
                 num_cached,
+                load_state=load_state,
+                keep_states=sequence.held_states,
                 max_draft_length=self._draft_bound(live),
                 num_forced_drafts=num_forced,
             )
         )
         self._request_pages(sequence)
         return sequence
+
+    def _hold_states(self, sequence: WorkerSequence, num_shared: int) -> int | None:
+        """Hold slots for the recurrent states that a sequence is to keep; return that of the one behind its shared
+        blocks."""
+        live, size = sequence.live, self.facts.block_size
+        if not self.facts.is_recurrent or not self._shares(live):
+            return None
+        num_whole = (len(live.ids) - 1) // size
+        keys = live.keys(size, num_whole)[:num_whole]
+        load_state = self.states.use(keys[num_shared - 1]) if num_shared else None
+        sequence.held_states = self.states.hold(keys, begun=num_shared, block_size=size)
+        return load_state
 
     def _take(self, live: RequestState, placement: Placement) -> list[int]:
         """Return the held pages of a placement, in order of position; what host memory has is restored."""
@@ -332,6 +352,8 @@ class Scheduler:
         num_whole = sequence.computed // self.facts.block_size
         if num_whole > sequence.num_published and self._shares(live):
             self._publish(sequence, num_whole)
+        while sequence.held_states and sequence.held_states[0].position <= sequence.computed:
+            self.states.written([sequence.held_states.pop(0)])
         if delta.decoded:
             sequence.drafted(delta.drafted)
         if delta.decoded and not live.request.num_forced_drafts:
@@ -479,6 +501,8 @@ class Scheduler:
             return
         self.num_prefill_ahead -= self._prefill_share(sequence)
         self.pending_prefixes.discard(sequence, sequence.num_pending)
+        self.states.give_back(sequence.held_states)
+        sequence.held_states = []
         sequence.step = SequenceStep.RELEASED
         sequence.num_expected = self.pool.num_sole(sequence.pages)
         self._num_expected += sequence.num_expected
@@ -517,6 +541,7 @@ class Scheduler:
         """Raise ValueError if the invariants are violated. For tests."""
         self.pool.check()
         self.offload.check()
+        self.states.check()
         held = {page for sequence in self.sequences.values() for page in sequence.pages}
         if len(held) != self.pool.num_held:
             raise ValueError(f"{self.pool.num_held} blocks are held, the sequences hold {len(held)}")

@@ -23,6 +23,7 @@ class StateRoom(NamedTuple):
 
     num_sequences: int
     most_drafts: int  # of one sequence in one step
+    num_kept: int = 0  # states that can be kept for other sequences
 
 
 USUAL_ROOM = StateRoom(8, 16)
@@ -81,7 +82,10 @@ class PagedKV:
 
         keys = pages()
         recurrent = {number: state for number, state in enumerate(facts.states) if state is not None}
-        states = RecurrentStates(recurrent, *room, facts.device, in_turn=in_turn) if recurrent else None
+        states = None
+        if recurrent:
+            sizes = room.num_sequences, room.most_drafts
+            states = RecurrentStates(recurrent, *sizes, facts.device, num_kept=room.num_kept, in_turn=in_turn)
         return cls(keys, keys if facts.latent_dim is not None else pages(values=True), num_blocks, block_size, states)
 
 

@@ -64,6 +64,19 @@ def choose_num_sequences(facts: PageNeed, *, asked: int, state_bytes: int, avail
     return min(asked, max(1, available // 2 // state_bytes))
 
 
+def choose_num_kept(asked: int | None, *, num_sequences: int, kept_bytes: int, available: int) -> int:
+    """Return how many recurrent states of `kept_bytes` are kept for sequences to come: as many as fit in `asked` bytes;
+    None: two for each of the sequences that run at once, in an eighth of what is `available`. Raises
+    NotEnoughMemory."""
+    if not kept_bytes:
+        return 0
+    if asked is None:
+        return max(0, min(2 * num_sequences, available // 8 // kept_bytes))
+    if asked > available:
+        raise NotEnoughMemory(f"--state-cache asks for {asked} bytes; {available} are available.")
+    return asked // kept_bytes
+
+
 def check_num_blocks(facts: PageNeed, *, num_blocks: int, block_size: int, available: int) -> int:
     """Return `num_blocks` as configured. Raises NotEnoughMemory if they do not fit."""
     needed = num_blocks * block_size * facts.kv_bytes_per_token

@@ -23,6 +23,7 @@ from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
     choose_num_blocks,
+    choose_num_kept,
     choose_num_sequences,
     free_bytes,
 )
@@ -79,6 +80,19 @@ def test_as_many_sequences_run_as_have_room_for_recurrent_states(
     state_bytes: int, available: int, sequences: int
 ) -> None:
     assert choose_num_sequences(FACTS, asked=64, state_bytes=state_bytes, available=available) == sequences
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept_bytes", "available", "kept"),
+    [(None, 0, 10**9, 0), (None, 100, 10**9, 8), (None, 100, 4000, 5), (None, 100, -5, 0), (1050, 100, 2000, 10)],
+)
+def test_as_many_recurrent_states_are_kept_as_fit(
+    asked: int | None, kept_bytes: int, available: int, kept: int
+) -> None:
+    found = choose_num_kept(asked, num_sequences=4, kept_bytes=kept_bytes, available=available)
+    assert found == kept
+    with pytest.raises(NotEnoughMemory, match="--state-cache asks for 10 bytes; 5 are available"):
+        choose_num_kept(10, num_sequences=4, kept_bytes=1, available=5)
 
 
 def test_recurrent_states_that_leave_no_room_for_a_window_are_refused() -> None:

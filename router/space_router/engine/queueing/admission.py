@@ -172,6 +172,9 @@ class LoadFigures:
     blocks_free: int
     blocks_held: int
     blocks_cached: int
+    states_free: int
+    states_held: int
+    states_cached: int
     host_blocks_free: int
     host_blocks_cached: int
     num_workers_up: int

@@ -13,6 +13,7 @@ from space_proto import worker_pb2
 
 from space_router.engine.pages import BlockKeys
 from space_router.engine.request.request import Delta, Statistics, Stream, ValidRequest
+from space_router.engine.state_cache import HeldState
 
 
 class Timer(Protocol):
@@ -166,6 +167,7 @@ class WorkerSequence:
         self.step = SequenceStep.PREFILL
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs this admission has reported
         self.awaits_grammar = False  # the worker may be compiling its grammar, and computes nothing meanwhile
+        self.held_states: list[HeldState] = []  # recurrent states that it is to keep, by position
         self.finished = False  # the worker has reported its end
         self.num_expected = 0  # once released: blocks that the acknowledgement will free
         self._block_size = block_size

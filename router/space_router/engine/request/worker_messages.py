@@ -18,6 +18,7 @@ from space_router.engine.request.request import (
     TokenLogprobs,
 )
 from space_router.engine.request.request_state import RequestState
+from space_router.engine.state_cache import HeldState
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class WorkerModelFacts:
     num_host_blocks: int = 0  # blocks of host memory that keep what is evicted from the KV cache
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
+    num_state_slots: int = 0  # recurrent states that it keeps for sequences to come
     state_bytes_per_sequence: int = 0  # of recurrent layers, beside pages; 0: there are none
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
     step_cost_reason: str = ""  # why they are learned
@@ -64,8 +66,13 @@ class WorkerModelFacts:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return whether pages say all of a prefix. Recurrent layers have states beside them."""
-        return self.state_bytes_per_sequence == 0
+        """Return whether prefixes can be shared: pages say all of them, or states of recurrent layers are kept."""
+        return not self.is_recurrent or self.num_state_slots > 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether layers have states beside the pages of a prefix."""
+        return self.state_bytes_per_sequence > 0
 
     def max_forced_drafts(self, adapter: str) -> int:
         """Return the most drafts per step that a request can ask for with an adapter; "": with the checkpoint's own
@@ -136,8 +143,11 @@ def admit(
     *,
     max_draft_length: int,
     num_forced_drafts: int,
+    load_state: int | None = None,
+    keep_states: Sequence[HeldState] = (),
 ) -> worker_pb2.Command:
-    """Return the Admit command of a request; ids emitted in earlier admissions follow its prompt."""
+    """Return the Admit command of a request; ids emitted in earlier admissions follow its prompt. `load_state`: slot of
+    the recurrent state behind its cached ids; `keep_states`: those to keep."""
     request = live.request
     return worker_pb2.Command(
         admit=worker_pb2.Admit(
@@ -156,6 +166,8 @@ def admit(
             adapter=request.adapter,
             lora="" if request.lora is None else request.lora.digest,
             prediction=request.prediction or (),
+            load_state=load_state,
+            keep_states=[worker_pb2.KeptState(position=one.position, slot=one.slot) for one in keep_states],
             traceparent="" if request.trace is None else request.trace.admitted(),
         )
     )

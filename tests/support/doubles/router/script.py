@@ -107,6 +107,7 @@ class Script:
     tokenizer_hash: str = ""
     protocol_major: int = 1
     instruction_set: str = "made up"
+    num_state_slots: int = 0  # for recurrent states that are kept
     state_bytes_per_sequence: int = 0  # of recurrent layers, which share no prefixes
     step_cost_source: str = ""  # what Hello says of them
     step_cost_reason: str = ""

@@ -104,7 +104,15 @@ def prefix_hashes(ids: Sequence[int], known: list[bytes], salt: str = "") -> lis
 class ScriptedSequence:
     """Ids, pages and computed length; advances by chunks of prompt and then by steps of up to d+1 ids."""
 
-    def __init__(self, admit: worker_pb2.Admit, script: Script, ledger: PageLedger, max_draft_length: int) -> None:
+    def __init__(
+        self,
+        admit: worker_pb2.Admit,
+        script: Script,
+        ledger: PageLedger,
+        max_draft_length: int,
+        states: dict[int, Any] | None = None,
+    ) -> None:
+        """`states`: what recurrent states are kept of, by slot."""
         self.seq_id = admit.seq_id
         self.lora = admit.lora
         self.ids = list(admit.ids)
@@ -134,6 +142,23 @@ class ScriptedSequence:
         ledger.share(self.seq_id, self.pages[:num_shared])
         ledger.grant(self.seq_id, self.pages[num_shared:])
         ledger.attend(self.seq_id, self.pages, self._hashes[: self.computed])
+        self._states = {} if states is None else states
+        self._to_keep = [(one.position, one.slot) for one in admit.keep_states]
+        if script.state_bytes_per_sequence:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Check which recurrent state it begins with, and where others are to be kept."""
+        admit = self._admit
+        if admit.HasField("load_state") != bool(admit.num_cached):
+            raise Violation(f"sequence {self.seq_id}: {admit.num_cached} cached ids, and another state than theirs")
+        if admit.num_cached and self._states.get(admit.load_state) != self._hashes[admit.num_cached - 1]:
+            raise Violation(f"sequence {self.seq_id} begins with the state of another text")
+        positions = [position for position, _ in self._to_keep]
+        if positions != sorted(set(positions)) or any(not admit.num_cached < p < len(self.ids) for p in positions):
+            raise Violation(f"sequence {self.seq_id} is to keep states behind {positions}")
+        if any(slot >= self._script.num_state_slots for _, slot in self._to_keep):
+            raise Violation(f"sequence {self.seq_id} is to keep states in {self._to_keep}")
 
     @property
     def num_slots(self) -> int:
@@ -172,9 +197,13 @@ class ScriptedSequence:
             self._ledger.write(self.seq_id, self.pages, position, None)
 
     def _prefill(self, num_rows: int) -> tuple[worker_pb2.SequenceReport | None, int]:
+        if self._to_keep:
+            num_rows = min(num_rows, self._to_keep[0][0] - self.computed)
         if num_rows == 0:
             return None, 0
         start, self.computed = self.computed, self.computed + num_rows
+        if self._to_keep and self._to_keep[0][0] == self.computed:
+            self._states[self._to_keep.pop(0)[1]] = self._hashes[self.computed - 1]
         self._write_and_attend(start)
         report = self._report(num_computed=self.computed)
         if self._admit.HasField("num_prompt_logprobs"):
@@ -259,7 +288,7 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         dtype="float32", device="cpu", model_name=script.model_name, max_sequences=script.max_sequences,
         attention="none", instruction_set=script.instruction_set, num_host_blocks=script.num_host_blocks,
         eos_ids=script.eos_ids, takes_grammars=script.takes_grammars,
-        state_bytes_per_sequence=script.state_bytes_per_sequence,
+        num_state_slots=script.num_state_slots, state_bytes_per_sequence=script.state_bytes_per_sequence,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
         loras=[worker_pb2.Lora(name=name, hash=digest, rank=4) for name, digest in script.loras],
         adapters=[
@@ -300,6 +329,7 @@ class ScriptedBatch:
         self._failed: list[worker_pb2.SequenceReport] = []
         self.loras = {digest for _, digest in script.loras}  # loaded, by hash
         self._lora_reports: list[worker_pb2.LoraReport] = []
+        self._states: dict[int, Any] = {}
         self._report_no = 0
 
     def hello(self) -> worker_pb2.Hello:
@@ -365,7 +395,7 @@ class ScriptedBatch:
         self.figures.num_admits_by_adapter[admit.adapter] += 1
         self.figures.num_admits_by_forced[admit.num_forced_drafts] += 1
         bound = self._start.max_draft_length
-        self.sequences[admit.seq_id] = ScriptedSequence(admit, self.script, self._ledger, bound)
+        self.sequences[admit.seq_id] = ScriptedSequence(admit, self.script, self._ledger, bound, self._states)
         self.figures.num_admits += 1
         self.figures.num_cached_ids += admit.num_cached
 
