@@ -81,7 +81,14 @@ def load_draft_model(checkpoint: Checkpoint, target: Checkpoint, facts: ModelFac
 
 
 def check_tokenizer(draft: Checkpoint, target: Checkpoint) -> None:
-    """Check that an id means the same token to both models. Raises InvalidSetting."""
+    """Check that an id means the same token to both models, and that `draft` is one. Raises InvalidSetting."""
+    kinds = [*(draft.config.get("architectures") or ()), draft.config.get("speculators_model_type")]
+    if head := next((str(kind) for kind in kinds if kind and "eagle" in str(kind).lower()), None):
+        raise InvalidSetting(
+            f"--draft-model {draft.name} is an EAGLE head ({head}), and no model: heads that read several of a model's "
+            "hidden states are not served. Take a smaller model of the same family, or `mtp` where the checkpoint has "
+            "an MTP layer."
+        )
     if draft.tokenizer_hash() == target.tokenizer_hash() != "":
         return
     ours, theirs = _tokens(target), _tokens(draft)

@@ -213,3 +213,18 @@ def test_a_draft_model_with_recurrent_layers_is_refused(folders: tuple[Path, Pat
     hybrid = tiny_checkpoint(tmp_path, "qwen3_next", num_masks=0)
     with pytest.raises(InvalidSetting, match="has recurrent layers, whose states cannot go back"):
         with_draft((folders[0], hybrid))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"architectures": ["LlamaForCausalLMEagle3"]}, {"speculators_model_type": "eagle3"}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_head_of_eagle_is_named_as_such(
+    fields: dict[str, object], folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    head = tiny_checkpoint(tmp_path, num_masks=0, **SIZES)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(InvalidSetting, match=r"is an EAGLE head .*, and no model"):
+        with_draft((folders[0], head))
