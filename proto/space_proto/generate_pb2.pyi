@@ -162,6 +162,8 @@ class GenerateRequest(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    ENABLE_THINKING_FIELD_NUMBER: _builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """a name from InfoReply: the model, or an adapter that drafts for it; not set: the model"""
     prompt: _builtins.str
@@ -236,6 +238,10 @@ class GenerateRequest(_message.Message):
     """variables for the chat template: a JSON object as text; with messages"""
     reasoning_effort: _builtins.str
     """none, minimal, low, medium, high or xhigh, for templates that know it; with messages"""
+    enable_thinking: _builtins.bool
+    """whether the model reasons before it answers, for templates that know it; with messages"""
+    thinking_token_budget: _builtins.int
+    """tokens of reasoning, after which it is ended; with messages"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the same as ids"""
@@ -331,10 +337,12 @@ class GenerateRequest(_message.Message):
         continue_final_message: _builtins.bool = ...,
         chat_template_kwargs: _builtins.str | None = ...,
         reasoning_effort: _builtins.str | None = ...,
+        enable_thinking: _builtins.bool | None = ...,
+        thinking_token_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_chat_template_kwargs", b"_chat_template_kwargs", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_effort", b"_reasoning_effort", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_speculation", b"_speculation", "_suffix", b"_suffix", "_temperature", b"_temperature", "_timeout", b"_timeout", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_typical_p", b"_typical_p", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning_effort", b"reasoning_effort", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "suffix", b"suffix", "temperature", b"temperature", "timeout", b"timeout", "tool_choice", b"tool_choice", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "typical_p", b"typical_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_chat_template_kwargs", b"_chat_template_kwargs", "_enable_thinking", b"_enable_thinking", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_effort", b"_reasoning_effort", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_speculation", b"_speculation", "_suffix", b"_suffix", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_timeout", b"_timeout", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_typical_p", b"_typical_p", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "enable_thinking", b"enable_thinking", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning_effort", b"reasoning_effort", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "structured_outputs", b"structured_outputs", "suffix", b"suffix", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "timeout", b"timeout", "tool_choice", b"tool_choice", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_chat_template_kwargs", b"_chat_template_kwargs", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_effort", b"_reasoning_effort", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_speculation", b"_speculation", "_suffix", b"_suffix", "_temperature", b"_temperature", "_timeout", b"_timeout", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_typical_p", b"_typical_p", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "continuous_usage_stats", b"continuous_usage_stats", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "prompts", b"prompts", "reasoning_effort", b"reasoning_effort", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "suffix", b"suffix", "temperature", b"temperature", "timeout", b"timeout", "tool_choice", b"tool_choice", "tools", b"tools", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "typical_p", b"typical_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "_best_of", b"_best_of", "_cache_salt", b"_cache_salt", "_chat_template_kwargs", b"_chat_template_kwargs", "_enable_thinking", b"_enable_thinking", "_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_parallel_tool_calls", b"_parallel_tool_calls", "_prediction", b"_prediction", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_prompt_logprobs", b"_prompt_logprobs", "_reasoning_effort", b"_reasoning_effort", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_speculation", b"_speculation", "_suffix", b"_suffix", "_temperature", b"_temperature", "_thinking_token_budget", b"_thinking_token_budget", "_timeout", b"_timeout", "_top_k", b"_top_k", "_top_p", b"_top_p", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_typical_p", b"_typical_p", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "best_of", b"best_of", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "continue_final_message", b"continue_final_message", "continuous_usage_stats", b"continuous_usage_stats", "echo", b"echo", "enable_thinking", b"enable_thinking", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "parallel_tool_calls", b"parallel_tool_calls", "prediction", b"prediction", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "prompts", b"prompts", "reasoning_effort", b"reasoning_effort", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "return_prompt_token_ids", b"return_prompt_token_ids", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_outputs", b"structured_outputs", "suffix", b"suffix", "temperature", b"temperature", "thinking_token_budget", b"thinking_token_budget", "timeout", b"timeout", "tool_choice", b"tool_choice", "tools", b"tools", "top_k", b"top_k", "top_p", b"top_p", "truncate_prompt_tokens", b"truncate_prompt_tokens", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -346,6 +354,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__chat_template_kwargs: _TypeAlias = _typing.Literal["chat_template_kwargs"]  # noqa: Y015
     _WhichOneofArgType__chat_template_kwargs: _TypeAlias = _typing.Literal["_chat_template_kwargs", b"_chat_template_kwargs"]  # noqa: Y015
+    _WhichOneofReturnType__enable_thinking: _TypeAlias = _typing.Literal["enable_thinking"]  # noqa: Y015
+    _WhichOneofArgType__enable_thinking: _TypeAlias = _typing.Literal["_enable_thinking", b"_enable_thinking"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
@@ -386,6 +396,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__suffix: _TypeAlias = _typing.Literal["_suffix", b"_suffix"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_token_budget: _TypeAlias = _typing.Literal["thinking_token_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_token_budget: _TypeAlias = _typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]  # noqa: Y015
     _WhichOneofReturnType__timeout: _TypeAlias = _typing.Literal["timeout"]  # noqa: Y015
     _WhichOneofArgType__timeout: _TypeAlias = _typing.Literal["_timeout", b"_timeout"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
@@ -406,6 +418,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template_kwargs) -> _WhichOneofReturnType__chat_template_kwargs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__enable_thinking) -> _WhichOneofReturnType__enable_thinking | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
@@ -446,6 +460,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__suffix) -> _WhichOneofReturnType__suffix | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout) -> _WhichOneofReturnType__timeout | None: ...
     @_typing.overload
@@ -697,6 +713,7 @@ class ChatMessage(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, developer, user, assistant or tool"""
     content: _builtins.str
@@ -705,6 +722,8 @@ class ChatMessage(_message.Message):
     """of who speaks, for templates that show it"""
     tool_call_id: _builtins.str
     """which call a tool answers"""
+    reasoning_content: _builtins.str
+    """what an assistant has reasoned"""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """what an assistant has called"""
@@ -717,21 +736,26 @@ class ChatMessage(_message.Message):
         name: _builtins.str | None = ...,
         tool_call_id: _builtins.str | None = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        reasoning_content: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "tool_call_id", b"tool_call_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "_name", b"_name", "_reasoning_content", b"_reasoning_content", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_content: _TypeAlias = _typing.Literal["reasoning_content"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_content: _TypeAlias = _typing.Literal["_reasoning_content", b"_reasoning_content"]  # noqa: Y015
     _WhichOneofReturnType__tool_call_id: _TypeAlias = _typing.Literal["tool_call_id"]  # noqa: Y015
     _WhichOneofArgType__tool_call_id: _TypeAlias = _typing.Literal["_tool_call_id", b"_tool_call_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__content) -> _WhichOneofReturnType__content | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_content) -> _WhichOneofReturnType__reasoning_content | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_id) -> _WhichOneofReturnType__tool_call_id | None: ...
 
@@ -762,6 +786,7 @@ class GenerateEvent(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOKEN_STEPS_FIELD_NUMBER: _builtins.int
     TOKEN_DRAFTS_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """as asked for, or ours"""
     model: _builtins.str
@@ -776,6 +801,8 @@ class GenerateEvent(_message.Message):
     """one of `stop`"""
     stop_token_id: _builtins.int
     """one of `stop_token_ids`"""
+    reasoning_content: _builtins.str
+    """with messages: the next piece of the reasoning before the answer, which is not in `text`"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the tokens that begin in it"""
@@ -831,10 +858,11 @@ class GenerateEvent(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         token_steps: _abc.Iterable[_builtins.int] | None = ...,
         token_drafts: _abc.Iterable[_builtins.bool] | None = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spaceserve", b"spaceserve", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "spaceserve", b"spaceserve", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_drafts", b"token_drafts", "token_ids", b"token_ids", "token_steps", b"token_steps", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "reasoning_content", b"reasoning_content", "request_id", b"request_id", "spaceserve", b"spaceserve", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_drafts", b"token_drafts", "token_ids", b"token_ids", "token_steps", b"token_steps", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_reason: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_reason: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015
@@ -932,6 +960,7 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """of the prompts, each counted once"""
     completion_tokens: _builtins.int
@@ -944,6 +973,8 @@ class Usage(_message.Message):
     """tokens of `prediction` that are in the answer"""
     rejected_prediction_tokens: _builtins.int
     """those that are not"""
+    reasoning_tokens: _builtins.int
+    """generated ones that are reasoning, with its markers"""
     def __init__(
         self,
         *,
@@ -953,17 +984,22 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         accepted_prediction_tokens: _builtins.int | None = ...,
         rejected_prediction_tokens: _builtins.int | None = ...,
+        reasoning_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_reasoning_tokens", b"_reasoning_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_reasoning_tokens", b"_reasoning_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_tokens: _TypeAlias = _typing.Literal["reasoning_tokens"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_tokens: _TypeAlias = _typing.Literal["_reasoning_tokens", b"_reasoning_tokens"]  # noqa: Y015
     _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
     _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_tokens) -> _WhichOneofReturnType__reasoning_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 

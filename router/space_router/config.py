@@ -58,6 +58,13 @@ _own_memory = partial(_memory, own_workers=True)
 _own_process = partial(_process, own_workers=True)
 
 
+REASONING_PARSERS = (
+    "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "hunyuan_a13b", "kimi_k2", "minimax_m2", "mistral",
+    "nemotron_v3", "openai_gptoss", "qwen3", "seed_oss", "step3",
+)  # fmt: skip
+"""Names of `space_router.text.reasoning.FORMATS`."""
+
+
 @dataclass(frozen=True)
 class ServeConfig:
     """All settings of `spaceserve serve`, in the order of its `--help`."""
@@ -137,6 +144,10 @@ class ServeConfig:
     )
     """format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]),
     pythonic ([f(a=1)]); auto takes the one that the chat template tells the model; off leaves calls in the text"""
+    reasoning_parser: str = _model("auto", one_of("auto", "off", *REASONING_PARSERS, metavar="auto|off|NAME"))
+    """format of the model's reasoning, by vLLM's names: deepseek_r1, deepseek_v3, glm45, hunyuan_a13b, kimi_k2,
+    minimax_m2, nemotron_v3, qwen3, step3 (<think>), gemma4, granite, mistral ([THINK]), openai_gptoss, seed_oss; auto
+    takes the one that the chat template shows; off leaves reasoning in the text"""
     generation_config: str = _model("auto", one_of("auto", "off"))
     """auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's
     (temperature 1, top_p 1)"""

@@ -324,7 +324,7 @@ def usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> dict[str, Any
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": sum(leader.stream.statistics.num_cached for leader in leaders)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,  # no hidden reasoning
+            "reasoning_tokens": sum(one.statistics.num_reasoning for one in choices),
             "accepted_prediction_tokens": num_found,
             "rejected_prediction_tokens": num_predicted - num_found,
         },

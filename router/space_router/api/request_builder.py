@@ -17,6 +17,7 @@ from space_router.text import control_tokens
 from space_router.text.control_tokens import RenderedPrompt
 from space_router.text.fim import FillInTheMiddle
 from space_router.text.model_text import ModelText
+from space_router.text.reasoning import AnswerReasoning
 from space_router.text.text_pieces import StretchTooLong
 from space_router.text.text_stream import TextRules
 
@@ -60,6 +61,7 @@ class Parameters:
     adapter: str = ""  # a valid name of a gated adapter or a LoRA; "" for none
     skip_special_tokens: bool | None = None
     shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
+    thinking: AnswerReasoning | None = None  # the reasoning that the output may begin with
 
 
 @dataclass(frozen=True)
@@ -353,6 +355,7 @@ class RequestBuilder:
             min_tokens=wanted.min_tokens or 0,
             skip_special_tokens=wanted.skip_special_tokens is not False,
             shown_ids=wanted.shown_ids,
+            thinking=wanted.thinking,
         )
         max_tokens = wanted.default_max_tokens if wanted.max_tokens is None else wanted.max_tokens
         if max_tokens is not None and (wanted.min_tokens or 0) > max_tokens:

@@ -302,6 +302,7 @@ class Events:
     def _add_chat_piece(self, event: generate_pb2.GenerateEvent, piece: dict[str, Any]) -> None:
         """Add a chunk of a chat completion, in the form that HTTP streams."""
         event.text += piece["delta"].get("content") or ""
+        event.reasoning_content = piece["delta"].get("reasoning_content", "")
         for call in piece["delta"].get("tool_calls", ()):
             event.tool_calls.add(index=call["index"], id=call.get("id", ""), **call["function"])
         if piece.get("finish_reason") == "tool_calls":
@@ -337,4 +338,5 @@ def _usage(plan: GenerationPlan, choices: Sequence[ChoiceState]) -> generate_pb2
         cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
         accepted_prediction_tokens=details.get("accepted_prediction_tokens"),
         rejected_prediction_tokens=details.get("rejected_prediction_tokens"),
+        reasoning_tokens=details.get("reasoning_tokens"),
     )

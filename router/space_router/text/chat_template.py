@@ -238,6 +238,9 @@ def check_result(name: str, value: Any) -> Any:
     return value
 
 
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message in which templates look for reasoning, in order of preference."""
+
 _MAX_PROMPT = 16 * 1024**2  # characters a template may produce; far above any context window
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # variables passed to every template
 _CUT = "\x02cut here\x03 "  # marks the end of a message to continue; control characters avoid clashes with text
@@ -329,6 +332,18 @@ class ChatTemplate:
     def of(self, tools: Sequence[object]) -> "ChatTemplate":
         """Return the template for a request with these tools."""
         return self if self.with_tools is None or not tools else self.with_tools
+
+    def add_reasoning(self, message: dict[str, Any], text: str) -> None:
+        """Add reasoning to an assistant's message in the form that the template shows; none if it shows no earlier
+        reasoning.
+        """
+        name = next((name for name in REASONING_FIELDS if re.search(rf"\b{name}\b", self.source)), None)
+        if "'thinking'" in self.source and "block" in self.source and name != "reasoning_content":
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            message["content"] = [{"type": "thinking", "thinking": text}, *(part for part in parts if part.get("text"))]
+        elif name is not None:
+            message[name] = text
 
     def render(
         self,

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from space_router.engine.request.request import Delta, Finish, TokenLogprobs
+from space_router.text.reasoning import AnswerReasoning, ThinkingEnd
 from space_router.text.tokenizer import Tokenizer
 
 
@@ -20,6 +21,7 @@ class TextRules:
     min_tokens: int = 0  # stop strings are searched for only after this many tokens
     skip_special_tokens: bool = True
     shown_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
+    thinking: AnswerReasoning | None = None  # the reasoning that the text may begin with: no stop string acts in it
 
 
 class TokenSpan(NamedTuple):
@@ -191,6 +193,7 @@ class TextStatistics:
     num_drafted: int = 0
     num_accepted: int = 0
     num_predicted: int = 0  # number of `prediction` ids matched
+    num_reasoning: int = 0  # tokens of the reasoning, with its markers
 
 
 @dataclass
@@ -205,6 +208,8 @@ class TextStream:
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer, self.prompt_ids, self.rules)
         self._search = StopStrings(self.rules.stops)
+        self._thinking = None if self.rules.thinking is None else ThinkingEnd(self.rules.thinking)
+        self._undecided: list[TextToken] = []  # given out before it was known whether they are reasoning
         self._searched_from = 0  # characters before the search began
         self._text = ""  # text not yet given out; starts at character self._given
         self._given = 0
@@ -251,12 +256,38 @@ class TextStream:
     def _grow(self, piece: str) -> StopMatch | None:
         self._text += piece
         self._num_seen += 1
+        if self._thinking is not None and self._thinking.position is None:
+            before = self._length - len(piece)
+            num_open = self._thinking.num_open
+            self._thinking.push(piece)
+            end = self._thinking.position
+            if end is None:
+                self._searched_from = self._length - self._thinking.num_open
+                return None
+            end = max(end, before - num_open)
+            piece = self._text[end - self._given :]
+            self._searched_from = end
         if not self.rules.stops:
             return None
         if self._num_seen <= self.rules.min_tokens:
             self._searched_from = self._length
             return None
         return self._search.push(piece)
+
+    def _count_reasoning(self, thinking: ThinkingEnd, tokens: Sequence[TextToken]) -> None:
+        if thinking.position is None and thinking.num_open:
+            self._undecided += tokens
+            return
+        found = [*self._undecided, *tokens]
+        self._undecided.clear()
+        self.statistics.num_reasoning += sum(map(self.is_reasoning, found))
+
+    def is_reasoning(self, token: TextToken) -> bool:
+        """Whether a token that was given out is part of the reasoning or its markers."""
+        if self._thinking is None:
+            return False
+        end = self._thinking.position
+        return not self._thinking.num_open if end is None else token.span.start < end
 
     @property
     def _length(self) -> int:
@@ -302,6 +333,8 @@ class TextStream:
         count.num_tokens += len(made.tokens)
         for token in made.tokens:
             count.num_predicted += token.num_predicted
+        if self._thinking is not None:
+            self._count_reasoning(self._thinking, made.tokens)
         waiting = self._uncounted
         waiting.append(delta)
         self._num_uncounted += len(made.tokens)

@@ -29,10 +29,21 @@ class CallPiece:
 
 
 @dataclass(frozen=True)
-class ParsedText:
-    """Parsed output: content and pieces of calls, in order."""
+class Thought:
+    """A piece of the reasoning before an answer."""
 
-    parts: tuple[str | CallPiece, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class ParsedText:
+    """Parsed output: reasoning, content and pieces of calls, in order."""
+
+    parts: tuple[str | Thought | CallPiece, ...]
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     @property
     def content(self) -> str:
@@ -110,7 +121,9 @@ class CallCollector:
         self._space_behind = ""  # white space after the latest call
         self._spoken = False  # there was content
         self._behind_call = False
-        self._parts: list[str | CallPiece] = []
+        self._thought_space = ""  # after the latest reasoning; dropped if none follows
+        self.has_thought = False  # there was reasoning
+        self._parts: list[str | Thought | CallPiece] = []
         self.num_calls = 0  # calls begun so far
         self.is_whole = True  # the latest call's arguments are complete
 
@@ -128,6 +141,14 @@ class CallCollector:
             self._parts.append(self._space + words)
             self._space, self._spoken = "", True
         self._space += text[len(words) :]
+
+    def thought(self, text: str) -> None:
+        """Add reasoning. White space around it is dropped."""
+        words = text.rstrip()
+        if words:
+            self._parts.append(Thought(self._thought_space + words))
+            self._thought_space, self.has_thought = "", True
+        self._thought_space += text[len(words) :] if self.has_thought else ""
 
     def call(self, name: str, arguments: str = "") -> None:
         """Begin a call. Empty `arguments`: they follow."""
@@ -180,18 +201,24 @@ class ToolCallReader:
             return self.output.take(ended=ended)
         if ended and not self.output.num_calls and len(self._tools) == 1:
             self.output.call(*self._tools)
-        return ParsedText(self.output.take(ended=ended).calls)
+        return ParsedText(tuple(part for part in self.output.take(ended=ended).parts if not isinstance(part, str)))
 
 
-def content_until(cursor: Cursor, output: CallCollector, marker: str) -> Reading[bool]:
-    """Report the text before `marker` as content. Returns True at the marker, False at the end of the text."""
+def content_until(
+    cursor: Cursor, output: CallCollector, markers: tuple[str, ...], give: Callable[[str], None] | None = None
+) -> Reading[bool]:
+    """Report the text before the first of `markers` as content, or by `give`. Returns True at a marker, False at the
+    end of the text.
+    """
+    give = output.content if give is None else give
     while True:
-        place = cursor.text.find(marker, cursor.at)
-        if place < 0:
-            place = len(cursor.text) if cursor.ended else _start_of(marker, cursor.text, cursor.at)
-        output.content(cursor.text[cursor.at : place])
+        places = [place for marker in markers if (place := cursor.text.find(marker, cursor.at)) >= 0]
+        if not cursor.ended:
+            places += [_start_of(marker, cursor.text, cursor.at) for marker in markers]
+        place = min([*places, len(cursor.text)])
+        give(cursor.text[cursor.at : place])
         cursor.at = place
-        if cursor.text.startswith(marker, place):
+        if cursor.text.startswith(markers, place):
             return True
         if cursor.ended:
             return False
@@ -343,7 +370,7 @@ PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 def hermes(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
     """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number, anywhere."""
-    while (yield from content_until(cursor, output, OPEN)):
+    while (yield from content_until(cursor, output, (OPEN,))):
         cursor.keep()
         cursor.at += len(OPEN)
         yield from cursor.skip()
@@ -383,7 +410,7 @@ def llama3_json(cursor: Cursor, output: CallCollector, tools: frozenset[str]) ->
 
 def mistral(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
     """`[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call."""
-    while (yield from content_until(cursor, output, TOOL_CALLS)):
+    while (yield from content_until(cursor, output, (TOOL_CALLS,))):
         cursor.keep()
         cursor.at += len(TOOL_CALLS)
         yield from cursor.skip()

@@ -25,7 +25,8 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 BESIDE = {"prompt", "prompt_token_ids", "prompts", "messages", "suffix", "return_prompt_token_ids",
           "continuous_usage_stats", "tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt",
-          "continue_final_message", "chat_template_kwargs", "reasoning_effort"}  # fmt: skip
+          "continue_final_message", "chat_template_kwargs", "reasoning_effort", "enable_thinking",
+          "thinking_token_budget"}  # fmt: skip
 """Fields that the other tests are about."""
 
 SAME = {"", "model", "echo", "include_stop_str_in_output", "add_special_tokens", "skip_special_tokens"}
@@ -345,14 +346,43 @@ async def test_each_field_of_a_conversation_asks_for_what_its_http_twin_asks(sta
             assert called != plain or fields.get("tool_choice") == {"mode": "TOOL_MODE_NONE"}, fields
 
 
-async def test_variables_that_the_template_does_not_know_are_refused_as_over_http(router: Any) -> None:
+async def test_variables_that_the_template_does_not_know_have_no_effect_as_over_http(router: Any, seen: Any) -> None:
+    await router.events(messages=[USER], max_tokens=2)
+    plain = seen.take()[0].prompt_ids
     for fields, body in (
         ({"chat_template_kwargs": '{"mood": "good"}'}, {"chat_template_kwargs": {"mood": "good"}}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
     ):
-        error = await router.refusal(messages=[USER], **fields)
-        answer = await router.http.post("/v1/chat/completions", json={"messages": [USER], **body})
-        assert error.details() == answer.json()["error"]["message"]
+        await router.events(messages=[USER], max_tokens=2, **fields)
+        answer = await router.http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 2, **body})
+        assert "has no effect" in answer.headers["warning"]
+        assert [request.prompt_ids for request in seen.take()] == [plain, plain]
+
+
+THINKS = (
+    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+)
+
+
+async def test_reasoning_is_apart_from_the_text_and_goes_in_as_over_http(start: Start, seen: Any) -> None:
+    async with start("One.</think>Two.<|endoftext|>", chat=THINKS, **ROOM) as router:
+        events = await router.events(messages=[USER])
+        assert "".join(event.reasoning_content for event in events) == "One."
+        assert "".join(event.text for event in events) == "Two."
+        body = {"messages": [USER], "stream": False}
+        details = (await router.http.post("/v1/chat/completions", json=body)).json()["usage"]
+        assert events[-1].usage.reasoning_tokens == details["completion_tokens_details"]["reasoning_tokens"] > 0
+        off = await router.events(messages=[USER], enable_thinking=False)
+        assert "".join(event.text for event in off) == "One.</think>Two."
+        seen.take()
+        said = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+        await router.events(messages=[USER, said], max_tokens=1)
+        await router.http.post("/v1/chat/completions", json={"messages": [USER, said], "max_tokens": 1})
+        called, posted = seen.take()
+        assert called.prompt_ids == posted.prompt_ids
+        error = await router.refusal(messages=[USER], thinking_token_budget=3)
+        assert (error.code(), "one token" in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 async def test_a_structured_output_reaches_the_worker_as_its_grammar(router: Any, seen: Any) -> None:

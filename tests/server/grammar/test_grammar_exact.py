@@ -31,6 +31,11 @@ GRAMMARS = {
     "rules": pb.Grammar(
         kind=pb.GRAMMAR_KIND_LARK, source='start: term (("+"|"-") term){9,}\nterm: /[0-9]{1,3}/ | "(" start ")"'
     ),
+    # Reasoning of at most nine tokens, ended by one token of text, then an answer of any tokens.
+    "budget": pb.Grammar(
+        kind=pb.GRAMMAR_KIND_LARK,
+        source='start: token{0,9} <[70]> answer\ntoken: <[8-69,71-255]>\nanswer: "(" /[0-9]{1,3}/ ")" answer?',
+    ),
 }
 SAMPLINGS = {
     "greedy": {},
@@ -87,6 +92,9 @@ AT_EVERY_CHANGE = {
     ("regex", "edited", 5, "oracle"),
     ("rules", "greedy", 5, "masks"),
     ("rules", "edited", 3, "masks"),
+    ("budget", "greedy", 3, "masks"),
+    ("budget", "seeded", 5, "oracle"),
+    ("budget", "edited", 3, "half right"),
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in AT_EVERY_CHANGE else pytest.mark.slow)
@@ -109,6 +117,12 @@ def test_any_k_and_any_drafts_give_the_plain_text(
     drafted = [report.num_drafted for run in runs for report in run.reports if report.num_drafted]
     assert sum(accepted) > 0
     assert kind == "oracle" or sum(drafted) > sum(accepted)
+
+
+@pytest.mark.parametrize("sampling_params", SAMPLINGS)
+def test_a_budget_of_tokens_is_used_up_and_not_exceeded(plain: Plain, sampling_params: str) -> None:
+    ends = [tokens.index(70) for tokens in plain["budget", sampling_params]]
+    assert max(ends) == 9, "the end was forced"
 
 
 def test_drafts_that_the_grammar_forbids_are_not_laid_out(

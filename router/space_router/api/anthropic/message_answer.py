@@ -14,7 +14,7 @@ from space_router.api.openai.chat import ToolUse
 from space_router.api.request_builder import GenerationPlan
 from space_router.http_server.responses import anthropic_error, as_api_error, event_json
 from space_router.text.text_stream import FinishReason
-from space_router.text.tool_calls import CallPiece
+from space_router.text.tool_calls import CallPiece, Thought
 
 Event: TypeAlias = dict[str, Any]
 
@@ -139,7 +139,7 @@ class MessageAnswer:
                     ended = finish is not None
                     parts = (delta.text,) if reader is None else reader.push(delta.text, ended=ended).parts
                     for part in parts:
-                        if part:
+                        if part and not isinstance(part, Thought):
                             for event in blocks.text(part) if isinstance(part, str) else blocks.call(part):
                                 yield event
         for event in blocks.close():

@@ -188,6 +188,8 @@ class AnswerMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Field(description="the same as `reasoning_content`")] = None
     tool_calls: list[MessageToolCall] | None = None
 
 
@@ -228,6 +230,8 @@ class MessagePiece(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Annotated[str | None, Field(description="the same as `reasoning_content`")] = None
     tool_calls: list[ToolCallPiece] | None = None
 
 
@@ -292,7 +296,25 @@ class OutputCustomCall(ResponseModel):
     input: str
 
 
-OutputItem = Annotated[OutputMessage | OutputCall | OutputCustomCall, Field(discriminator="type")]
+class OutputReasoningText(ResponseModel):
+    """A part of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(ResponseModel):
+    """What the model thinks before it answers."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: ItemStatus
+    summary: Annotated[list[Any], Field(max_length=0)]
+    content: list[OutputReasoningText]
+    encrypted_content: None
+
+
+OutputItem = Annotated[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall, Field(discriminator="type")]
 
 
 class IncompleteDetails(ResponseModel):
@@ -395,6 +417,8 @@ class ResponseEvent(ResponseModel):
         "response.output_text.delta",
         "response.output_text.done",
         "response.content_part.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
         "response.custom_tool_call_input.delta",
@@ -408,7 +432,7 @@ class ResponseEvent(ResponseModel):
     sequence_number: Count
     response: ResponseObject | None = None
     item: OutputItem | None = None
-    part: OutputText | None = None
+    part: Annotated[OutputText | OutputReasoningText, Field(discriminator="type")] | None = None
     item_id: str | None = None
     output_index: Count | None = None
     content_index: Count | None = None

@@ -17,6 +17,7 @@ from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody, Message, Tool, ToolChoice
 from space_router.api.openai.stream import OpenAIAnswer, chat_logprobs
+from space_router.api.openai.thinking import behind_thinking, template_variables, thinking_of
 from space_router.api.request_builder import GenerationPlan, PlannedChoice, PromptOptions, RequestBuilder
 from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
@@ -27,8 +28,9 @@ from space_router.http_server.responses import key_of
 from space_router.text import tool_calls
 from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
+from space_router.text.reasoning import AnswerReasoning, form_with
 from space_router.text.text_stream import FinishReason, TextDelta
-from space_router.text.tool_calls import CallPiece, ToolCallReader, ToolFormat
+from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallReader, ToolFormat
 from space_router.text.written_numbers import WrittenNumber
 
 
@@ -40,6 +42,8 @@ class TemplateOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)  # template variables by name
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
 
     @classmethod
     def of(cls, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> "TemplateOptions":
@@ -50,18 +54,13 @@ class TemplateOptions:
                 "message or with the beginning of a new one. Set one of them.",
                 param="continue_final_message",
             )
-        variables = dict(body.chat_template_kwargs or {})
-        effort = body.reasoning_effort
-        if effort is not None and variables.setdefault("reasoning_effort", effort) != effort:
-            raise InvalidRequest(
-                f'`reasoning_effort` is "{effort}", and `chat_template_kwargs` has another; give one.',
-                param="reasoning_effort",
-            )
         return cls(
             tools,
             add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message),
-            variables=variables,
+            variables=body.chat_template_kwargs or {},
+            reasoning_effort=body.reasoning_effort,
+            enable_thinking=body.enable_thinking,
         )
 
 
@@ -84,7 +83,7 @@ def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: T
     Raises InvalidRequest.
     """
     template = template_for(builder, options.tools)
-    variables = {key: value for key, value in options.variables.items() if _is_heeded(template, key, value)}
+    variables = template_variables(template, options.variables, options.reasoning_effort, options.enable_thinking)
     if options.continue_final_message and not messages[-1].content:
         raise InvalidRequest(
             "`continue_final_message` needs a last message with `content` to continue.", param="continue_final_message"
@@ -101,27 +100,13 @@ def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: T
             now=now,
         )
 
-    data = {"messages": _plain(messages, template.habits), "tools": options.tools, "variables": variables}
+    data = {"messages": _plain(messages, template), "tools": options.tools, "variables": variables}
     return render_as_data(render, data, builder.text.tokenizer, builder.control_ids)
 
 
-def _is_heeded(template: ChatTemplate, key: str, value: Any) -> bool:
-    """Return whether a variable is passed to the template. Raises InvalidRequest if it would have no effect."""
-    if key in template.variables:
-        return True
-    if key == "reasoning_effort" and value == "none":
-        return False
-    names = ", ".join(sorted(template.variables)[:16]) or "none"
-    raise InvalidRequest(
-        f"{short_repr(key)} is no variable of this model's chat template, so that it would change nothing; its "
-        f"variables are: {names}. Leave it out.",
-        param="reasoning_effort" if key == "reasoning_effort" else "chat_template_kwargs",
-        code="unsupported_parameter",
-    )
-
-
-def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
+def _plain(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Return messages in the form that the template expects, without absent fields."""
+    habits = template.habits
     names: dict[str, str] = {}  # function name by call id
     plain: list[dict[str, Any]] = []
     for message in messages:
@@ -132,6 +117,8 @@ def _plain(messages: Sequence[Message], habits: Habits) -> list[dict[str, Any]]:
             names |= {call.id: call.function.name for call in message.tool_calls}
         if message.tool_call_id is not None:
             one["tool_call_id"] = message.tool_call_id
+        if message.thought:
+            template.add_reasoning(one, message.thought)
         if (name := message.name or names.get(message.tool_call_id or "")) is not None:
             one["name"] = name
         plain.append(one)
@@ -182,9 +169,12 @@ class ToolUse:
     markers: frozenset[int] = frozenset()  # special ids that the parser needs in the text
     forced: bool = False  # the answer is a call: `tool_choice` is required or names a tool
 
-    def reader(self) -> ToolCallReader | None:
-        """Return a parser for one text, or None if calls are not parsed."""
-        return None if self.format is None else ToolCallReader(self.format.form, self.names, forced=self.forced)
+    def reader(self, thinking: AnswerReasoning | None = None) -> ToolCallReader | None:
+        """Return a parser for one text, or None if neither calls nor reasoning are parsed."""
+        form = None if self.format is None else self.format.form
+        if thinking is not None:
+            form = form_with(thinking, form)
+        return None if form is None else ToolCallReader(form, self.names, forced=self.forced)
 
     def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
         """Return a call's id: reproducible for a request and seed, and unique within a conversation."""
@@ -388,6 +378,8 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
         raise InvalidRequest(f"`{limit_param}` must be at least 1; got 0.", param=limit_param)
     tools = tools_of(builder, body) if tools is None else tools
     text = prompt_text(builder, body.messages, TemplateOptions.of(body, tools.shown))
+    continued = body.messages[-1] if body.continue_final_message else None
+    thinking = thinking_of(builder, template_for(builder, tools.shown), text.text, continued)
     special = bool(body.add_special_tokens)  # the template already writes special tokens
     prompt = builder.prompt(text, PromptOptions("messages", special, body.truncate_prompt_tokens, max_tokens or 1))
     wanted = common_parameters(
@@ -403,6 +395,7 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
+    wanted = behind_thinking(builder, wanted, thinking, body.thinking_token_budget)
     return builder.plan([prompt], wanted, prefix="chatcmpl")
 
 
@@ -419,10 +412,12 @@ class ChatAnswer(OpenAIAnswer):
         progress = written.progress
         message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
         body: dict[str, Any] = {"message": message, "logprobs": self._logprobs(written.tokens)}
-        if (reader := self.tools.reader()) is not None:
+        if (reader := self.tools.reader(progress.choice.rules.thinking)) is not None:
             parsed = reader.push(written.text, ended=True)
-            if parsed.calls or self.tools.forced:
+            message["content"] = parsed.content
+            if parsed.calls or self.tools.forced or parsed.reasoning:
                 message["content"] = parsed.content or None
+            message |= _reasoning(parsed)
             if parsed.calls:
                 message["tool_calls"] = [self._call(progress.choice, piece) for piece in parsed.calls]
                 body |= self._reason(reader, progress.finish)
@@ -432,7 +427,7 @@ class ChatAnswer(OpenAIAnswer):
         change: dict[str, Any] = {"role": "assistant"} if first else {}
         body: dict[str, Any] = {"delta": change, "logprobs": self._logprobs(delta.tokens)}
         if first:
-            self._readers[progress.choice.index] = self.tools.reader()
+            self._readers[progress.choice.index] = self.tools.reader(progress.choice.rules.thinking)
         reader = self._readers[progress.choice.index]
         if reader is None:
             change |= {"content": delta.text} if delta.text or first else {}
@@ -440,6 +435,7 @@ class ChatAnswer(OpenAIAnswer):
         parsed = reader.push(delta.text, ended=delta.finish is not None)
         if parsed.content or first:
             change["content"] = parsed.content or None
+        change |= _reasoning(parsed)
         if parsed.calls:
             change["tool_calls"] = [
                 {"index": piece.index, **self._call(progress.choice, piece)} for piece in parsed.calls
@@ -466,6 +462,12 @@ class ChatAnswer(OpenAIAnswer):
 
     def _logprobs(self, tokens: Any) -> dict[str, Any] | None:
         return chat_logprobs(self.tokenizer, tokens) if self.body.logprobs else None
+
+
+def _reasoning(parsed: ParsedText) -> dict[str, str]:
+    """Return reasoning by both of its names in other servers."""
+    text = parsed.reasoning
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def routes(service: Service) -> APIRouter:

@@ -230,10 +230,25 @@ class Message(Body):
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: ToolCallId | None = None
+    reasoning_content: Annotated[str | None, Field(description="an earlier answer's reasoning")] = None
+    reasoning: Annotated[str | None, Field(description="another name of `reasoning_content`")] = None
     refusal: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     audio: None = None
+
+    @property
+    def thought(self) -> str | None:
+        """The reasoning of an earlier answer."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @property
+    def text(self) -> str:
+        """The texts of all parts."""
+        content = self.refusal or "" if self.content is None else self.content
+        if isinstance(content, str):
+            return content
+        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
     @field_validator("role", mode="before")
     @classmethod
@@ -250,9 +265,11 @@ class Message(Body):
         elif self.tool_call_id is not None:
             raise ValueError(f"must have no `tool_call_id` with the role {self.role}")
         if self.role == "assistant":
-            if self.content is None and self.refusal is None and not self.tool_calls:
+            if self.content is None and self.refusal is None and not self.tool_calls and self.thought is None:
                 raise ValueError("must have `content` or `tool_calls` with the role assistant")
             return self
+        if self.thought is not None:
+            raise ValueError(f"must have no `reasoning_content` with the role {self.role}")
         if self.tool_calls or self.refusal is not None:
             raise ValueError(f"must have no `tool_calls` and no `refusal` with the role {self.role}")
         if self.content is None:
@@ -333,3 +350,5 @@ class ChatBody(GenerationFields):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None

@@ -100,7 +100,7 @@ class CustomCallItem(Body):
 
 
 class ReasoningItem(Body):
-    """How the model reasoned earlier."""
+    """How the model reasoned earlier: goes with the message or the calls behind it."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -108,6 +108,10 @@ class ReasoningItem(Body):
     content: Annotated[list[ReasoningTextPart], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = None
     status: Status = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or ())
 
 
 HOSTED = "that of a hosted tool"  # for error messages, which list the kinds
@@ -269,6 +273,8 @@ class ResponseBody(SamplingFields):
     )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -283,8 +289,14 @@ class ResponseBody(SamplingFields):
             system.append(items[0].text)
             del items[0]
         messages = [Message(role="system", content="\n\n".join(system))] if system else []
+        thought: str | None = None  # of the answer that follows
         for item in items:
             match item:
+                case ReasoningItem():
+                    thought = (thought or "") + item.text
+                case InputMessage() if item.role == "assistant":
+                    messages.append(Message(role=item.role, content=item.text, reasoning_content=thought))
+                    thought = None
                 case InputMessage():
                     messages.append(Message(role=item.role, content=item.text))
                 case FunctionCallOutput():
@@ -294,10 +306,11 @@ class ResponseBody(SamplingFields):
                     arguments = custom_arguments(item.input) if isinstance(item, CustomCallItem) else item.arguments
                     called = CalledFunction(name=full_name(item.name, item.namespace), arguments=arguments)
                     call = ToolCall(id=item.call_id, function=called)
-                    if messages and messages[-1].role == "assistant":
+                    if messages and messages[-1].role == "assistant" and thought is None:
                         assistant = messages.pop()
                     else:
-                        assistant = Message(role="assistant", content="")
+                        assistant = Message(role="assistant", content="", reasoning_content=thought)
+                        thought = None
                     calls = [*(assistant.tool_calls or ()), call]
-                    messages.append(Message(role="assistant", content=assistant.content, tool_calls=calls))
+                    messages.append(assistant.model_copy(update={"tool_calls": calls}))
         return messages

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from space_router.api.generation import Generation, statistics, usage
 from space_router.api.openai.answers import DeletedResponse, ResponseEvent, ResponseObject
-from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, tool_use
+from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, template_for, tool_use
 from space_router.api.openai.fields import Message
 from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
 from space_router.api.openai.response_tools import CustomInput, ResponseTools, shown_tools
 from space_router.api.openai.stream import chat_logprobs
+from space_router.api.openai.thinking import behind_thinking, thinking_of
 from space_router.api.request_builder import GenerationPlan, Parameters, Prompt, PromptOptions, RequestBuilder
 from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
@@ -25,9 +26,9 @@ from space_router.http_server.body import read_object, short_repr, validate
 from space_router.http_server.responses import as_api_error, event_json, json_response, key_of
 from space_router.http_server.warnings import warn
 from space_router.response_store import StoredResponse
-from space_router.text.text_stream import FinishReason
+from space_router.text.text_stream import FinishReason, TextToken
 from space_router.text.tokenizer import Tokenizer
-from space_router.text.tool_calls import CallPiece
+from space_router.text.tool_calls import CallPiece, Thought
 
 Event: TypeAlias = dict[str, Any]  # An event without its sequence number
 
@@ -56,6 +57,17 @@ class OutputItems:
         part["logprobs"] += logprobs
         yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
+    def thought(self, text: str) -> Iterator[Event]:
+        """Add text to the open reasoning, or begin one."""
+        if not (self._open and self.items[-1]["type"] == "reasoning"):
+            yield from self.close()
+            yield from self._add("reasoning", "rs", summary=[], content=[], encrypted_content=None)
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            yield self._event("response.content_part.added", content_index=0, part={**part})
+            self.items[-1]["content"].append(part)
+        self.items[-1]["content"][0]["text"] += text
+        yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
+
     def call(self, piece: CallPiece) -> Iterator[Event]:
         """Add a piece of a call."""
         if piece.name is not None:
@@ -80,6 +92,16 @@ class OutputItems:
             self.items[-1]["input"] += text
             yield self._event("response.custom_tool_call_input.delta", delta=text)
 
+    def part(self, part: str | Thought | CallPiece, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+        """Add a piece of the output."""
+        match part:
+            case str():
+                return self.text(part, logprobs)
+            case Thought():
+                return self.thought(part.text)
+            case _:
+                return self.call(part)
+
     def close(self, status: str = "completed") -> Iterator[Event]:
         """Close the last item, if it is open."""
         if not self._open:
@@ -95,6 +117,10 @@ class OutputItems:
             yield self._event("response.content_part.done", content_index=0, part=part)
         elif item["type"] == "custom_tool_call":
             yield self._event("response.custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            yield self._event("response.reasoning_text.done", content_index=0, text=part["text"])
+            yield self._event("response.content_part.done", content_index=0, part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **done)
@@ -190,10 +216,14 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
         raise InvalidRequest(
             '`top_logprobs` goes with `include: ["message.output_text.logprobs"]` only.', param="top_logprobs"
         )
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        variables["reasoning_effort"] = body.reasoning.effort
-    prompt = _prompt(builder, body, TemplateOptions(tools.shown, variables=variables))
+    options = TemplateOptions(
+        tools.shown,
+        variables=body.chat_template_kwargs or {},
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        enable_thinking=body.enable_thinking,
+    )
+    prompt = _prompt(builder, body, options)
+    thinking = thinking_of(builder, template_for(builder, tools.shown), prompt.text, None)
     same = Parameters.__dataclass_fields__.keys() & ResponseBody.model_fields.keys()
     wanted = Parameters(
         **{name: getattr(body, name) for name in same},
@@ -205,6 +235,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
+    wanted = behind_thinking(builder, wanted, thinking, body.thinking_token_budget)
     return builder.plan([prompt], wanted, prefix="resp")
 
 
@@ -253,23 +284,23 @@ class ResponseAnswer:
     async def _events(self, running: Generation) -> AsyncGenerator[Event]:
         """Yield the events; the last one has the whole response."""
         output = OutputItems(self.plan, self.tools, self.known)
-        reader = self.tools.reader()
+        reader = self.tools.reader(self.plan.choices[0].rules.thinking)
         finish: FinishReason | None = None
-        logprobs: list[dict[str, Any]] = []
+        unscored: list[TextToken] = []  # tokens whose log-probabilities no event has had
         yield {"type": "response.created", "response": self._response("in_progress", [])}
         yield {"type": "response.in_progress", "response": self._response("in_progress", [])}
+        parts: tuple[str | Thought | CallPiece, ...]
         deltas = (delta async for step in running.steps() for _, delta in step)  # of the only choice
         async for delta in deltas:
             finish = delta.finish
-            if self.body.wants_logprobs:
-                logprobs += chat_logprobs(self.tokenizer, delta.tokens)["content"]
-            parts = (delta.text,) if reader is None else reader.push(delta.text, ended=finish is not None).parts
+            unscored += delta.tokens if self.body.wants_logprobs else ()
+            parts = (delta.text,) if delta.text else ()
+            if reader is not None:
+                parts = reader.push(delta.text, ended=finish is not None).parts
             for part in parts:
-                if part:
-                    for event in output.text(part, logprobs) if isinstance(part, str) else output.call(part):
-                        yield event
-                if part and isinstance(part, str):
-                    logprobs = []
+                for event in output.part(part, self._logprobs(running, unscored) if isinstance(part, str) else []):
+                    yield event
+        logprobs = self._logprobs(running, unscored)
         if not output.items or logprobs:
             for event in output.text("", logprobs):
                 yield event
@@ -283,7 +314,9 @@ class ResponseAnswer:
             "input_tokens": figures["prompt_tokens"],
             "input_tokens_details": {**figures["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": figures["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": figures["completion_tokens_details"]["reasoning_tokens"],
+            },
             "total_tokens": figures["total_tokens"],
         }
         response["spaceserve"] = statistics(self.plan, running.choices)
@@ -294,6 +327,14 @@ class ResponseAnswer:
         if self.keep is not None:
             response["store"] = await self.keep(response)
         yield {"type": f"response.{status}", "response": response}
+
+    def _logprobs(self, running: Generation, tokens: list[TextToken]) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens that are no reasoning, and clear the list."""
+        is_reasoning = running.choices[0].text_stream.is_reasoning
+        entries: list[dict[str, Any]]
+        entries = chat_logprobs(self.tokenizer, [token for token in tokens if not is_reasoning(token)])["content"]
+        tokens.clear()
+        return entries
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
         sampling, body = self.plan.choices[0].request.sampling, self.body

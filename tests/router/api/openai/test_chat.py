@@ -43,7 +43,14 @@ async def test_a_templates_variables_can_be_set(start: Any) -> None:
         answer = await router.post("/v1/chat/completions", messages=USER, **both)
         assert answer.json()["error"]["param"] == "reasoning_effort"
         answer = await router.post("/v1/chat/completions", messages=USER, chat_template_kwargs={"nonsense": 1})
-        assert "enable_thinking, reasoning_effort" in answer.json()["error"]["message"]
+        assert answer.status_code == 200
+        assert "'nonsense' is no variable" in answer.headers["warning"]
+        assert "there are: enable_thinking, reasoning_effort" in answer.headers["warning"]
+        for name in ("enable_thinking", "reasoning_effort"):
+            value = True if name == "enable_thinking" else "low"
+            assert "warning" not in (await router.post("/v1/chat/completions", messages=USER, **{name: value})).headers
+        assert await prompt(router, enable_thinking=True) == "THINK <user>Hi</><assistant>"
+        assert await prompt(router, chat_template_kwargs={"messages": []}) == "<user>Hi</><assistant>"
 
 
 async def test_an_effort_of_none_is_what_a_template_without_the_variable_does_anyway(start: Any) -> None:

@@ -280,7 +280,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "no `tools`"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "none of"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text", ""),
-    ({"reasoning": {"effort": "high"}}, "reasoning", "no variable"),
+    ({"reasoning": {"effort": "high"}, "chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning", "give one"),
     ({"store": "yes"}, "store", "boolean"),
     ({"model": "nobody"}, "model", "not served"),
     ({"temperature": 3}, "temperature", "2"),

@@ -331,9 +331,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [
         {"id": "1", "function": {"name": "f", "arguments": "{}"}}]}]}, "messages", "tool_calls"),
     ({"messages": [{"role": "assistant"}]}, "messages", "tool_calls"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", "no variable"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "no variable"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "no variable"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}}, "reasoning_effort", "give one"),
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking", "give one"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages", "reasoning_content"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "one of them"),
     ({"continue_final_message": True, "messages": [*USER, {"role": "assistant", "content": ""}]},
      "continue_final_message", "content"),

@@ -1,0 +1,243 @@
+"""Reasoning is told from the answer behind it, whatever the pieces a text comes in."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from space_common.grammar import compile_grammar, lark
+from space_router.config import REASONING_PARSERS, ServeConfig, settings
+from space_router.text import tool_calls
+from space_router.text.harmony import MARKERS
+from space_router.text.reasoning import (
+    FORMATS,
+    AnswerReasoning,
+    ThinkingEnd,
+    ThinkingRules,
+    at_end,
+    form_with,
+    recognised,
+)
+from space_router.text.tool_calls import ToolCallReader
+
+TOOLS = frozenset({"f", "get_weather"})
+
+
+class Read(NamedTuple):
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]] = []  # noqa: RUF012 (of a tuple)
+
+
+def read(name: str, pieces: list[str], *, inside: bool = False, tools: str | None = "hermes") -> Read:
+    answer = None if tools is None else tool_calls.FORMATS[tools].form
+    reader = ToolCallReader(form_with(AnswerReasoning(FORMATS[name], inside), answer), TOOLS)
+    reasoning, content, calls = "", "", []
+    for place, piece in enumerate([*pieces, ""]):
+        said = reader.push(piece, ended=place == len(pieces))
+        reasoning, content = reasoning + said.reasoning, content + said.content
+        for part in said.calls:
+            if part.name is not None:
+                calls.append((part.name, ""))
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+    return Read(reasoning, content, calls)
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"city":"San Francisco"}<|call|>'
+)
+TEXTS: list[tuple[str, bool, str, Read]] = [
+    ("qwen3", False, "<think>\nOne.\nTwo.\n</think>\n\nThree.", Read("One.\nTwo.", "Three.")),
+    ("qwen3", True, "One.\n</think>\n\nThree.", Read("One.", "Three.")),
+    ("qwen3", True, "<think>\nOne.\n</think>\n\nThree.", Read("One.", "Three.")),
+    ("qwen3", False, "Three.", Read("", "Three.")),
+    ("qwen3", False, "  Three. <think>x</think>", Read("", "  Three. <think>x</think>")),
+    ("qwen3", False, "<think>\n\n</think>\n\nThree.", Read("", "Three.")),
+    ("qwen3", True, "One, cut o", Read("One, cut o", "")),
+    ("qwen3", True, "One </thin", Read("One </thin", "")),
+    ("qwen3", False, "<thin", Read("", "<thin")),
+    ("qwen3", True, f"I call f.</think>\n\n{CALL}", Read("I call f.", "", [("f", '{"a": 1}')])),
+    ("qwen3", True, f"Not {CALL} yet</think>Yes\n{CALL}", Read(f"Not {CALL} yet", "Yes", [("f", '{"a": 1}')])),
+    ("deepseek_r1", True, "a </thi> b</think>c", Read("a </thi> b", "c")),
+    ("glm45", False, "\n<think>One</think>\nTwo", Read("One", "Two")),
+    ("deepseek_r1", False, "<think>a</think>\n<response>b</response>", Read("a", "b")),
+    ("granite", False, "Here is my thought process:\nOne.\n\nHere is my response:\n Two", Read("One.", "Two")),
+    ("granite", False, "Here's my thought process: One. Here's my response: Two", Read("One.", "Two")),
+    ("granite", False, "Here is my answer.", Read("", "Here is my answer.")),
+    ("mistral", False, "[THINK]One[/THINK]Two", Read("One", "Two")),
+    ("seed_oss", True, "One\n</seed:think>\nTwo", Read("One", "Two")),
+    ("gemma4", False, "<|channel>thought\nOne\n<channel|>Two", Read("One", "Two")),
+    (
+        "openai_gptoss",
+        False,
+        "<|channel|>analysis<|message|>User asks.<|end|><|start|>assistant<|channel|>final<|message|>2 + 2 = 4.",
+        Read("User asks.", "2 + 2 = 4."),
+    ),
+    ("openai_gptoss", False, HARMONY_CALL, Read("Need to use function get_weather.", "",
+                                                [("get_weather", '{"city":"San Francisco"}')])),
+    (
+        "openai_gptoss",
+        False,
+        "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}',
+        Read("A", "I look.", [("f", '{"a": 1}')]),
+    ),
+    ("openai_gptoss", False, "<|channel|>final<|message|>Hi", Read("", "Hi")),
+    ("openai_gptoss", False, "<|channel|>analysis<|message|>cut <|en", Read("cut <|en", "")),
+    ("openai_gptoss", False, "<|channel|>analysis<|message|>A<|end|><|start|>assist", Read("A", "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "inside", "text", "wanted"), TEXTS)
+def test_a_text_is_reasoning_content_and_calls_whole_and_in_any_pieces(
+    name: str, inside: bool, text: str, wanted: Read
+) -> None:
+    assert read(name, [text], inside=inside) == wanted
+    assert read(name, list(text), inside=inside) == wanted
+    for place in range(len(text) + 1):
+        assert read(name, [text[:place], text[place:]], inside=inside) == wanted
+    if not wanted.calls and "<tool_call>" not in text:
+        assert read(name, [text], inside=inside, tools=None) == wanted
+
+
+@pytest.mark.parametrize(("name", "inside", "text"), [row[:3] for row in TEXTS])
+def test_the_end_of_reasoning_is_found_in_any_pieces(name: str, inside: bool, text: str) -> None:
+    thinking = AnswerReasoning(FORMATS[name], inside)
+
+    def found(*pieces: str) -> int | None:
+        end = ThinkingEnd(thinking)
+        for piece in pieces:
+            end.push(piece)
+        return end.position
+
+    whole = found(text)
+    reasoning = read(name, [text], inside=inside).reasoning
+    assert (whole == 0) == (not inside and not text.lstrip().startswith(thinking.format.starts)) or whole is None
+    if whole:
+        assert text[:whole].endswith(thinking.format.ends)
+        assert reasoning in text[:whole]
+    for place in range(len(text) + 1):
+        assert found(text[:place], text[place:]) == whole
+    assert found(*text) == whole
+
+
+def test_an_answer_begins_in_reasoning_where_its_prompt_ends_in_it() -> None:
+    known = FORMATS["qwen3"]
+    assert at_end(known, "<|im_start|>assistant\n<think>\n") == AnswerReasoning(known, inside=True)
+    assert at_end(known, "<|im_start|>assistant\n") == AnswerReasoning(known, inside=False)
+    assert at_end(known, "<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{%- set reasoning_content = message.content.split('</think>')[0] -%}", "deepseek_r1"),
+        ("{{ '<seed:think>' + x + '</seed:think>' }}", "seed_oss"),
+        ("{{ '[THINK]' + block.thinking + '[/THINK]' }}", "mistral"),
+        ("{{- '<|start|>assistant<|channel|>analysis<|message|>' }}", "openai_gptoss"),
+        ("{{ '<|channel>thought\\n' }}", "gemma4"),
+        ("Write your thoughts after 'Here is my thought process:'", "granite"),
+        ("{{ message.content }}", None),
+    ],
+)
+def test_the_format_is_recognised_by_the_template(template: str, name: str | None) -> None:
+    known = recognised(template)
+    assert (None if known is None else known.name) == name
+
+
+def test_every_format_can_be_asked_for_by_its_name() -> None:
+    assert sorted(FORMATS) == list(REASONING_PARSERS)
+    _, flag = settings()["reasoning_parser"]
+    assert [flag.parse(name) for name in ("auto", "off", *FORMATS)] == ["auto", "off", *FORMATS]
+    assert ServeConfig().reasoning_parser == "auto"
+
+
+END_ID, START_ID, EOS_ID = 256, 257, 258
+
+
+class Words:
+    """Bytes, the two markers as tokens of text, and harmony's as special ones."""
+
+    bos_token_id = None
+    eos_token_id = EOS_ID
+    special_token_ids = tuple(range(EOS_ID, EOS_ID + 1 + len(MARKERS)))
+    tokens = (
+        *(bytes([byte]) for byte in range(256)), b"</think>", b"<think>", b"<end>", *(text.encode() for text in MARKERS)
+    )  # fmt: skip
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+TOKENIZER = LLTokenizer(TokenizerWrapper(Words()))
+IDS = {"</think>": END_ID, "<think>": START_ID} | {text: EOS_ID + 1 + place for place, text in enumerate(MARKERS)}
+NUM_IDS = len(Words.tokens)
+ANSWERS = [
+    ("json_schema", '{"type": "object", "required": ["x"]}', '{"x": 1}', '{"y": 1}'),
+    ("json_object", "", '{"y": 1}', "[1]"),
+    ("regex", "a+/b", "aa/b", "ab"),
+    ("choice", '["yes", "no \\"thing\\""]', 'no "thing"', "perhaps"),
+    ("lark", 'start: "a" B\nB: /b+/', "abb", "b"),
+]
+
+
+def ids(*pieces: str) -> list[int]:
+    """Markers as their ids where they are a piece, other pieces as bytes."""
+    return [id_ for piece in pieces for id_ in ([IDS[piece]] if piece in IDS else piece.encode())]
+
+
+def allows(grammar: str, *pieces: str) -> bool:
+    matcher: LLMatcher = compile_grammar(TOKENIZER, "lark", grammar)
+    return matcher.try_consume_tokens(ids(*pieces)) == len(ids(*pieces)) and matcher.is_accepting()
+
+
+def rules(name: str, *, inside: bool, budget: int | None = None, known: Any = IDS) -> ThinkingRules:
+    return ThinkingRules.of(AnswerReasoning(FORMATS[name], inside), known.get, budget, NUM_IDS)
+
+
+@pytest.mark.parametrize(("kind", "source", "right", "wrong"), ANSWERS)
+@pytest.mark.parametrize("known", [IDS, {}])
+def test_a_grammar_begins_behind_the_reasoning(kind: str, source: str, right: str, wrong: str, known: Any) -> None:
+    answer = lark(kind, source)
+    end = "</think>" if known else "</thi", "" if known else "nk>"
+    inside = rules("qwen3", inside=True, known=known).before(answer)
+    assert allows(inside, 'I {"think', *end, right)
+    assert allows(inside, "\n", *end, "\n\n", right)
+    assert not allows(inside, "I think", *end, wrong)
+    assert not allows(inside, right)
+    free = rules("qwen3", inside=False).before(answer)
+    assert allows(free, right)
+    assert allows(free, "<think>", "hm", "</think>", "\n", right)
+    assert not allows(free, "<think>", "hm", "</think>", wrong)
+    assert not allows(free, wrong)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 5])
+def test_a_budget_ends_reasoning_at_its_last_token(budget: int) -> None:
+    inside = rules("qwen3", inside=True, budget=budget).before(None)
+    free = rules("qwen3", inside=False, budget=budget).before(None)
+    for used in range(7):
+        fits = used <= budget
+        thought = ("x" * used, "</think>", "the <|call|> rest", "<|call|>", "!")
+        assert allows(inside, *thought) == fits
+        assert allows(free, "<think>", *thought) == fits
+        assert allows(free, "\n", "<think>", *thought) == fits
+    assert allows(free, "no reasoning at all", "<|call|>")
+    matcher = compile_grammar(TOKENIZER, "lark", inside)
+    assert matcher.try_consume_tokens(ids("x" * budget)) == budget
+    mask = matcher.compute_bitmask()
+    allowed = [id_ for id_ in range(NUM_IDS) if mask[id_ // 8] >> (id_ % 8) & 1]
+    assert allowed == [END_ID]
+
+
+def test_the_channels_of_harmony_have_the_same_rules() -> None:
+    head = ("<|channel|>", "analysis", "<|message|>")
+    tail = ("<|end|>", "<|start|>", "assistant", "<|channel|>")
+    answer = rules("openai_gptoss", inside=False).before(lark("json_object", ""))
+    assert allows(answer, *head, "hm", *tail, "final", "<|message|>", '{"a": 1}')
+    assert allows(answer, "<|channel|>", "final", "<|message|>", '{"a": 1}')
+    assert not allows(answer, *head, "hm", *tail, "final", "<|message|>", "text")
+    short = rules("openai_gptoss", inside=False, budget=2).before(None)
+    assert allows(short, *head, "ab", *tail, "final", "<|message|>", "hello")
+    assert not allows(short, *head, "abc", *tail, "final", "<|message|>", "hello")
