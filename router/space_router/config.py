@@ -58,6 +58,12 @@ _own_memory = partial(_memory, own_workers=True)
 _own_process = partial(_process, own_workers=True)
 
 
+TOOL_CALL_PARSERS = (
+    "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2",
+    "openai", "granite", "phi4_mini_json", "functools", "nemotron_json", "lfm2", "seed_oss", "minimax_m2",
+)  # fmt: skip
+"""Names of `space_router.text.tool_parsers.formats.FORMATS`."""
+
 REASONING_PARSERS = (
     "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "hunyuan_a13b", "kimi_k2", "minimax_m2", "mistral",
     "nemotron_v3", "openai_gptoss", "qwen3", "seed_oss", "step3",
@@ -139,11 +145,11 @@ class ServeConfig:
     """most tokens of one sequence, prompt and output together; default: the checkpoint's own window"""
     chat_template: str | None = _model(None, text("NAME|PATH"))
     """chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own"""
-    tool_call_parser: str = _model(
-        "auto", one_of("auto", "off", "hermes", "llama3_json", "mistral", "pythonic", metavar="auto|off|NAME")
-    )
+    tool_call_parser: str = _model("auto", one_of("auto", "off", *TOOL_CALL_PARSERS, metavar="auto|off|NAME"))
     """format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]),
-    pythonic ([f(a=1)]); auto takes the one that the chat template tells the model; off leaves calls in the text"""
+    pythonic ([f(a=1)]), qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, openai (harmony), granite,
+    phi4_mini_json, functools, nemotron_json, lfm2, seed_oss, minimax_m2; auto takes the one that the chat template
+    tells the model; off leaves calls in the text"""
     reasoning_parser: str = _model("auto", one_of("auto", "off", *REASONING_PARSERS, metavar="auto|off|NAME"))
     """format of the model's reasoning, by vLLM's names: deepseek_r1, deepseek_v3, glm45, hunyuan_a13b, kimi_k2,
     minimax_m2, nemotron_v3, qwen3, step3 (<think>), gemma4, granite, mistral ([THINK]), openai_gptoss, seed_oss; auto

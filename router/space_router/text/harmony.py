@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable
 
-from space_router.text.tool_calls import CallCollector, Cursor, Reading, content_until
+from space_router.text.tool_calls import CallCollector, Cursor, Reading, Tools, content_until
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -18,7 +18,7 @@ _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
-def harmony(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def harmony(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """Parse messages: those on the channel analysis are reasoning, those to a known function calls, others content."""
     while (yield from cursor.peek()):
         yield from content_until(cursor, output, (CHANNEL, START, " to="))
@@ -56,7 +56,7 @@ def _call(name: str, cursor: Cursor, output: CallCollector) -> Reading[None]:
 
 
 def _body(cursor: Cursor, output: CallCollector, give: Callable[[str], None]) -> Reading[None]:
-    yield from content_until(cursor, output, (END, CALL, RETURN, START, CHANNEL), give=give)
+    yield from content_until(cursor, output, (END, CALL, RETURN, START, CHANNEL), give=give, all_text=False)
 
 
 def _is_json(text: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from space_router.text.harmony import CHANNEL, END, MARKERS, MESSAGE, START, harmony
-from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, content_until
+from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, Tools, content_until
 
 SPACE = " \t\r\n"
 
@@ -127,7 +127,7 @@ def form_with(thinking: AnswerReasoning, answer: Form | None) -> Form:
     """Return the parser of an answer that may begin with reasoning; `answer` parses what follows, None: no calls."""
     known = thinking.format
 
-    def form(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+    def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
         if known.channels:
             yield from harmony(cursor, output, tools)
             return
@@ -153,7 +153,7 @@ def form_with(thinking: AnswerReasoning, answer: Form | None) -> Form:
     return form
 
 
-def plain(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def plain(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """A text without calls."""
     while (yield from cursor.peek()):
         output.content(cursor.text[cursor.at :])

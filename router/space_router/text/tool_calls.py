@@ -8,7 +8,7 @@ next to a call is content only between two pieces of content.
 import ast
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -174,7 +174,10 @@ class CallCollector:
         return parsed
 
 
-Form: TypeAlias = Callable[[Cursor, CallCollector, frozenset[str]], Reading[None]]
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The tools that may be called: the JSON schemas of their arguments, by name."""
+
+Form: TypeAlias = Callable[[Cursor, CallCollector, Tools], Reading[None]]
 """Parser of one model family's format: reads the cursor to its end and reports to the collector."""
 
 
@@ -185,12 +188,14 @@ class ToolCallReader:
     its name was certain is dropped, and if there is only one tool, it is a call of that with no arguments yet.
     """
 
-    def __init__(self, form: Form, tools: frozenset[str], *, forced: bool = False) -> None:
+    def __init__(self, form: Form, tools: Collection[str] | Tools, *, forced: bool = False) -> None:
+        """`tools`: their names, or also the schemas of their arguments, for formats that do not write JSON."""
         self._cursor = Cursor()
         self.output = CallCollector()
-        self._tools = tools
+        known: Tools = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
+        self._tools = known
         self._forced = forced
-        self._reading: Iterator[None] = form(self._cursor, self.output, tools)
+        self._reading: Iterator[None] = form(self._cursor, self.output, known)
 
     def push(self, text: str, *, ended: bool = False) -> ParsedText:
         """Read text; return the output that is now certain. `ended`: the text is complete."""
@@ -205,15 +210,20 @@ class ToolCallReader:
 
 
 def content_until(
-    cursor: Cursor, output: CallCollector, markers: tuple[str, ...], give: Callable[[str], None] | None = None
+    cursor: Cursor,
+    output: CallCollector,
+    markers: tuple[str, ...],
+    give: Callable[[str], None] | None = None,
+    *,
+    all_text: bool = True,
 ) -> Reading[bool]:
     """Report the text before the first of `markers` as content, or by `give`. Returns True at a marker, False at the
-    end of the text.
+    end of the text. `all_text`: if false, what may be the beginning of a marker at the end of the text is dropped.
     """
     give = output.content if give is None else give
     while True:
         places = [place for marker in markers if (place := cursor.text.find(marker, cursor.at)) >= 0]
-        if not cursor.ended:
+        if not (cursor.ended and all_text):
             places += [_start_of(marker, cursor.text, cursor.at) for marker in markers]
         place = min([*places, len(cursor.text)])
         give(cursor.text[cursor.at : place])
@@ -221,6 +231,7 @@ def content_until(
         if cursor.text.startswith(markers, place):
             return True
         if cursor.ended:
+            cursor.at = len(cursor.text)
             return False
         yield
 
@@ -240,9 +251,7 @@ OTHER_KEYS = frozenset({"type", "id"})
 MAX_UNCERTAIN = 16 * 1024  # A candidate that is still not known to be a call after this many characters is content
 
 
-def call_object(
-    cursor: Cursor, output: CallCollector, tools: frozenset[str], *, needs_arguments: bool
-) -> Reading[bool]:
+def call_object(cursor: Cursor, output: CallCollector, tools: Tools, *, needs_arguments: bool) -> Reading[bool]:
     """Parse one call and report its arguments as they arrive. Returns False, reporting nothing, if it is not a call.
 
     The caller marks the start with `cursor.keep`; the mark is dropped once the object is known to be a call.
@@ -368,7 +377,7 @@ TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 
 
-def hermes(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def hermes(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number, anywhere."""
     while (yield from content_until(cursor, output, (OPEN,))):
         cursor.keep()
@@ -378,10 +387,10 @@ def hermes(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Read
             yield from cursor.skip()
             yield from cursor.takes(CLOSE)
         else:
-            _no_call(cursor, output, OPEN)
+            no_call(cursor, output, OPEN)
 
 
-def llama3_json(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def llama3_json(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`{"name": "f", "parameters": {...}}` at a line start or after <|python_tag|>; more calls after `;` or `,`."""
     begins = True  # only white space precedes it in its line
     while char := (yield from cursor.peek()):
@@ -390,7 +399,7 @@ def llama3_json(cursor: Cursor, output: CallCollector, tools: frozenset[str]) ->
             yield from cursor.skip()
             begins = False
             if not (yield from call_object(cursor, output, tools, needs_arguments=True)):
-                _no_call(cursor, output, "{" if char == "{" else PYTHON_TAG)
+                no_call(cursor, output, "{" if char == "{" else PYTHON_TAG)
                 continue
             found = True
             while found:
@@ -408,7 +417,7 @@ def llama3_json(cursor: Cursor, output: CallCollector, tools: frozenset[str]) ->
             begins = char == "\n" or (begins and char in " \t")
 
 
-def mistral(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def mistral(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}` for each call."""
     while (yield from content_until(cursor, output, (TOOL_CALLS,))):
         cursor.keep()
@@ -421,12 +430,12 @@ def mistral(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Rea
             yield from cursor.skip()
             found = yield from call_object(cursor, output, tools, needs_arguments=False)
         if not found:
-            _no_call(cursor, output, TOOL_CALLS)
+            no_call(cursor, output, TOOL_CALLS)
         elif listed:
-            yield from _rest_of_list(cursor, output, tools)
+            yield from rest_of_list(cursor, output, tools)
 
 
-def _rest_of_list(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def rest_of_list(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`, {...}, {...}]`"""
     while True:
         yield from cursor.skip()
@@ -440,7 +449,7 @@ def _rest_of_list(cursor: Cursor, output: CallCollector, tools: frozenset[str]) 
             return cursor.back()
 
 
-def _named_call(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[bool]:
+def _named_call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
     """`f[ARGS]{...}`, also with `[CALL_ID]...` before the arguments."""
     name = yield from cursor.run(_in_name, 64)
     if name not in tools:
@@ -457,7 +466,7 @@ def _named_call(cursor: Cursor, output: CallCollector, tools: frozenset[str]) ->
     return True
 
 
-def pythonic(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def pythonic(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`[f(a=1, b="x"), g()]` at the start of the text, alone or between <|python_start|> and <|python_end|>."""
     cursor.keep()
     yield from cursor.skip()
@@ -465,7 +474,7 @@ def pythonic(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Re
     yield from cursor.skip()
     num_before = output.num_calls
     if (yield from cursor.takes("[")):
-        yield from _python_calls(cursor, output, tools)
+        yield from python_calls(cursor, output, tools)
     if output.num_calls == num_before:
         cursor.back()
     while (yield from cursor.peek()):
@@ -473,7 +482,7 @@ def pythonic(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Re
         cursor.at = len(cursor.text)
 
 
-def _python_calls(cursor: Cursor, output: CallCollector, tools: frozenset[str]) -> Reading[None]:
+def python_calls(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """Parse `f(a=1), g()]`; the cursor returns to the start of anything that is not a call."""
     while True:
         yield from cursor.skip()
@@ -541,11 +550,20 @@ def _in_name(char: str) -> bool:
     return char.isascii() and (char.isalnum() or char in "_-.")
 
 
-def _no_call(cursor: Cursor, output: CallCollector, word: str) -> None:
+def no_call(cursor: Cursor, output: CallCollector, word: str) -> None:
     """Report `word`, which starts at the mark and does not begin a call, as content, and continue after it."""
     cursor.back()
     cursor.at += len(word)
     output.content(word)
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """How one argument is generated where arguments are no JSON: `before_key KEY behind_key VALUE behind_value`."""
+
+    before_key: str
+    behind_key: str
+    behind_value: str
 
 
 @dataclass(frozen=True)
@@ -559,63 +577,8 @@ class ToolCallLayout:
     opening: str = ""
     between: str = ""
     closing: str = ""
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """A format: how its calls are parsed, and how they are required."""
-
-    name: str
-    form: Form
-    markers: tuple[str, ...]  # special tokens that the parser needs
-    layout: ToolCallLayout | None  # None: calls are parsed, but cannot be required
-    short_ids: bool = False  # templates of this format need ids of nine letters and digits
-
-
-_HERMES = ToolFormat(
-    "hermes",
-    hermes,
-    (OPEN, CLOSE),
-    ToolCallLayout('\n{"name": "', '", "arguments": ', "}\n" + CLOSE, trigger=OPEN, between="\n" + OPEN),
-)
-_LLAMA_3 = ToolFormat(
-    "llama3_json",
-    llama3_json,
-    (PYTHON_TAG,),
-    ToolCallLayout('{"name": "', '", "parameters": ', "}", between="; "),
-)
-_MISTRAL = ToolFormat(
-    "mistral",
-    mistral,
-    (TOOL_CALLS, CALL_ID, ARGS),
-    ToolCallLayout('{"name": "', '", "arguments": ', "}", trigger=TOOL_CALLS, opening="[", between=", ", closing="]"),
-    short_ids=True,
-)
-_MISTRAL_NAMED = replace(_MISTRAL, layout=ToolCallLayout("", ARGS, "", trigger=TOOL_CALLS, between=TOOL_CALLS))
-_PYTHONIC = ToolFormat("pythonic", pythonic, (PYTHON_START, PYTHON_END), None)
-
-FORMATS: Mapping[str, ToolFormat] = {one.name: one for one in (_HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC)}
-"""Formats by their `--tool-call-parser` name."""
-
-_PYTHON_CALL = re.compile(r"\[\s*\w+\(\w+\s*=")
-
-
-def named(name: str, template: str) -> ToolFormat:
-    """Return the format of this name, in the variant that the template mentions."""
-    return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
-
-
-def recognised(template: str) -> ToolFormat | None:
-    """Return the format that a chat template instructs the model to use, or None if it is not supported."""
-    if TOOL_CALLS in template:
-        return named("mistral", template)
-    if OPEN in template:
-        return None if "<function=" in template else _HERMES
-    if PYTHON_START in template or _PYTHON_CALL.search(template):
-        return _PYTHONIC
-    if PYTHON_TAG in template or ('"parameters"' in template and '"name"' in template):
-        return _LLAMA_3
-    return None
+    alone: bool = False  # no grammar allows both it and other text
+    parameter: ParameterLayout | None = None  # None: the arguments are JSON
 
 
 SpecialId = Callable[[str], int | None]  # Maps a text to the id of its special token, or None
@@ -644,7 +607,7 @@ def calls_or(
         begins = r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + _CALL_KEYS + r")\"(?s:.*)"
         start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{begins}/"
     else:
-        marker = re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", trigger)  # as a regular expression between slashes
+        marker = _pattern(trigger)
         plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
         special = special_id(trigger)
         head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
@@ -653,15 +616,69 @@ def calls_or(
 
 
 def _rules(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> list[str]:
-    terminal = {name: _terminal(text, special_id) for name, text in vars(layout).items()}
+    terminal = {name: _terminal(text, special_id) for name, text in vars(layout).items() if isinstance(text, str)}
     more = f"({_joined(terminal['between'], 'call')})*" if many else ""
     rules = ["calls: " + _joined(terminal["opening"], "call", more, terminal["closing"])]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, (name, schema) in enumerate(tools.items()):
         head = _terminal(layout.before_name + name + layout.before_arguments, special_id)
         rules.append(f"call_{index}: {_joined(head, f'arguments_{index}', terminal['behind_arguments'])}")
-        rules.append(f"arguments_{index}: {_json(schema)}")
+        if layout.parameter is None:
+            rules.append(f"arguments_{index}: {_json(schema)}")
+        else:
+            rules += _parameters(layout.parameter, index, schema, special_id)
+    if layout.parameter is not None:
+        rules += [*_text_until(layout.parameter.behind_value, special_id), "KEY: /[A-Za-z0-9_-]{1,64}/"]
     return rules
+
+
+def _text_until(end: str, special_id: SpecialId) -> list[str]:
+    """Return the rule `text_value`: any text, and what ends it."""
+    if next((part for part in _TOKEN.findall(end) if special_id(part) is not None), None) is None:
+        return [f"text_value[lazy]: /(?s:.*){_pattern(end)}/"]
+    return [f"text_value: TEXT {_terminal(end, special_id)}", "TEXT: /(?s:.*)/"]
+
+
+def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
+    """Return the rules of a call's arguments in the order of the schema; optional ones may be left out."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    known = properties if isinstance(properties, Mapping) else {}
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    order = dict.fromkeys([*known, *names])
+    end = _terminal(layout.behind_value, special_id)
+    rules, parts = [], []
+    for place, key in enumerate(order):
+        value = known.get(key)
+        parts.append(f"parameter_{index}_{place}" + ("" if key in names else "?"))
+        head = _terminal(layout.before_key + key + layout.behind_key, special_id)
+        rules.append(f"parameter_{index}_{place}: {head} {_value(value, schema, end)}")
+    if not known:
+        key = _joined(_terminal(layout.before_key, special_id), "KEY", _terminal(layout.behind_key, special_id))
+        rules.append(f"any_{index}: {key} text_value")
+        parts.append(f"any_{index}*")
+    return [f"arguments_{index}: " + _joined(*parts), *rules]
+
+
+def _value(value: Any, schema: Mapping[str, Any], end: str) -> str:
+    """Return the rule of one argument's value and what ends it."""
+    if not isinstance(value, Mapping):
+        return "text_value"
+    choices = value.get("enum")
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}) {end}"
+    if value.get("type", "string") == "string" and not value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"}:
+        return "text_value"
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return f"{_json({**shared, **value})} {end}"
+
+
+_TOKEN = re.compile(r"\[[A-Z_]+\]|<[^<>\s]+>")
+
+
+def _pattern(text: str) -> str:
+    """Return a text as a regular expression between slashes."""
+    return re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", text).replace("\n", r"\n")
 
 
 def _json(schema: Mapping[str, Any]) -> str:

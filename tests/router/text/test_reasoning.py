@@ -6,7 +6,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar, lark
 from space_router.config import REASONING_PARSERS, ServeConfig, settings
-from space_router.text import tool_calls
 from space_router.text.harmony import MARKERS
 from space_router.text.reasoning import (
     FORMATS,
@@ -18,6 +17,7 @@ from space_router.text.reasoning import (
     recognised,
 )
 from space_router.text.tool_calls import ToolCallReader
+from space_router.text.tool_parsers import formats
 
 TOOLS = frozenset({"f", "get_weather"})
 
@@ -29,7 +29,7 @@ class Read(NamedTuple):
 
 
 def read(name: str, pieces: list[str], *, inside: bool = False, tools: str | None = "hermes") -> Read:
-    answer = None if tools is None else tool_calls.FORMATS[tools].form
+    answer = None if tools is None else formats.FORMATS[tools].form
     reader = ToolCallReader(form_with(AnswerReasoning(FORMATS[name], inside), answer), TOOLS)
     reasoning, content, calls = "", "", []
     for place, piece in enumerate([*pieces, ""]):
@@ -84,7 +84,7 @@ TEXTS: list[tuple[str, bool, str, Read]] = [
         Read("A", "I look.", [("f", '{"a": 1}')]),
     ),
     ("openai_gptoss", False, "<|channel|>final<|message|>Hi", Read("", "Hi")),
-    ("openai_gptoss", False, "<|channel|>analysis<|message|>cut <|en", Read("cut <|en", "")),
+    ("openai_gptoss", False, "<|channel|>analysis<|message|>cut <|en", Read("cut", "")),
     ("openai_gptoss", False, "<|channel|>analysis<|message|>A<|end|><|start|>assist", Read("A", "")),
 ]  # fmt: skip
 

@@ -8,18 +8,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import ServeConfig, settings
-from space_router.text.tool_calls import (
-    FORMATS,
-    CallPiece,
-    ToolCallLayout,
-    ToolCallReader,
-    calls_only,
-    calls_or,
-    named,
-    recognised,
-)
+from space_router.text.tool_calls import CallPiece, ToolCallLayout, ToolCallReader, calls_only, calls_or
+from space_router.text.tool_parsers import formats
+from space_router.text.tool_parsers.formats import named, recognised
 
 TOOLS = frozenset({"f", "get_weather"})
+FORMATS = {name: formats.FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "pythonic")}
 
 
 class Read(NamedTuple):
@@ -228,7 +222,7 @@ def test_a_hundred_thousand_characters_are_read_in_no_time_to_speak_of() -> None
         ('respond with {"name": function name, "parameters": dictionary}', "llama3_json"),
         ("<|python_tag|>", "llama3_json"),
         ("in the format [func_name(param=value)]", "pythonic"),
-        ("<tool_call><function=f><parameter=a>", None),
+        ("<tool_call><function=f><parameter=a>", "qwen3_coder"),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
     ],
 )
@@ -240,8 +234,8 @@ def test_the_format_is_recognised_by_the_templates_own_words(template: str, name
 def test_every_format_can_be_asked_for_by_its_name() -> None:
     field, flag = settings()["tool_call_parser"]
     assert field.default == ServeConfig().tool_call_parser == "auto"
-    assert [flag.parse(name) for name in FORMATS] == list(FORMATS)
-    with pytest.raises(ValueError, match=", ".join(["auto", "off", *FORMATS])):
+    assert [flag.parse(name) for name in formats.FORMATS] == list(formats.FORMATS)
+    with pytest.raises(ValueError, match=", ".join(["auto", "off", *formats.FORMATS])):
         flag.parse("nonsense")
 
 

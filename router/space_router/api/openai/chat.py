@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -30,7 +30,9 @@ from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
 from space_router.text.reasoning import AnswerReasoning, form_with
 from space_router.text.text_stream import FinishReason, TextDelta
-from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallReader, ToolFormat
+from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallReader
+from space_router.text.tool_parsers import formats
+from space_router.text.tool_parsers.formats import ToolFormat
 from space_router.text.written_numbers import WrittenNumber
 
 
@@ -163,7 +165,7 @@ class ToolUse:
     """Validated tool use: the tools that the model sees and may call, and the grammar that enforces it."""
 
     shown: tuple[Mapping[str, Any], ...] = ()  # tools passed to the chat template
-    names: frozenset[str] = frozenset()  # tools that the model may call
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of tools that the model may call, by name
     format: ToolFormat | None = None  # None: calls are not parsed
     grammar: Grammar | None = None
     markers: frozenset[int] = frozenset()  # special ids that the parser needs in the text
@@ -174,7 +176,7 @@ class ToolUse:
         form = None if self.format is None else self.format.form
         if thinking is not None:
             form = form_with(thinking, form)
-        return None if form is None else ToolCallReader(form, self.names, forced=self.forced)
+        return None if form is None else ToolCallReader(form, self.schemas, forced=self.forced)
 
     def call_id(self, seed: int, choice: PlannedChoice, index: int) -> str:
         """Return a call's id: reproducible for a request and seed, and unique within a conversation."""
@@ -208,7 +210,7 @@ def tool_use(
     markers = (_special_id(builder, text) for text in (known.markers if known else ()))
     return ToolUse(
         shown=tuple(_shown(tool) for tool in tools),
-        names=frozenset(callable_),
+        schemas={tool.function.name: _schema(tool) for tool in called},
         format=known,
         grammar=_grammar(builder, known, called, mode, parallel=parallel, answer=answer),
         markers=frozenset(id_ for id_ in markers if id_ is not None),
@@ -267,13 +269,13 @@ def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
         case "off":
             return None
         case "auto":
-            known = tool_calls.recognised(template)
+            known = formats.recognised(template)
         case name:
-            known = tool_calls.named(name, template)
+            known = formats.named(name, template)
     if known is None:
         raise InvalidRequest(
             "The chat template tells of no format of tool calls that is known here. Start the server with "
-            f"`--tool-call-parser` ({', '.join(tool_calls.FORMATS)}, or off to leave calls in the text).",
+            f"`--tool-call-parser` ({', '.join(formats.FORMATS)}, or off to leave calls in the text).",
             param="tools",
             code="unsupported_parameter",
         )
@@ -300,6 +302,10 @@ def _grammar(
     if mode == "auto" and parallel and not strict and (answer is None or known is None):
         return answer
     param = "tool_choice" if mode != "auto" else "tools" if strict else "parallel_tool_calls" if not parallel else ""
+    if known is not None and known.layout is not None and known.layout.alone and mode == "auto":
+        if answer is None and not strict:
+            return None  # an answer has one call at most
+        known = replace(known, layout=None)
     if known is None or known.layout is None:
         what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
         raise InvalidRequest(

@@ -11,7 +11,8 @@ from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
 from space_router.config import ServeConfig
 from space_router.http_server.body import validate
 from space_router.text import tool_calls as tool_call_forms
-from space_router.text.tool_calls import FORMATS
+from space_router.text.tool_parsers import formats
+from space_router.text.tool_parsers.formats import FORMATS
 
 USER = [{"role": "user", "content": "How is the weather?"}]
 PARAMETERS = {
@@ -233,7 +234,7 @@ async def test_special_tokens_that_mark_a_call_are_seen_although_they_are_skippe
     """The test's vocabulary has <|im_start|> as a special token: here it is Mistral's marker."""
     monkeypatch.setattr(tool_call_forms, "TOOL_CALLS", "<|im_start|>")
     marked = replace(FORMATS["mistral"], markers=("<|im_start|>",))
-    monkeypatch.setattr(tool_call_forms, "named", lambda name, template: marked)
+    monkeypatch.setattr(formats, "named", lambda name, template: marked)
     reply = '<|im_end|><|im_start|>[{"name": "now", "arguments": {}}]'
     async with start(reply + END, config=ServeConfig(tool_call_parser="mistral"), chat=TEMPLATE, **ROOM) as router:
         message = (await chat(router))["choices"][0]["message"]

@@ -1,0 +1,67 @@
+"""Calls between marker tokens, with arguments in JSON: DeepSeek V3, V3.1 and R1, and Kimi K2."""
+
+from space_router.text.tool_calls import CallCollector, Cursor, Reading, Tools, brackets, content_until, no_call
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+FENCE, FENCE_END = "```json", "```"
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_END, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+
+
+def deepseek(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """`function<sep>f` and arguments in a fence (V3, R1), or `f<sep>{...}` (V3.1), between call markers."""
+    while (yield from content_until(cursor, output, (CALLS, CALL))):
+        cursor.keep()
+        word = CALLS if (yield from cursor.takes(CALLS)) else CALL
+        yield from cursor.skip()
+        if word == CALLS:
+            yield from cursor.takes(CALL)
+        else:
+            yield from cursor.takes(word)
+        name = (yield from cursor.run(_in_line, 128)).strip()
+        yield from cursor.takes(SEPARATOR)
+        yield from cursor.skip()
+        if (yield from cursor.peek()) != "{":
+            name = (yield from cursor.run(_in_line, 128)).strip()
+            yield from cursor.skip()
+            yield from cursor.takes(FENCE)
+            yield from cursor.skip()
+        if name not in tools or (yield from cursor.peek()) != "{":
+            no_call(cursor, output, word)
+            continue
+        yield from _call(cursor, output, name)
+        for behind in (FENCE_END, CALL_END, CALLS_END):
+            yield from cursor.skip()
+            yield from cursor.takes(behind)
+
+
+def kimi(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """`functions.f:0`, and arguments behind a marker, between call markers."""
+    while (yield from content_until(cursor, output, (SECTION, KIMI_CALL))):
+        cursor.keep()
+        word = SECTION if (yield from cursor.takes(SECTION)) else KIMI_CALL
+        yield from cursor.skip()
+        yield from cursor.takes(KIMI_CALL)
+        written = (yield from cursor.run(_in_line, 128)).strip()
+        name = written.removeprefix("functions.").rpartition(":")[0] or written.removeprefix("functions.")
+        yield from cursor.takes(KIMI_ARGUMENTS)
+        yield from cursor.skip()
+        if name not in tools or (yield from cursor.peek()) != "{":
+            no_call(cursor, output, word)
+            continue
+        yield from _call(cursor, output, name)
+        for behind in (KIMI_END, SECTION_END):
+            yield from cursor.skip()
+            yield from cursor.takes(behind)
+
+
+def _call(cursor: Cursor, output: CallCollector, name: str) -> Reading[None]:
+    output.call(name)
+    cursor.let_go()
+    output.is_whole = yield from brackets(cursor, output.arguments)
+
+
+def _in_line(char: str) -> bool:
+    return char not in "<\r\n{"

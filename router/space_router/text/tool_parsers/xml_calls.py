@@ -1,0 +1,99 @@
+"""Calls in XML-like tags with a tag for each parameter: Qwen3-Coder, Seed-OSS, MiniMax-M2."""
+
+import json
+from dataclasses import dataclass
+
+from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, Tools, content_until, no_call
+from space_router.text.tool_parsers.values import kinds_of, value_until
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a family writes its tags."""
+
+    opening: str  # before one call or several
+    closing: str
+    function: str  # its name follows
+    name_end: str
+    function_end: str
+    parameter: str  # its name follows
+    key_end: str
+    parameter_end: str = "</parameter>"
+
+
+QWEN = Tags("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
+SEED = Tags("<seed:tool_call>", "</seed:tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
+MINIMAX = Tags(
+    "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>", '<parameter name="', '">'
+)
+
+
+def xml_calls(tags: Tags) -> Form:
+    """Return the parser of a family. The opening tag may be missing, as models leave it out."""
+
+    def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+        while (yield from content_until(cursor, output, (tags.opening, tags.function))):
+            cursor.keep()
+            opened = yield from cursor.takes(tags.opening)
+            if not opened:
+                cursor.at += len(tags.function)
+            found = yield from _calls(tags, cursor, output, tools, begun=not opened)
+            if not found:
+                no_call(cursor, output, tags.opening if opened else tags.function)
+
+    return form
+
+
+def _calls(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools, *, begun: bool) -> Reading[bool]:
+    """Parse calls until their closing tag. `begun`: the first function tag is read already."""
+    num_calls = 0
+    while True:
+        if not begun:
+            if num_calls:
+                cursor.keep()
+            yield from cursor.skip()
+            if not (yield from cursor.takes(tags.function)):
+                if num_calls:
+                    cursor.let_go()
+                    yield from cursor.takes(tags.closing)
+                return num_calls > 0
+        begun = False
+        name = yield from cursor.run(lambda char: char not in tags.name_end + "<\n", 128)
+        if name not in tools or not (yield from cursor.takes(tags.name_end)):
+            if num_calls:
+                cursor.back()
+            return num_calls > 0
+        cursor.let_go()
+        output.call(name)
+        num_calls += 1
+        if not (yield from _parameters(tags, cursor, output, tools, name)):
+            return True
+
+
+def _parameters(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools, name: str) -> Reading[bool]:
+    """Parse the parameters of a call. Returns False if the text ends inside."""
+    output.arguments("{")
+    separator = ""
+    while True:
+        yield from cursor.skip()
+        if (yield from cursor.takes(tags.function_end)):
+            break
+        if not (yield from cursor.takes(tags.parameter)):
+            if not (yield from cursor.peek()):
+                return False
+            if cursor.text.startswith(tags.closing, cursor.at):
+                break
+            cursor.at += 1  # text between parameters has no meaning
+            continue
+        key = yield from cursor.run(lambda char: char not in tags.key_end + "\n", 256)
+        if not (yield from cursor.takes(tags.key_end)):
+            return False
+        output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        separator = ", "
+        ends = (tags.parameter_end, tags.parameter, tags.function_end)
+        if not (yield from value_until(cursor, output, kinds_of(tools[name], key), ends, trim=True)):
+            return False
+        yield from cursor.takes(tags.parameter_end)
+    output.arguments("}")
+    output.is_whole = True
+    return True
