@@ -64,6 +64,20 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "head_dim": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 2,
         "no_rope_layers": [1, 0], "moe_layers": [1], "attention_chunk_size": 64, "floor_scale": 50,
     },
+    "qwen3_next": {  # Qwen3-Next-80B-A3B, with 8 of 512 experts
+        "hidden_size": 2048, "intermediate_size": 5120, "num_heads": 16, "kv_heads": 2, "head_dim": 256,
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "num_experts": 8, "num_experts_per_tok": 4,
+    },
+    "lfm2": {  # LFM2-1.2B
+        "hidden_size": 2048, "intermediate_size": 12288, "num_heads": 32, "kv_heads": 8, "head_dim": 64,
+    },
+    "granite4": {  # Granite 4.0 H Tiny, with 8 of 64 experts
+        "hidden_size": 1536, "intermediate_size": 512, "num_heads": 12, "kv_heads": 4, "head_dim": 128,
+        "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "num_local_experts": 8,
+        "num_experts_per_tok": 4, "shared_intermediate_size": 1024,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 

@@ -171,6 +171,14 @@ def test_a_model_of_another_kind_than_llama_is_named_before_data_and_weights_are
     assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
 
 
+def test_a_model_with_recurrent_layers_is_named_before_the_data_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_checkpoint(tmp_path, "lfm2", num_masks=0)
+    words = "type 'lfm2' have recurrent layers and cannot be trained: .* this one drafts by lookup"
+    assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
+
+
 @pytest.mark.parametrize(
     "kind", ["awq", "gptq 4 bits", "int4 in groups", "fp8 per tensor", "bitsandbytes nf4", "bitsandbytes int8"]
 )
