@@ -125,7 +125,7 @@ DATES = {
     "router/space_router/text/chat_template.py",  # `strftime_now`
     "server/space_server/startup/calibration.py",  # the day on which a file was written
 }
-"""Places that show a date to clients or write one into a file; nothing is computed with it."""
+"""Places that show a date to clients, write one into a file, or compare one with what an operator wrote."""
 
 
 def wall_clocks(source: str) -> list[str]:
