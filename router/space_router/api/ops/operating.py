@@ -55,6 +55,9 @@ class Load(ResponseModel):
     blocks_cached: Count
     host_blocks_free: Count
     host_blocks_cached: Count
+    states_free: Count
+    states_held: Count
+    states_cached: Count
     num_workers_up: Count
     draining: bool
 
