@@ -43,6 +43,14 @@ class TextContent(ResponseModel):
     citations: None = None
 
 
+class ThinkingContent(ResponseModel):
+    """Reasoning; the client sends it back as it is."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class ToolUseContent(ResponseModel):
     """A call."""
 
@@ -52,7 +60,7 @@ class ToolUseContent(ResponseModel):
     input: dict[str, Any]
 
 
-Content = Annotated[TextContent | ToolUseContent, Field(discriminator="type")]
+Content = Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
 
 
 class MessagesUsage(ResponseModel):
@@ -81,8 +89,10 @@ class AnthropicMessage(ResponseModel):
 class BlockDelta(ResponseModel):
     """More of a block; of the message, why it ended."""
 
-    type: Literal["text_delta", "input_json_delta"] | None = None
+    type: Literal["text_delta", "input_json_delta", "thinking_delta", "signature_delta"] | None = None
     text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
     partial_json: str | None = None
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None

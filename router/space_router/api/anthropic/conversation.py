@@ -20,11 +20,13 @@ from space_router.api.openai.fields import (
     ToolCall,
     ToolChoice,
 )
-from space_router.api.request_builder import Prompt, PromptOptions, RequestBuilder
+from space_router.api.openai.thinking import SWITCHES, behind_thinking, format_of, thinking_of
+from space_router.api.request_builder import Parameters, Prompt, PromptOptions, RequestBuilder
 from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
+from space_router.text.reasoning import AnswerReasoning
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a system block that differs in every request of a coding agent, so that no prefix would ever be cached."""
@@ -89,10 +91,10 @@ def _add_text(messages: list[Message], texts: Sequence[str]) -> None:
 
 
 def _add_assistant(messages: list[Message], turn: InputTurn) -> None:
-    text, calls = "", list[ToolCall]()
+    text, thought, calls = "", "", list[ToolCall]()
     if messages and messages[-1].role == "assistant":
         earlier = messages.pop()
-        text, calls = str(earlier.content or ""), list(earlier.tool_calls or ())
+        text, thought, calls = str(earlier.content or ""), earlier.thought or "", list(earlier.tool_calls or ())
     for block in turn.blocks:
         match block:
             case fields.TextBlock():
@@ -101,10 +103,12 @@ def _add_assistant(messages: list[Message], turn: InputTurn) -> None:
                 written = json.dumps(block.input, ensure_ascii=False)
                 calls.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=written)))
             case fields.ThinkingBlock():
-                warn("A `thinking` block of an earlier answer was left out.")
+                thought += block.thinking
             case _:
                 pass
-    messages.append(Message(role="assistant", content=text, tool_calls=calls or None))
+    messages.append(
+        Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought or None)
+    )
 
 
 def client_tools(
@@ -167,8 +171,11 @@ def _form(body: ConversationFields) -> Grammar | None:
     return None if form is None else json_schema_grammar(form.schema_, "output_config")
 
 
-def conversation_prompt(builder: RequestBuilder, body: ConversationFields, tools: ToolUse) -> Prompt:
-    """Return the prompt. An assistant's message at the end is continued. Raises InvalidRequest."""
+def conversation_prompt(
+    builder: RequestBuilder, body: ConversationFields, tools: ToolUse
+) -> tuple[Prompt, AnswerReasoning | None]:
+    """Return the prompt, and the reasoning that its answer may begin with. An assistant's message at the end is
+    continued. Raises InvalidRequest."""
     messages = chat_messages(body)
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
@@ -185,7 +192,29 @@ def conversation_prompt(builder: RequestBuilder, body: ConversationFields, tools
         continue_final_message=continued,
         variables=_variables(builder, body, tools),
     )
-    return builder.prompt(prompt_text(builder, messages, options), PromptOptions("messages"))
+    rendered = prompt_text(builder, messages, options)
+    template = template_for(builder, tools.shown)
+    thinking = thinking_of(builder, template, rendered.text, last if continued else None)
+    return builder.prompt(rendered, PromptOptions("messages")), thinking
+
+
+def with_reasoning(
+    builder: RequestBuilder, wanted: Parameters, thinking: AnswerReasoning | None, asked: fields.Thinking | None
+) -> Parameters:
+    """Return the parameters for an answer that may begin with reasoning, within the budget asked for. A budget that
+    cannot be held is named in a warning, for clients of this API always send one."""
+    budget = None if asked is None or asked.type != "enabled" else asked.budget_tokens
+    if thinking is None:
+        if budget is not None:
+            warn("`thinking.budget_tokens` has no effect: the answer begins without reasoning.")
+        return wanted
+    try:
+        return behind_thinking(builder, wanted, thinking, budget)
+    except InvalidRequest as error:
+        if budget is None or error.param != "thinking_token_budget":
+            raise
+        warn("`thinking.budget_tokens` has no effect: the markers of this model's reasoning are no single tokens.")
+        return behind_thinking(builder, wanted, thinking, None)
 
 
 def _variables(builder: RequestBuilder, body: ConversationFields, tools: ToolUse) -> dict[str, Any]:
@@ -194,16 +223,18 @@ def _variables(builder: RequestBuilder, body: ConversationFields, tools: ToolUse
     variables = dict(body.chat_template_kwargs or {})
     wanted: dict[str, Any] = {}
     if body.thinking is not None:
-        wanted["enable_thinking"] = body.thinking.type != "disabled"
-        if body.thinking.budget_tokens is not None:
-            warn("`thinking.budget_tokens` has no effect: `max_tokens` bounds thinking and answer together.")
+        is_on = body.thinking.type != "disabled"
+        switch = next((name for name in SWITCHES if name in template.variables), None)
+        if switch is not None:
+            variables.setdefault(switch, is_on)
+        elif is_on is not (format_of(builder, template) is not None):
+            warn("`thinking` has no effect: this model's chat template has nothing that turns it on or off.")
     if body.output_config is not None and body.output_config.effort is not None:
         effort = body.output_config.effort
         wanted["reasoning_effort"] = EFFORTS.get(effort, effort)
     for name, value in wanted.items():
         if name in template.variables:
             variables.setdefault(name, value)
-        elif value is not False:
-            field = "thinking" if name == "enable_thinking" else "output_config.effort"
-            warn(f"`{field}` has no effect: this model's chat template has no `{name}`.")
+        else:
+            warn(f"`output_config.effort` has no effect: this model's chat template has no `{name}`.")
     return variables

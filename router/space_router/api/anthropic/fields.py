@@ -20,6 +20,9 @@ MESSAGES_NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Known fields that change no text here: taken, and named in a warning.
 WITHOUT_EFFECT = ("context_management", "cache_control", "inference_geo", "speed", "diagnostics")
 
+ShownThinking = Literal["all", "signature", "nothing"]
+"""What an answer has of its reasoning: blocks, blocks without their text, or none."""
+
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 ToolUseId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -183,6 +186,13 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def shown(self) -> ShownThinking:
+        """What the answer has of the reasoning."""
+        if self.type == "disabled":
+            return "nothing"
+        return "signature" if self.display == "omitted" else "all"
 
 
 class JsonOutput(Body):

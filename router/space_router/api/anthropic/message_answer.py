@@ -1,5 +1,7 @@
 """A message as the answer, whole or as events in Anthropic's order."""
 
+import base64
+import hashlib
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -9,6 +11,7 @@ from typing import Any, TypeAlias
 import orjson
 from pydantic import TypeAdapter
 
+from space_router.api.anthropic.fields import ShownThinking
 from space_router.api.generation import Generation, statistics, usage
 from space_router.api.openai.chat import ToolUse
 from space_router.api.request_builder import GenerationPlan
@@ -42,12 +45,19 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def signature_of(thinking: str) -> str:
+    """Return what stands for reasoning in an answer: a digest of it. It comes back with the text and is not checked,
+    for the text is the client's in any case."""
+    return base64.b64encode(hashlib.sha256(thinking.encode(errors="surrogatepass")).digest()).decode()
+
+
 @dataclass
 class ContentBlocks:
     """The blocks so far; the last one may be open. Each method yields the events for its changes."""
 
     plan: GenerationPlan
     tools: ToolUse
+    shown_thinking: ShownThinking = "all"
     blocks: list[dict[str, Any]] = field(default_factory=list)
     _texts: list[list[str]] = field(default_factory=list)  # pieces of each block
     _is_open: bool = False
@@ -59,6 +69,28 @@ class ContentBlocks:
             yield self._begin({"type": "text", "text": ""})
         yield self._delta({"type": "text_delta", "text": text}, text)
 
+    def part(self, part: str | Thought | CallPiece) -> Iterator[Event]:
+        """Add a piece of the output."""
+        match part:
+            case str():
+                return self.text(part)
+            case Thought():
+                return self.thought(part.text)
+            case _:
+                return self.call(part)
+
+    def thought(self, text: str) -> Iterator[Event]:
+        """Add text to the open block of reasoning, or begin one, where reasoning is shown."""
+        if not text or self.shown_thinking == "nothing":
+            return
+        if not (self._is_open and self.blocks[-1]["type"] == "thinking"):
+            yield from self.close()
+            yield self._begin({"type": "thinking", "thinking": "", "signature": ""})
+        if self.shown_thinking == "all":
+            yield self._delta({"type": "thinking_delta", "thinking": text}, text)
+        else:
+            self._texts[-1].append(text)
+
     def call(self, piece: CallPiece) -> Iterator[Event]:
         """Add a piece of a call."""
         if piece.name is not None:
@@ -69,18 +101,28 @@ class ContentBlocks:
             yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments}, piece.arguments)
 
     def close(self) -> Iterator[Event]:
-        """Close the last block, if it is open."""
+        """Close the last block, if it is open; reasoning after its signature."""
         if self._is_open:
             self._is_open = False
+            if self.blocks[-1]["type"] == "thinking":
+                signature = signature_of("".join(self._texts[-1]))
+                delta = {"type": "signature_delta", "signature": signature}
+                yield {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
             yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def whole(self) -> list[dict[str, Any]]:
         """Return the blocks with their content."""
-        joined = ["".join(texts) for texts in self._texts]
-        return [
-            {**block, "text": text} if block["type"] == "text" else {**block, "input": input_of(text)}
-            for block, text in zip(self.blocks, joined, strict=True)
-        ]
+        return [self._whole(block, "".join(texts)) for block, texts in zip(self.blocks, self._texts, strict=True)]
+
+    def _whole(self, block: dict[str, Any], text: str) -> dict[str, Any]:
+        match block["type"]:
+            case "text":
+                return {**block, "text": text}
+            case "thinking":
+                shown = text if self.shown_thinking == "all" else ""
+                return {**block, "thinking": shown, "signature": signature_of(text)}
+            case _:
+                return {**block, "input": input_of(text)}
 
     def _begin(self, block: dict[str, Any]) -> Event:
         self._is_open = True
@@ -101,9 +143,10 @@ class MessageAnswer:
     tools: ToolUse
     model: str
     max_tokens: int  # as it was asked for; the plan's may be cut to the window
+    shown_thinking: ShownThinking = "all"
 
     async def whole(self, running: Generation) -> dict[str, Any]:
-        blocks = ContentBlocks(self.plan, self.tools)
+        blocks = ContentBlocks(self.plan, self.tools, self.shown_thinking)
         last: Event = {}
         async with aclosing(self._events(running, blocks)) as events:
             async for event in events:
@@ -115,7 +158,8 @@ class MessageAnswer:
         """Yield the events. A failure is an `error` event and the last one."""
         pinged = False
         try:
-            async with aclosing(self._events(running, ContentBlocks(self.plan, self.tools))) as events:
+            blocks = ContentBlocks(self.plan, self.tools, self.shown_thinking)
+            async with aclosing(self._events(running, blocks)) as events:
                 async for event in events:
                     yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), event_json(event))
                     if not pinged and event["type"] == "content_block_start":
@@ -125,7 +169,7 @@ class MessageAnswer:
             yield b"event: error\ndata: " + event_json(anthropic_error(as_api_error(error))) + b"\n\n"
 
     async def _events(self, running: Generation, blocks: ContentBlocks) -> AsyncGenerator[Event]:
-        reader = self.tools.reader()
+        reader = self.tools.reader(self.plan.choices[0].rules.thinking)
         finish: FinishReason | None = None
         stop: str | int | None = None
         begun = False
@@ -139,9 +183,8 @@ class MessageAnswer:
                     ended = finish is not None
                     parts = (delta.text,) if reader is None else reader.push(delta.text, ended=ended).parts
                     for part in parts:
-                        if part and not isinstance(part, Thought):
-                            for event in blocks.text(part) if isinstance(part, str) else blocks.call(part):
-                                yield event
+                        for event in blocks.part(part) if part else ():
+                            yield event
         for event in blocks.close():
             yield event
         called = reader is not None and reader.output.num_calls > 0 and reader.output.is_whole

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.anthropic.answers import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
-from space_router.api.anthropic.conversation import conversation_prompt, tools_of
+from space_router.api.anthropic.conversation import conversation_prompt, tools_of, with_reasoning
 from space_router.api.anthropic.fields import (
     MESSAGES_NEUTRAL,
     ConversationFields,
@@ -27,7 +27,7 @@ _NAMES = {"`response_format`": "`output_config.format`", "`stop`": "`stop_sequen
 
 def plan(builder: RequestBuilder, body: MessagesBody, tools: ToolUse) -> GenerationPlan:
     """Build the plan. An answer that the window cuts short is no error. Raises InvalidRequest."""
-    prompt = conversation_prompt(builder, body, tools)
+    prompt, thinking = conversation_prompt(builder, body, tools)
     same = Parameters.__dataclass_fields__.keys() & SamplingFields.model_fields.keys()
     wanted = Parameters(
         **{name: getattr(body, name) for name in same - {"stop"}},
@@ -38,13 +38,14 @@ def plan(builder: RequestBuilder, body: MessagesBody, tools: ToolUse) -> Generat
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
-    return builder.plan([prompt], wanted, prefix="msg")
+    return builder.plan([prompt], with_reasoning(builder, wanted, thinking, body.thinking), prefix="msg")
 
 
 def count(builder: RequestBuilder, body: ConversationFields) -> int:
     """Return the number of the prompt's tokens. Raises InvalidRequest."""
     builder.adapter(body.model)
-    return len(conversation_prompt(builder, body, tools_of(builder, body)).ids)
+    prompt, _ = conversation_prompt(builder, body, tools_of(builder, body))
+    return len(prompt.ids)
 
 
 def routes(service: Service) -> APIRouter:
@@ -74,7 +75,8 @@ def routes(service: Service) -> APIRouter:
             for name, own in _NAMES.items():
                 error.message = error.message.replace(name, own)
             raise
-        reply = MessageAnswer(made, tools, service.name_of(made, body.model), body.max_tokens)
+        shown = "all" if body.thinking is None else body.thinking.shown
+        reply = MessageAnswer(made, tools, service.name_of(made, body.model), body.max_tokens, shown)
         return await service.respond(request, reply, stream=bool(body.stream))
 
     @router.post(
