@@ -180,7 +180,8 @@ async def _watch(service: Service, address: str, say: Callable[[str], None]) -> 
     say(f"ready: {service.text.name}, {_description(facts)}")
     say("try it:")
     path, body = _first_request(service)
-    say(f"  {curl(address, path)} -H 'Content-Type: application/json' \\")
+    key = " -H 'Authorization: Bearer KEY'" if service.config.api_keys else ""
+    say(f"  {curl(address, path)}{key} -H 'Content-Type: application/json' \\")
     say(f"    -d '{json.dumps(body)}'")
     await service.engine.failed()
 

@@ -54,6 +54,7 @@ def test_a_revoked_key_begins_nothing_more_and_its_stream_ends_whole(start_serve
     worker = ["--step-seconds", "0.02", "--draft-length", "0"]
     with start_server("--api-key-file", str(keys), "--grpc-port", "0", worker=worker) as server:
         address = server.router.wait_for(r"gRPC on (\S+)")[1]
+        server.router.wait_for("curl .*/v1/completions -H 'Authorization: Bearer KEY' -H 'Content-Type")
         assert [status(server.url, key) for key in ("sk-a", "sk-b", "sk-c", hashed)] == [200, 200, 401, 401]
         lines: list[str] = []
 
