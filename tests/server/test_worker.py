@@ -7,6 +7,7 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_cost import CostOrigin
 from space_server.worker import ProtocolError
+from space_server.worker_messages import PROTOCOL_MINOR
 
 
 def test_one_step_accepts_every_length_at_once_and_all_go_on_right() -> None:
@@ -213,7 +214,7 @@ def test_a_number_used_twice_and_a_foreign_protocol_end_the_conversation() -> No
     worker.apply(admit)
     with pytest.raises(ProtocolError, match="sequence number 1 twice"):
         worker.apply(admit)
-    with pytest.raises(ProtocolError, match=r"speaks protocol 2\.0, this worker 1\.15"):
+    with pytest.raises(ProtocolError, match=rf"speaks protocol 2\.0, this worker 1\.{PROTOCOL_MINOR}\."):
         worker.apply(pb.Command(start=pb.Start(protocol_major=2)))
     worker.reset()
     worker.apply(admit)

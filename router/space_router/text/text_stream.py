@@ -166,11 +166,7 @@ class TextToken(NamedTuple):
     step: int = 0  # the stream's step that produced it; 0 is the prefill
     draft: bool = False  # an accepted draft, not the step's own token
     num_predicted: int = 0  # number of `prediction` ids matched with it
-
-    @property
-    def has_text(self) -> bool:
-        """Whether it has characters; a skipped special token and the token that ends a text have none."""
-        return self.span.start < self.span.end
+    ends_text: bool = False  # the EOS or stop id at the end, which is not shown
 
 
 class TextDelta(NamedTuple):
@@ -245,7 +241,8 @@ class TextStream:
                 piece, span = "", TokenSpan(id_, self._length, self._length)
             logprobs = delta.logprobs[i] if delta.logprobs else None
             num_predicted = delta.predicted[i] if delta.predicted else 0
-            self._tokens.append(TextToken(span, logprobs, self._num_stepped, i < delta.accepted, num_predicted))
+            token = TextToken(span, logprobs, self._num_stepped, i < delta.accepted, num_predicted, i >= shown)
+            self._tokens.append(token)
             if match := self._grow(piece):
                 return match
         self._num_stepped += bool(delta.tokens)

@@ -252,13 +252,14 @@ def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(
     output = exact.every_way(route, stop_token_ids=[stop], **LAWS[sampling_params])
     assert output.text == base.text[: exact.ends(base.ids)[at - 1]]
     assert output.ids == base.ids[: at + 1]
-    assert output.logprobs == base.logprobs[: at + 1]
+    assert (output.logprobs, output.top) == (base.logprobs[:at], base.top[:at])
     assert (output.finish, output.stop_reason, output.num_generated) == ("stop", stop, at + 1)
     again = exact.steady(route, stop_token_ids=[stop], **LAWS[sampling_params])
     assert again.steps == run.steps[: at + 1]
     assert again.num_steps == run.steps[at] == run.steps[at + 1]  # the step went on
     shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[sampling_params])
-    assert shown == output._replace(text=base.text[: exact.ends(base.ids)[at]])
+    known = {"logprobs": base.logprobs[: at + 1], "top": base.top[: at + 1]}
+    assert shown == output._replace(text=base.text[: exact.ends(base.ids)[at]], **known)
 
 
 @pytest.mark.parametrize("route", ["completions", pytest.param("chat", marks=pytest.mark.slow)])
@@ -298,7 +299,7 @@ def test_an_eos_inside_a_run_ends_the_text_unless_it_is_ignored(exact: Exact, ro
     sampling_params, run, at = with_an_eos_inside_a_run(exact, route)
     output = exact.every_way(route, ignore_eos=False, **sampling_params)
     assert output.ids == run.output.ids[: at + 1]
-    assert output.logprobs == run.output.logprobs[: at + 1]
+    assert output.logprobs == run.output.logprobs[:at]
     assert output.text == run.output.text[: exact.ends(run.output.ids)[at]]
     assert (output.finish, output.stop_reason, output.num_generated) == ("stop", None, at + 1)
     again = exact.steady(route, ignore_eos=False, **sampling_params)

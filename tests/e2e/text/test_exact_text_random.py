@@ -460,8 +460,9 @@ def test_the_same_request_has_the_same_values_before_and_after_its_prompt_is_cac
     num_cached, plain = completion(live, echo=False)
     assert num_cached > 0  # what was computed for the log-probabilities serves others
     assert plain["text"] == first["text"].removeprefix(PROMPT)
-    num_prompt = len(first["logprobs"]["tokens"]) - len(plain["logprobs"]["tokens"])
-    assert plain["logprobs"]["token_logprobs"] == first["logprobs"]["token_logprobs"][num_prompt:]
+    num_prompt = sum(offset < len(PROMPT) for offset in first["logprobs"]["text_offset"])
+    made, ended = first["logprobs"]["token_logprobs"][num_prompt:], plain["finish_reason"] == "stop"
+    assert plain["logprobs"]["token_logprobs"] == (made[:-1] if ended else made)  # only `echo` has the EOS
     assert completion(live) == (0, first)
     num_cached, again = completion(live, prompt_logprobs=3)
     assert (num_cached, again["logprobs"]) == (0, first["logprobs"])

@@ -96,9 +96,10 @@ def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_p
         batch = ForwardBatch.build(segments, block_size=16, mask_ids=model.facts.mask_ids)
         return batch, model.forward(batch, kv)
 
-    run(Segment(long[:37], 0, pages_long), Segment(short[:8], 0, pages_short))
+    run(Segment(long[:37], 0, pages_long), Segment(short[:8], 0, pages_short, state=1))
     batch, hidden = run(
-        Segment(long[37:52], 37, pages_long, DraftLayout(3, (5, 0, 2, 4))), Segment(short[8:], 8, pages_short)
+        Segment(long[37:52], 37, pages_long, DraftLayout(3, (5, 0, 2, 4))),
+        Segment(short[8:], 8, pages_short, state=1),
     )
 
     def expect(ids: list[int]) -> torch.Tensor:

@@ -116,7 +116,7 @@ def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places() -> None:
     queue = RequestQueue(0)
     assert queue.refusal() is None
     queue.push(RequestState(request_of(), 1, 0, 0.0))
-    assert "1 requests are waiting" in str(queue.refusal())
+    assert "1 prompts and choices of requests are waiting already, and the queue takes 0." in str(queue.refusal())
 
 
 def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> RequestState:

@@ -26,6 +26,7 @@ from space_server.grpc_server import MAX_UNSENT, RouterSession, WorkerService, s
 from space_server.machine.sensors import Meter
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from space_server.worker_messages import PROTOCOL_MINOR
 from torch import Tensor
 
 
@@ -160,7 +161,7 @@ async def test_another_protocol_is_refused_and_both_are_named(tmp_path: Path) ->
         await peer.say(start(major=7))
         last = await peer.last_word()
         assert last is not None
-        assert "speaks protocol 7.0, this worker 1.11" in last.refusal.reason
+        assert f"speaks protocol 7.0, this worker 1.{PROTOCOL_MINOR}." in last.refusal.reason
         peer = connect()
         await peer.say(admit(1))
         last = await peer.last_word()

@@ -81,7 +81,8 @@ class CompletionAnswer(OpenAIAnswer):
             lists = CompletionLogprobs(self.tokenizer)
             if self.body.echo:
                 Echo(self.tokenizer, choice.prompt, self.body.logprobs).add(prompt.prompt_logprobs, lists)
-            lists.add(tokens, len(echo))
+            # With `echo` texts are scored, by clients that leave out the last entry: it must be of a generated token.
+            lists.add(tokens, len(echo), keeps_end=bool(self.body.echo))
             logprobs = lists.lists
         return {"text": echo + text, "logprobs": logprobs}
 
@@ -97,7 +98,7 @@ class CompletionAnswer(OpenAIAnswer):
         if first:
             self._echoes[progress.choice.index] = Echo(self.tokenizer, prompt, self.body.logprobs)
         echoed = self._echoes[progress.choice.index].add(delta.prompt_logprobs, lists)
-        lists.add(tokens, len(prompt.text))
+        lists.add(tokens, len(prompt.text), keeps_end=True)
         return {"text": echoed + text, "logprobs": lists.lists}
 
     def says(self, piece: dict[str, Any]) -> bool:

@@ -36,10 +36,11 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self.lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
-    def add(self, tokens: Sequence[TextToken], offset: int) -> None:
-        """Add the generated tokens that have text. `offset`: the start of the generated text, in characters."""
+    def add(self, tokens: Sequence[TextToken], offset: int, *, keeps_end: bool = False) -> None:
+        """Add generated tokens. `offset`: the start of the generated text, in characters. `keeps_end`: also the token
+        that ends the text, which has none."""
         for token in tokens:
-            if token.has_text:
+            if keeps_end or not token.ends_text:
                 self.add_one(token.span.id, token.logprobs, offset + token.span.start)
 
     def add_one(self, id_: int, logprobs: TokenLogprobs | None, offset: int) -> None:
@@ -57,7 +58,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str, Any]:
-    """Return the `logprobs` of a chat choice: an entry for each token that has text."""
+    """Return the `logprobs` of a chat choice: an entry for each token but the one that ends the text."""
 
     def one(id_: int, logprob: float) -> dict[str, Any]:
         return {"token": tokenizer.token_text(id_), "logprob": finite(logprob), "bytes": list(tokenizer.bytes_of[id_])}
@@ -65,7 +66,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str
     content = [
         {**one(token.span.id, token.logprobs.logprob), "top_logprobs": [one(*entry) for entry in token.logprobs.top]}
         for token in tokens
-        if token.logprobs is not None and token.has_text
+        if token.logprobs is not None and not token.ends_text
     ]
     return {"content": content, "refusal": None}
 

@@ -230,7 +230,8 @@ class RequestQueue:
         seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
         if len(self._waiting) < self.max_waiting:
             return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=seconds)
-        return QueueFull(f"{len(self._waiting)} choices of requests", f"{self.max_waiting}", retry_after=seconds)
+        waiting = f"{len(self._waiting)} prompts and choices of requests"
+        return QueueFull(waiting, f"{self.max_waiting}", retry_after=seconds)
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)

@@ -327,7 +327,8 @@ async def test_no_event_is_sent_for_tokens_that_are_hidden_and_the_next_one_has_
         assert events[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 6
         names = [one for choice in found for one in list_of(choice["logprobs"])]
         assert names == list_of(whole["choices"][0]["logprobs"])
-        assert [one if isinstance(one, str) else one["token"] for one in names] == ["a", "b", "c"]
+        expected = ["a", "b", "<|im_start|>", "<|im_start|>", "c", "<|im_start|>"]
+        assert [one if isinstance(one, str) else one["token"] for one in names] == expected
 
 
 def list_of(logprobs: dict[str, Any]) -> list[Any]:
