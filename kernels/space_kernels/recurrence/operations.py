@@ -92,7 +92,7 @@ NextState = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def _scan(advance: NextState, out: Tensor, state: Tensor, step: StateStep) -> Tensor:
-    """NextState every sequence's state by its rows, and fill out [R, …]. state: [slots, versions, H, …]"""
+    """Advance every sequence's state by its rows, and fill out [R, …]. state: [slots, versions, H, …]"""
     skip = step.num_replayed
     for slot, read, write, replayed, num_replayed, chain, num_chain, num_final, group, num_groups in step.runs.tolist():
         now = torch.zeros_like(state[slot, write]) if read < 0 else state[slot, read]
@@ -112,6 +112,22 @@ def _scan(advance: NextState, out: Tensor, state: Tensor, step: StateStep) -> Te
     return out
 
 
+def _recur(
+    rule: int,
+    vectors: tuple[Tensor, Tensor, Tensor],
+    gates: Tensor,
+    state: Tensor,
+    step: StateStep,
+    advance: NextState,
+) -> Tensor:
+    """Return the outputs [R, H, …] of the rows: by the compiled operation where it can be had, else by `advance`."""
+    values = vectors[2]
+    out = values.new_zeros(len(values) - step.num_replayed, *values.shape[1:])
+    if (library := _library(state)) is not None:
+        return _compiled(library, rule, vectors, gates, state, step, out)
+    return _scan(advance, out, state, step)
+
+
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tensor, step: StateStep) -> Tensor:
     """Return the outputs of the gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), [R, H, E]:
 
@@ -119,11 +135,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tens
 
     q, k [N, G, D], v [N, H, E], gates [N, 2, H] (decay, β), all float32; N: replayed rows and the step's; every head of
     k serves H/G heads of v in a row. state [slots, versions, H, D, E], float32, advances."""
-    num_rows, num_heads, width = v.shape
-    out = v.new_zeros(num_rows - step.num_replayed, num_heads, width)
-    if (library := _library(state)) is not None:
-        return _compiled(library, _DELTA, (q, k, v), gates, state, step, out)
-    spread = num_heads // k.shape[1]
+    spread = v.shape[1] // k.shape[1]
 
     def advance(now: Tensor, row: int) -> tuple[Tensor, Tensor]:
         decay, beta = gates[row, 0, :, None, None], gates[row, 1, :, None]
@@ -133,7 +145,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, state: Tens
         now = now + key * change[:, None]
         return now, (now * query).sum(1)
 
-    return _scan(advance, out, state, step)
+    return _recur(_DELTA, (q, k, v), gates, state, step, advance)
 
 
 def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor, step: StateStep) -> Tensor:
@@ -143,11 +155,7 @@ def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor
 
     x [N, H, P], b, c [N, G, D], gates [N, 2, H] (decay, Δ), all float32; N: replayed rows and the step's; every group
     of b and c serves H/G heads in a row. state [slots, versions, H, P, D], float32, advances."""
-    num_rows, num_heads, width = x.shape
-    out = x.new_zeros(num_rows - step.num_replayed, num_heads, width)
-    if (library := _library(state)) is not None:
-        return _compiled(library, _SCAN, (c, b, x), gates, state, step, out)
-    spread = num_heads // b.shape[1]
+    spread = x.shape[1] // b.shape[1]
 
     def advance(now: Tensor, row: int) -> tuple[Tensor, Tensor]:
         decay, delta = gates[row, 0, :, None, None], gates[row, 1, :, None]
@@ -155,4 +163,4 @@ def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor
         now = now * decay + (x[row] * delta)[:, :, None] * into
         return now, (now * out_of).sum(2)
 
-    return _scan(advance, out, state, step)
+    return _recur(_SCAN, (c, b, x), gates, state, step, advance)

@@ -87,7 +87,7 @@ class RecurrentStates:
                 made[place] = self._allocate(layer)
         self.layers = {number: made[layer if in_turn else number] for number, layer in layers.items()}
         self.reached = np.full((num_slots, VERSIONS), -1, dtype=np.int64)  # position behind which the state is
-        self.known = np.full((num_slots, VERSIONS), -1, dtype=np.int64)  # last position whose inputs are logged
+        self.known = np.full((num_slots, VERSIONS), -1, dtype=np.int64)  # last position with logged inputs
 
     def _allocate(self, layer: LayerState) -> LayerMemory:
         def zeros(*shape: int) -> Tensor:

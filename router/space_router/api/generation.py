@@ -174,7 +174,7 @@ class Generation:
             await progress.scope.aclose()
 
     def _too_many(self, error: engine_errors.QueueFull) -> str:
-        """Return why the queue refuses this request, some of whose prompts have found a place in it."""
+        """Return why the queue refuses this request, though it has taken some of the request's prompts."""
         num_placed = -(-len(self.choices) // self.plan.per_prompt)
         return (
             f"The queue has no room for the {len(self.plan.prompts)} prompts of this request: {num_placed} would find "

@@ -60,8 +60,8 @@ class KVOffload:
         return found
 
     def take(self, num_blocks: int, commands: list[worker_pb2.Command], wanted: Collection[bytes] = ()) -> list[int]:
-        """Take blocks from the pool, and add the command that saves what is evicted for them. `wanted`: keys whose
-        copies are used next and must stay. Raises ValueError as `PagePool.take` does."""
+        """Take blocks from the pool, and add the command that saves what is evicted for them. `wanted`: keys of
+        copies that are used next and must stay. Raises ValueError as `PagePool.take` does."""
         self._wanted = wanted
         taken = self._pool.take(num_blocks)
         if self._copies:

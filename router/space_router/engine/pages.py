@@ -68,18 +68,8 @@ class PagePool:
         return len(self._free) + len(self._cached)
 
     def find(self, key: bytes) -> int | None:
-        """Return the block of a key, or None."""
+        """Return the block of a key, without holding it (see `hold`), or None."""
         return self._block.get(key)
-
-    def lookup_prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix of `keys`, without holding them (see `hold`)."""
-        blocks = []
-        for key in keys:
-            block = self._block.get(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
 
     def num_unheld(self, blocks: Sequence[int]) -> int:
         """Return how many of `blocks` have no holder: holding them lowers `num_available` by as many."""

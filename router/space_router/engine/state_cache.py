@@ -60,9 +60,9 @@ class StateCache:
         return self._slot[key]
 
     def hold(self, keys: Sequence[bytes], *, begun: int, block_size: int) -> list[HeldState]:
-        """Return the slots, by position, that a sequence is to write whose prompt has these full blocks, of which
-        `begun` are shared: behind the last, and behind each EVERY_BLOCKS-th as far as slots reach. What is known, or is
-        being written, is left out."""
+        """Return the slots, by position, for the states that a sequence is to keep: behind the last full block of its
+        prompt, and behind each EVERY_BLOCKS-th as far as slots reach. `keys`: of these blocks, of which `begun` are
+        shared. What is known, or is being written, is left out."""
         counts = [len(keys), *range(len(keys) // EVERY_BLOCKS * EVERY_BLOCKS, 0, -EVERY_BLOCKS)]
         held: dict[int, HeldState] = {}
         for count in counts:

@@ -56,10 +56,10 @@ def key_of(request: Request) -> str:
 log = logging.getLogger(__name__)
 
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream", "/info", "/tokenize", "/chat_tokenize", "/invocations"})
-"""Paths whose errors have TGI's format."""
+"""Paths with errors in TGI's format."""
 
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-"""Paths whose errors have Anthropic's format."""
+"""Paths with errors in Anthropic's format."""
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -61,7 +61,8 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
     served = SERVED_LAYERS | ({_CHUNKED} if kind == "llama4_text" else set()) | HYBRIDS.get(kind, frozenset())
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         raise UnsupportedModel(
-            f"Models of type {kind!r} have {', '.join(others)} layers; only full and sliding attention can be paged."
+            f"Models of type {kind!r} have {', '.join(others)} layers, which are not served: attention is, full and "
+            f"sliding, and the recurrent layers of {', '.join(sorted(HYBRIDS))}."
         )
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "qk_rope_head_dim", None):
         raise UnsupportedModel(

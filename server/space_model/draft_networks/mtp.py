@@ -154,8 +154,7 @@ class MtpLayer:
 
 
 def load_mtp(checkpoint: Checkpoint, facts: ModelFacts, *, dtype: str) -> MtpLayer:
-    """Load the MTP layer of a checkpoint whose model was loaded with these `facts`. `dtype`: as of load_model. Raises
-    ModelError."""
+    """Load a checkpoint's MTP layer. `facts`: of its loaded model; `dtype`: as of load_model. Raises ModelError."""
     check_place(facts.device, facts.num_ranks)
     layer, form = mtp_checkpoint(checkpoint), _form_of(checkpoint)
     with open_weights(checkpoint) as files:

@@ -353,7 +353,7 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "ori
         ({"is_causal": False}, "attends to later tokens, too .* writes no text"),
         ({"use_bidirectional_attention": True}, "attends to later tokens, too"),
         ({"kv_lora_rank": 16}, "multi-head latent attention"),
-        ({"layer_types": ["full_attention", "conv"]}, "conv layers; only full and sliding|cannot read the config"),
+        ({"layer_types": ["full_attention", "conv"]}, "conv layers, which are not served|cannot read the config"),
         ({"vocab_size": "many"}, "cannot read the config of .*vocab_size.* Fetch the config.json of the original"),
     ],
 )

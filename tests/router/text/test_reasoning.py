@@ -1,8 +1,9 @@
-"""Reasoning is told from the answer behind it, whatever the pieces a text comes in."""
+"""Reasoning and the answer behind it are separated, whatever the pieces a text comes in."""
 
 from typing import Any, NamedTuple
 
 import pytest
+from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar, lark
 from space_router.config import REASONING_PARSERS, ServeConfig, settings
@@ -31,15 +32,7 @@ class Read(NamedTuple):
 def read(name: str, pieces: list[str], *, inside: bool = False, tools: str | None = "hermes") -> Read:
     answer = None if tools is None else formats.FORMATS[tools].form
     reader = ToolCallReader(form_with(AnswerReasoning(FORMATS[name], inside), answer), TOOLS)
-    reasoning, content, calls = "", "", []
-    for place, piece in enumerate([*pieces, ""]):
-        said = reader.push(piece, ended=place == len(pieces))
-        reasoning, content = reasoning + said.reasoning, content + said.content
-        for part in said.calls:
-            if part.name is not None:
-                calls.append((part.name, ""))
-            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
-    return Read(reasoning, content, calls)
+    return Read(*read_pieces(reader, pieces))
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -5,6 +5,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
+from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import ServeConfig, settings
@@ -37,18 +38,7 @@ def in_order(name: str, pieces: list[str]) -> list[str | int]:
 
 
 def read(name: str, pieces: list[str]) -> Read:
-    """A text by its pieces. A call begins with its name, and no piece of it comes before that or goes to another."""
-    reader = ToolCallReader(FORMATS[name].form, TOOLS)
-    content, calls = "", []
-    for place, piece in enumerate([*pieces, ""]):
-        said = reader.push(piece, ended=place == len(pieces))
-        content += said.content
-        for part in said.calls:
-            assert (part.name is not None) == (part.index == len(calls))
-            calls = [*calls, (part.name, "")] if part.name is not None else calls
-            assert part.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
-        assert reader.output.num_calls == len(calls)
+    _, content, calls = read_pieces(ToolCallReader(FORMATS[name].form, TOOLS), pieces)
     return Read(content, calls)
 
 

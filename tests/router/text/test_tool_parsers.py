@@ -4,6 +4,7 @@ import json
 from typing import Any, NamedTuple
 
 import pytest
+from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import TOOL_CALL_PARSERS
@@ -63,14 +64,7 @@ TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "now": {"type": "obj
 
 def read(name: str, pieces: list[str], tools: Any = TOOLS) -> tuple[Read, bool]:
     reader = ToolCallReader(FORMATS[name].form, tools)
-    content, calls = "", []
-    for place, piece in enumerate([*pieces, ""]):
-        said = reader.push(piece, ended=place == len(pieces))
-        content += said.content
-        for part in said.calls:
-            assert (part.name is not None) == (part.index == len(calls))
-            calls = [*calls, (part.name, "")] if part.name is not None else calls
-            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+    _, content, calls = read_pieces(reader, pieces)
     return Read(content, calls), reader.output.is_whole
 
 

@@ -75,28 +75,28 @@ class InputMessage(Body):
         return "".join(part.text if isinstance(part, InputTextPart) else part.refusal for part in self.content)
 
 
-class FunctionCallItem(Body):
+class CalledItem(Body):
+    """What calls have in common."""
+
+    call_id: ToolCallId
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    namespace: Annotated[str, Field(max_length=64)] | None = None
+    id: str | None = None
+    status: Status = None
+
+
+class FunctionCallItem(CalledItem):
     """A call that the model made earlier."""
 
     type: Literal["function_call"]
-    call_id: ToolCallId
-    name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
-    namespace: Annotated[str, Field(max_length=64)] | None = None
-    id: str | None = None
-    status: Status = None
 
 
-class CustomCallItem(Body):
+class CustomCallItem(CalledItem):
     """A call of a custom tool that the model made earlier."""
 
     type: Literal["custom_tool_call"]
-    call_id: ToolCallId
-    name: Annotated[str, Field(min_length=1, max_length=256)]
     input: str
-    namespace: Annotated[str, Field(max_length=64)] | None = None
-    id: str | None = None
-    status: Status = None
 
 
 class ReasoningItem(Body):

@@ -140,7 +140,7 @@ AnyToolChoice = Annotated[
 
 
 class LongFunction(FunctionDefinition):
-    """A function of a namespace, whose name is in front of it."""
+    """A function, with the name of its namespace in front of its own."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,130}$")]
 

@@ -286,7 +286,7 @@ class ResponseAnswer:
         output = OutputItems(self.plan, self.tools, self.known)
         reader = self.tools.reader(self.plan.choices[0].rules.thinking)
         finish: FinishReason | None = None
-        unscored: list[TextToken] = []  # tokens whose log-probabilities no event has had
+        unscored: list[TextToken] = []  # tokens with log-probabilities still to be sent
         yield {"type": "response.created", "response": self._response("in_progress", [])}
         yield {"type": "response.in_progress", "response": self._response("in_progress", [])}
         parts: tuple[str | Thought | CallPiece, ...]

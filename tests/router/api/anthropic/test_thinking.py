@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from doubles.router import listed
 from doubles.router.whole_router import Seen
+from doubles.thinking import THINKS
 from doubles.tokenizers import byte_level, tiny_tokenizer
 from space_router.api.anthropic.answers import AnthropicMessage, MessageEvent
 from space_router.text.tokenizer import Tokenizer
@@ -16,15 +17,6 @@ from tokenizers import AddedToken
 ROOM = {"window": 4096, "num_blocks": 2048}
 END = "<|endoftext|>"
 HI = [{"role": "user", "content": "Hi"}]
-THINKS = """\
-{%- for message in messages -%}<{{ message.role }}>
-{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}</>
-{%- endfor -%}
-{%- if tools %}{{ tools | tojson }}{% endif -%}
-{%- if add_generation_prompt %}<assistant>
-{%- if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}
-{%- endif -%}"""
 THOUGHT = "One STOP.\nTwo."
 REPLY = f"{THOUGHT}\n</think>\n\nThe answer: 42."
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

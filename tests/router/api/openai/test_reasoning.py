@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from doubles.router import listed
 from doubles.router.whole_router import TOKENIZER
+from doubles.thinking import THINKS
 from doubles.tokenizers import byte_level, tiny_tokenizer
 from space_router.api.openai.chat import plan, tools_of
 from space_router.api.openai.fields import CHAT_NEUTRAL, ChatBody
@@ -17,15 +18,6 @@ from tokenizers import AddedToken
 USER = [{"role": "user", "content": "Hi"}]
 ROOM = {"window": 4096, "num_blocks": 2048}
 END = "<|endoftext|>"
-THINKS = """\
-{%- for message in messages -%}<{{ message.role }}>
-{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}</>
-{%- endfor -%}
-{%- if tools %}{{ tools | tojson }}{% endif -%}
-{%- if add_generation_prompt %}<assistant>
-{%- if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}
-{%- endif -%}"""
 REPLY = "One STOP.\nTwo.\n</think>\n\nThe answer: 42 STOP."
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
