@@ -474,6 +474,15 @@ def test_plain_sequences_never_wait_for_a_router_that_is_six_steps_late() -> Non
         assert not any(sequence.paused for sequence in house.batch.sequences.values())
 
 
+def test_commanded_drafts_are_not_fewer_when_the_router_is_twelve_steps_late() -> None:
+    house = Lockstep(Script(accepts=always, draft_length=1, num_blocks=200, block_size=8, window=200), delay=12)
+    live = house.submit(request_of(7, 100, max_draft_length=1, num_forced_drafts=1))
+    while live.phase is not Phase.ENDED:
+        house.step()
+        assert not any(sequence.paused for sequence in house.batch.sequences.values())
+    assert house.num_drafted[live] == 50 - 1  # two tokens a step; the last step has one left
+
+
 def test_a_long_prompt_holds_no_pages_for_its_answer_before_its_last_step() -> None:
     house = Lockstep(Script(draft_length=5, num_blocks=200, block_size=4), max_prefill_rows=16)
     live = house.submit(request_of(101, 20))

@@ -197,8 +197,11 @@ class WorkerSequence:
         """Slots to grant beyond the known ids while pages are plentiful.
 
         Enough for `STEPS_AHEAD` steps with the expected drafts. Even with none expected there is room for seven drafts,
-        so the worker can begin to draft more.
+        so the worker can begin to draft more. A request that commands its drafts gets all slots that may be granted
+        ahead: a step without slots for them would have fewer.
         """
+        if self.live.request.num_forced_drafts:
+            return MAX_BLOCKS_AHEAD * self._block_size
         return min(STEPS_AHEAD * (self._num_drafted + 1), MAX_BLOCKS_AHEAD * self._block_size)
 
     @property

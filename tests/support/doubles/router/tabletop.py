@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -61,6 +61,7 @@ class Lockstep:
         self.queue = RequestQueue(1000)
         self.lives: list[RequestState] = []
         self.messages: list[list[worker_pb2.Command]] = []  # what the router said, moment by moment
+        self.num_drafted: Counter[RequestState] = Counter()  # drafts verified, by the reports that have come
         self._delay = delay
         self._mail: deque[worker_pb2.StepReport] = deque()
 
@@ -86,6 +87,8 @@ class Lockstep:
         self._mail.append(self.batch.step())
         if len(self._mail) > self._delay:
             outcome = self.scheduler.report(self._mail.popleft())
+            for update in outcome.updates:
+                self.num_drafted[update.live] += update.delta.drafted
             for live in outcome.readmit:
                 self.queue.push(live)
         self.scheduler.check()
