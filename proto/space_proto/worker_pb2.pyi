@@ -520,19 +520,23 @@ class Grammar(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    JSON_PLACES_FIELD_NUMBER: _builtins.int
     kind: Global___GrammarKind.ValueType
     """how `source` is written"""
     source: _builtins.str
     """the grammar"""
+    json_places: _builtins.str
+    """lark: where JSON texts stand whose objects must not repeat a key, as space_common.json_places writes it; "": nowhere"""
     def __init__(
         self,
         *,
         kind: Global___GrammarKind.ValueType = ...,
         source: _builtins.str = ...,
+        json_places: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_places", b"json_places", "kind", b"kind", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

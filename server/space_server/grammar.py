@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from space_common.files import read_text
 from space_common.grammar import GrammarError, GrammarProcess, compile_grammar, is_stuck, reason, tokenizer_of
+from space_common.json_places import JsonPlaces
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
@@ -29,6 +30,7 @@ from space_proto import worker_pb2 as pb
 
 from space_server.drafts import Forced
 from space_server.machine.threads import DeepStackExecutor
+from space_server.repeated_keys import KeyState, KeyTokens, RepeatedKeys
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,6 +54,13 @@ def ids_of(bits: IdBits) -> list[int]:
     return [int(id_) for id_ in np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))]
 
 
+def _each_id(bits: IdBits) -> Iterator[int]:
+    """Return the ids in a bit set one after the other, for a search that ends early."""
+    for word in np.flatnonzero(bits):
+        row = int(bits[word])
+        yield from (32 * int(word) + place for place in range(32) if row >> place & 1)
+
+
 class TokenVocabulary:
     """The bytes of each id; none for ids without text: special ids, masks, padding rows of the output head. It equals
     the router's detokenization, so clients get what the grammar allows. A grammar can name a special id by number."""
@@ -68,6 +77,7 @@ class TokenVocabulary:
         self.tokens = [*table, b"<end>"], frozenset(special)
         """Those of the tokenizer: with an end of its own behind the ids, and which of them are special."""
         self.tokenizer = tokenizer_of(*self.tokens)
+        self.key_tokens = KeyTokens.of(texts, special)
 
     @property
     def size(self) -> int:
@@ -193,10 +203,19 @@ class GrammarState:
         stop_ids: Collection[int] = (),
         ignores_eos: bool = False,
         output: Sequence[int] = (),
+        json_places: JsonPlaces | None = None,
+        has_patterns: bool = False,
     ) -> None:
         """`fresh`: this state's own matcher, at the beginning. EOS ids, and stop ids without text, are possible where
-        the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already."""
+        the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already. `json_places`:
+        where objects stand, whose keys are kept apart; None: nowhere. `has_patterns`: the grammar may allow so few
+        keys that all of those that begin alike are in an object."""
         self._vocabulary, self._fresh = vocabulary, fresh
+        self._keys = None if json_places is None else RepeatedKeys(vocabulary.key_tokens, json_places)
+        self._has_patterns = has_patterns
+        self._key_states: list[KeyState] = []  # behind the output, and behind each id of the tail
+        if self._keys is not None:
+            self._key_states.append(self._keys.start)
         stops = {id_ for id_ in stop_ids if not vocabulary.texts[id_]}
         self._end_ids = stops.union(eos_ids)
         self._end_bits = bits_of(self._end_ids, vocabulary.size)  # where the text must end
@@ -277,6 +296,7 @@ class GrammarState:
             return
         self._output += text
         self._tail = self._tail[len(text) :]
+        self._key_states = self._key_states[len(text) :]
         key, count = tuple(text), len(text)
         self._known = {tail[count:]: known for tail, known in self._known.items() if tail[:count] == key}
 
@@ -291,16 +311,34 @@ class GrammarState:
             if not self._matcher.rollback(len(self._tail) - common):
                 self._start_again()
                 common = 0
-            del self._tail[common:]
+            self._cut(common)
         rest = list(tail[common:])
-        if rest:
-            count = self._matcher.try_consume_tokens(rest)
-            if self._matcher.is_error():
-                self._start_again()
-                return False
-            self._tail += rest[:count]
-            return count == len(rest)
-        return True
+        if not rest:
+            return True
+        distinct = self._with_distinct_keys(rest)
+        count = self._matcher.try_consume_tokens(distinct)
+        if self._matcher.is_error():
+            self._start_again()
+            return False
+        self._tail += distinct[:count]
+        self._cut(len(self._tail))
+        return count == len(rest)
+
+    def _with_distinct_keys(self, ids: list[int]) -> list[int]:
+        """Return the leading ids that repeat no key, and keep the states behind them."""
+        if self._keys is None:
+            return ids
+        for count, id_ in enumerate(ids):
+            state = self._keys.advance(self._key_states[-1], id_)
+            if state is None:
+                return ids[:count]
+            self._key_states.append(state)
+        return ids
+
+    def _cut(self, length: int) -> None:
+        """Drop what is kept of the tail from `length` on."""
+        del self._tail[length:]
+        del self._key_states[length + 1 :]
 
     def _look(self) -> Possible:
         """Return the ids that may follow at the matcher's position."""
@@ -311,6 +349,10 @@ class GrammarState:
             self._start_again()
             return Possible(np.zeros_like(self._text_bits))
         text = found & self._text_bits
+        if self._keys is not None:
+            text = self._keys.without_repeats(self._key_states[-1], text)
+            if self._has_patterns:
+                text = self._without_dead_ends(self._keys, text)
         goes_on = bool(text.any())
         ends = self._matcher.is_accepting()
         if ends:
@@ -319,10 +361,43 @@ class GrammarState:
             self.trouble = "its text is complete, and no id ends it" if ends else "no id goes on with it"
         return Possible(text, only_end=ends and not goes_on)
 
+    def _without_dead_ends(self, keys: RepeatedKeys, possible: IdBits) -> IdBits:
+        """Return `possible` without ids behind which only a repeated key could come."""
+        before = self._key_states[-1]
+        stuck = list(keys.into_keys(before, possible))
+        if not stuck:
+            return possible
+        matcher = self._matcher.deep_copy()  # a limit that is reached here must not end the sequence
+        known: dict[KeyState, bool] = {}
+        dead = [id_ for id_, behind in stuck if self._is_dead(keys, matcher, id_, behind, known)]
+        return possible if matcher.is_error() else possible & ~bits_of(dead, self._vocabulary.size)
+
+    def _is_dead(
+        self, keys: RepeatedKeys, matcher: LLMatcher, id_: int, behind: KeyState, known: dict[KeyState, bool]
+    ) -> bool:
+        """Return whether behind an id, where a key must come or go on, every way on repeats a key.
+
+        `behind`: the state there; `known`: results by state. The matcher stands before the id, and is put back there.
+        """
+        if behind not in known:
+            known[behind] = False  # while it is looked at, white space leads back to it
+            if matcher.try_consume_tokens([id_]) != 1:
+                return False
+            found = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: len(self._text_bits)]
+            known[behind] = not matcher.is_error() and all(
+                (after := keys.advance(behind, next_)) is None
+                or after == behind
+                or (keys.may_be_stuck(after) and self._is_dead(keys, matcher, next_, after, known))
+                for next_ in _each_id(found & self._text_bits)
+            )
+            if not matcher.is_error():
+                matcher.rollback(1)
+        return known[behind]
+
     def _start_again(self) -> None:
         """Replace a matcher that failed for good by a new one behind the output."""
         self._matcher = self._fresh()
-        self._tail = []
+        self._cut(0)
         self._matcher.try_consume_tokens(self._output)
 
 
@@ -521,7 +596,9 @@ class Grammars:
             if preparation.is_over:
                 return
             try:
-                end(self._state(name, grammar, stand, deadline))
+                places, has_patterns = _json_places(grammar), "patternProperties" in grammar.source
+                begin = partial(stand, json_places=places, has_patterns=has_patterns)
+                end(self._state(name, grammar, begin, deadline))
             except GrammarsBusy as busy:
                 end(error=str(busy))
             except NoVocabulary as missing:
@@ -579,6 +656,13 @@ class Grammars:
             if self._vocabulary is None:
                 self._vocabulary = self._read()
             return self._vocabulary
+
+
+def _json_places(grammar: pb.Grammar) -> JsonPlaces | None:
+    """Return where JSON texts stand in a grammar's texts, or None if nowhere."""
+    if grammar.kind in (pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_JSON_OBJECT):
+        return JsonPlaces()
+    return JsonPlaces.from_json(grammar.json_places) if grammar.json_places else None
 
 
 def _walked(fresh: LLMatcher, vocabulary: TokenVocabulary) -> LLMatcher:

@@ -662,15 +662,26 @@ def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], 
 
 def _value(value: Any, schema: Mapping[str, Any], end: str) -> str:
     """Return the rule of one argument's value and what ends it."""
-    if not isinstance(value, Mapping):
-        return "text_value"
-    choices = value.get("enum")
-    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+    if choices := _choices(value):
         return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}) {end}"
-    if value.get("type", "string") == "string" and not value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"}:
+    if not isinstance(value, Mapping) or not is_json(value):
         return "text_value"
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return f"{_json({**shared, **value})} {end}"
+
+
+def _choices(value: Any) -> list[str]:
+    """Return the texts that an argument is one of; none if it can be another."""
+    choices = value.get("enum") if isinstance(value, Mapping) else None
+    is_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    return choices if isinstance(choices, list) and is_texts else []
+
+
+def is_json(value: Any) -> bool:
+    """Return whether an argument of this schema is written as JSON, where others are written as they are."""
+    if not isinstance(value, Mapping) or _choices(value):
+        return False
+    return value.get("type", "string") != "string" or bool(value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"})
 
 
 _TOKEN = re.compile(r"\[[A-Z_]+\]|<[^<>\s]+>")
@@ -685,10 +696,15 @@ def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | _SPACED)
 
 
+def text_parts(text: str) -> list[str]:
+    """Cut a text where special tokens may stand in it."""
+    return re.split(r"(\[[A-Z_]+\]|<[^<>\s]+>)", text)
+
+
 def _terminal(text: str, special_id: SpecialId) -> str:
     """Return a text in Lark syntax. Special tokens are given by id, because no characters produce them."""
     parts = []
-    for part in re.split(r"(\[[A-Z_]+\]|<[^<>\s]+>)", text):
+    for part in text_parts(text):
         if part and (id_ := special_id(part)) is not None:
             parts.append(f"<[{id_}]>")
         elif parts and part and parts[-1].startswith('"'):

@@ -1,16 +1,19 @@
 """Outputs in a grammar are the same with speculation and without, whoever drafts, beside whom, and after a restart."""
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles.grammars import outputs
 from doubles.worker import ScriptedDrafts
+from space_common.json_places import JSON, JsonPlaces, PlaceState
 from space_common.worker_client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
-from space_server.grammar import Grammars
+from space_server.grammar import Grammars, TokenVocabulary
 from space_server.worker import Worker
 
 EOS, MAX_TOKENS = 0, 96
@@ -35,6 +38,26 @@ GRAMMARS = {
     "budget": pb.Grammar(
         kind=pb.GRAMMAR_KIND_LARK,
         source='start: token{0,9} <[70]> answer\ntoken: <[8-69,71-255]>\nanswer: "(" /[0-9]{1,3}/ ")" answer?',
+    ),
+    "keys": pb.Grammar(
+        kind=pb.GRAMMAR_KIND_JSON_SCHEMA,
+        source=json.dumps(
+            {
+                "type": "object",
+                "patternProperties": {"^[ab]{1,2}$": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "additionalProperties": False,
+                "minProperties": 6,
+                "maxProperties": 6,
+            }
+        ),
+    ),
+    # A call with arguments of any keys, behind other text.
+    "arguments": pb.Grammar(
+        kind=pb.GRAMMAR_KIND_LARK,
+        source='start: /[ab]{1,4}/ "=" arguments\narguments: %json '
+        '{"type": "object", "patternProperties": {"^[ab]{1,2}$": {"enum": [1, {}]}}, "additionalProperties": false, '
+        '"minProperties": 6, "x-guidance": {"whitespace_flexible": false}}',
+        json_places=JsonPlaces((PlaceState(((tuple(b"="), JSON),)),)).to_json(),
     ),
 }
 SAMPLINGS = {
@@ -70,6 +93,11 @@ def plain(byte_model: SpaceModel, grammars: Grammars) -> Plain:
     return Plain(byte_model, grammars)
 
 
+@pytest.fixture(scope="module")
+def texts(byte_path: Path) -> list[bytes]:
+    return list(TokenVocabulary.read(byte_path, 320).texts)
+
+
 WRONG: dict[str, Callable[[int], bool]] = {
     "oracle": lambda position: False,
     "half right": lambda position: position % 8 in (0, 1, 4),
@@ -95,6 +123,10 @@ AT_EVERY_CHANGE = {
     ("budget", "greedy", 3, "masks"),
     ("budget", "seeded", 5, "oracle"),
     ("budget", "edited", 3, "half right"),
+    ("keys", "greedy", 3, "half right"),
+    ("keys", "seeded", 5, "masks"),
+    ("arguments", "edited", 3, "masks"),
+    ("arguments", "greedy", 5, "oracle"),
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in AT_EVERY_CHANGE else pytest.mark.slow)
@@ -123,6 +155,32 @@ def test_any_k_and_any_drafts_give_the_plain_text(
 def test_a_budget_of_tokens_is_used_up_and_not_exceeded(plain: Plain, sampling_params: str) -> None:
     ends = [tokens.index(70) for tokens in plain["budget", sampling_params]]
     assert max(ends) == 9, "the end was forced"
+
+
+@pytest.mark.parametrize("sampling_params", SAMPLINGS)
+@pytest.mark.parametrize("name", ["keys", "arguments"])
+def test_no_object_repeats_a_key(plain: Plain, texts: list[bytes], name: str, sampling_params: str) -> None:
+    for tokens in plain[name, sampling_params]:
+        keys = re.findall(rb'"([ab]+)"', b"".join(texts[id_] for id_ in tokens))
+        assert len(keys) == len(set(keys))
+        assert len(keys) == 6 or tokens[-1] != EOS
+    assert any(len(tokens) > 30 for tokens in plain[name, sampling_params])
+
+
+@pytest.mark.parametrize("at", [5, 22, 40])
+def test_who_is_admitted_again_knows_the_keys_of_before(
+    byte_model: SpaceModel, grammars: Grammars, plain: Plain, at: int
+) -> None:
+    tokens = plain["keys", "seeded"][0]
+    router = WorkerClient(Worker(byte_model, num_blocks=64, block_size=4, grammars=grammars))
+    sequence = router.generate(
+        PROMPTS[0] + tokens[:at],
+        num_prompt=len(PROMPTS[0]),
+        max_tokens=MAX_TOKENS,
+        sampling=pb.Sampling(grammar=GRAMMARS["keys"], **SAMPLINGS["seeded"]),  # type: ignore[arg-type]
+        eos_ids=[EOS],
+    )
+    assert (sequence.tokens, sequence.error) == (tokens, "")
 
 
 def test_drafts_that_the_grammar_forbids_are_not_laid_out(

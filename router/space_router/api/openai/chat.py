@@ -28,6 +28,7 @@ from space_router.http_server.responses import key_of
 from space_router.text import tool_calls
 from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
+from space_router.text.json_places import places_of_calls, places_of_calls_or
 from space_router.text.reasoning import AnswerReasoning, form_with
 from space_router.text.text_stream import FinishReason, TextDelta
 from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallReader
@@ -329,9 +330,12 @@ def _grammar(
                 param="response_format",
             )
         many = parallel and mode != "named"
-        return Grammar("lark", tool_calls.calls_only(known.layout, schemas, special_id, many=many))
-    written = tool_calls.calls_or(_schema_of(answer, known), known.layout, schemas, special_id, many=parallel)
-    return Grammar("lark", written)
+        written = tool_calls.calls_only(known.layout, schemas, special_id, many=many)
+        return Grammar("lark", written, places_of_calls(known.layout, schemas, special_id))
+    answer_schema = _schema_of(answer, known)
+    written = tool_calls.calls_or(answer_schema, known.layout, schemas, special_id, many=parallel)
+    places = places_of_calls_or(known.layout, schemas, special_id, has_answer=answer_schema is not None)
+    return Grammar("lark", written, places)
 
 
 def _schema_of(answer: Grammar | None, known: ToolFormat) -> Mapping[str, Any] | None:

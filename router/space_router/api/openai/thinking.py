@@ -14,6 +14,7 @@ from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
 from space_router.text import reasoning
 from space_router.text.chat_template import ChatTemplate
+from space_router.text.json_places import places_behind_thinking
 from space_router.text.reasoning import AnswerReasoning, ReasoningFormat, ThinkingRules
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -70,7 +71,9 @@ def behind_thinking(
             code="unsupported_parameter",
         )
     answer = None if wanted.grammar is None else lark(wanted.grammar.kind, wanted.grammar.source)
-    return replace(wanted, grammar=Grammar("lark", rules.before(answer)))
+    places = None if wanted.grammar is None else wanted.grammar.known_places
+    places = None if places is None else places_behind_thinking(rules, places)
+    return replace(wanted, grammar=Grammar("lark", rules.before(answer), places))
 
 
 def template_variables(

@@ -10,6 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from space_common.json_places import JsonPlaces
 from space_common.tracing import traceparent_of
 
 from space_router.engine.errors import EngineError
@@ -82,6 +83,13 @@ class Grammar:
 
     kind: GrammarKind
     source: str  # by kind: a JSON schema as JSON text; ""; a regular expression; a JSON list of strings; a Lark grammar
+    json_places: JsonPlaces | None = None
+    """Of a Lark grammar: where JSON texts stand, whose objects must not repeat a key."""
+
+    @property
+    def known_places(self) -> JsonPlaces | None:
+        """Where JSON texts stand in the output, or None if that is not known."""
+        return JsonPlaces() if self.kind in ("json_schema", "json_object") else self.json_places
 
 
 @dataclass(frozen=True)

@@ -227,4 +227,5 @@ def sampling(options: SamplingOptions) -> worker_pb2.Sampling:
 
 def grammar(wanted: Grammar) -> worker_pb2.Grammar:
     kind = worker_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{wanted.kind.upper()}")
-    return worker_pb2.Grammar(kind=kind, source=wanted.source)
+    places = "" if wanted.json_places is None else wanted.json_places.to_json()
+    return worker_pb2.Grammar(kind=kind, source=wanted.source, json_places=places)
