@@ -9,10 +9,17 @@ case $1 in
     -*) set -- serve "$@" ;;
 esac
 
+# In the place of TGI's image: its port, and models where it keeps them.
+if [ "${SPACESERVE_DROP_IN:-}" = tgi ]; then export PORT="${PORT:-80}" HF_HOME=/data; fi
+
 case $1 in
     serve | router)
         # Inside a container 127.0.0.1 is reachable by nobody.
-        export SPACESERVE_HOST="${SPACESERVE_HOST:-0.0.0.0}"
+        case ${SPACESERVE_DROP_IN:-} in
+            tgi | vllm) ;;  # their default is every address
+            llama.cpp) export LLAMA_ARG_HOST="${LLAMA_ARG_HOST:-0.0.0.0}" ;;
+            *) export SPACESERVE_HOST="${SPACESERVE_HOST:-0.0.0.0}" ;;
+        esac
         exec spaceserve "$@"
         ;;
     train)

@@ -5,6 +5,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -13,7 +14,8 @@ from space_common.process import module_command, safe_environment
 from space_router.commands.programs import PROGRAMS, Program
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, flag_of, settings
 from space_router.errors import ConfigError
-from space_router.setting import help_texts
+from space_router.foreign_flags.command_line import translate
+from space_router.setting import Setting, help_texts
 
 _SERVE_EXAMPLES = """\
 examples:
@@ -23,6 +25,7 @@ examples:
   SPACESERVE_PORT=9000 spaceserve serve                    every flag is also an environment variable
   spaceserve serve --model PATH --space-mask-ids 32002 --space-num-masks 5 --chat-template vicuna
                                                            a published SPACE checkpoint as it is
+  spaceserve serve Qwen/Qwen3-8B --max-num-seqs 32         flags of vLLM, TGI and llama-server are translated
   spaceserve serve --adapter code=./code-adapter           drafts for requests with "model": "code"; the same text
   spaceserve serve --speculation off                       plain decoding: the same text, one token per step
   spaceserve serve --grpc-port 50051                       gRPC beside HTTP: spaceserve.v1.Generate, health, reflection
@@ -41,20 +44,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = {name: program for name, program in PROGRAMS.items() if program.exists}
     if arguments and arguments[0] in programs:
         _become(programs[arguments[0]].module, arguments[1:])
+    environment: Mapping[str, str] = os.environ
+    notices: tuple[str, ...] = ()
+    if arguments and arguments[0] in _FLAGS_OF:
+        try:
+            names = [name for name, (_, known) in settings().items() if _has(arguments[0], known)]
+            translated = translate(arguments[1:], environment, names, _FLAGS_OF[arguments[0]])
+        except ConfigError as error:
+            print(f"spaceserve: {error}", file=sys.stderr)
+            return 2
+        arguments[1:], environment, notices = translated.arguments, translated.environment, translated.notices
     options = _parser(programs).parse_args(arguments)
     flags = {name: _text(getattr(options, name, None)) for name in settings()}
     if options.command == "doctor":
         from space_router.commands.doctor import run
 
-        return run(flags, os.environ, as_json=options.json)
+        return run(flags, environment, as_json=options.json)
     try:
-        config = build(flags, os.environ)
+        config = replace(build(flags, environment), notices=notices)
         if options.command == "router" and not config.worker_address:
             raise ConfigError("--worker-address is needed: `spaceserve router` starts no workers; `serve` does.")
         return _serve(config)
     except ConfigError as error:
         print(f"spaceserve: {error}", file=sys.stderr)
         return 2
+
+
+_FLAGS_OF = {"serve": ("--help", "-h"), "router": ("--help", "-h"), "doctor": ("--help", "-h", "--json")}
+"""Commands with a flag for each setting; their flags without a value."""
+
+
+def _has(command: str, known: Setting) -> bool:
+    """Whether a command has a setting's flag."""
+    return command != "router" or not known.own_workers
 
 
 def _text(given: str | list[str] | None) -> str | None:

@@ -188,6 +188,8 @@ class ServeConfig:
     waits in; so no priority starves. Shorter: priorities mean less under load"""
     max_choices: int = _limit(64, whole(1, 1024, "CHOICES"))
     """largest `n` or `best_of` of a request, and most prompts in one"""
+    max_prompt_tokens: int | None = _limit(None, whole(1, None, "TOKENS"))
+    """most tokens of a prompt; default: as many as the window holds beside one token of output"""
     max_stop_strings: int = _limit(16, whole(1, 1024, "STRINGS"))
     """most stop strings of a request; OpenAI takes 4"""
     max_json_depth: int = _limit(128, whole(4, 512, "LEVELS"))
@@ -233,6 +235,10 @@ class ServeConfig:
     """rules for what clients send and this server does not have, together. openai: unknown fields are ignored, as with
     --ignore-unknown-fields, and hosted tools left out, each with a `Warning` header; strict: both get 400, and unknown
     fields of Anthropic's betas too. Without it: unknown fields get 400, and hosted tools are left out"""
+    drop_in: str | None = _http(None, one_of("tgi", "vllm", "llama.cpp"))
+    """the engine in whose place this server starts: its variables are read (TGI's MODEL_ID, llama-server's LLAMA_ARG_*,
+    vLLM's VLLM_API_KEY), and its address and port are the default (TGI 0.0.0.0:3000, vLLM 0.0.0.0:8000); in an image
+    tgi also takes port 80 and models in /data. Its flags are taken without this, too"""
     response_store: str | None = _http(None, text("memory|FILE"))
     """where /v1/responses keeps responses for `previous_response_id`, each for the API key that made it: in memory, or
     in an SQLite file, which survives restarts; without it nothing is stored. A request with `store` false is never"""
@@ -344,6 +350,7 @@ class ServeConfig:
     key_source: KeySource = field(default=KeySource(), repr=False)  # where these are, to be read again
     gpus: tuple[str, ...] = ()  # for several workers, as CUDA_VISIBLE_DEVICES names them; a single one sees all
     model_is_named: bool = False  # by flag or variable; then no fallback is served
+    notices: tuple[str, ...] = ()  # lines to log at start: what other engines' flags became
     model_fallback: str | None = None  # why `model` was replaced by the fallback; None: it was not
 
     @property
@@ -419,6 +426,14 @@ class ServeConfig:
             raise ConfigError(f"{flags}: {error}.") from None
 
 
+LISTENING: Mapping[str, Mapping[str, Any]] = {
+    "tgi": {"host": "0.0.0.0", "port": 3000},
+    "vllm": {"host": "0.0.0.0", "port": 8000},
+    "llama.cpp": {"host": "127.0.0.1", "port": 8080},
+}
+"""Default address and port of the engines of --drop-in."""
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a field."""
     return "--" + name.replace("_", "-")
@@ -464,6 +479,7 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             values[name] = known.parse(text)
         except ValueError as error:
             raise ConfigError(f"{source}={text!r}: {error}.") from None
+    values = {**LISTENING.get(values.get("drop_in") or "", {}), **values}
     values |= _gpus_of_workers(values, environment)
     key_source = KeySource(values.get("api_key_file"), environment.get(ENVIRONMENT_PREFIX + "API_KEYS", ""))
     keys = key_source.read()

@@ -56,6 +56,8 @@ def run(config: ServeConfig) -> int:
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if config.log_level == "debug" else logging.WARNING)
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
+    for line in config.notices:
+        log.info("%s", line)
     config = with_default_model(config)
     text = ModelText.load(config)
     if (room := room_for(config.max_connections)) < config.max_connections:

@@ -17,6 +17,7 @@ from space_model.convert.convert import _parser as convert_parser
 from space_model.geometry.draft_layout import DraftLayout
 from space_router.commands.programs import PROGRAMS
 from space_router.config import ServeConfig, settings
+from space_router.foreign_flags.command_line import translate
 from space_router.metrics import Metrics
 from space_router.text.chat_template import BUILT_IN
 from space_train.__main__ import arguments as train_arguments
@@ -27,6 +28,7 @@ GUIDES = {
     f"router/guides/{name}.md"
     for name in (
         "serve", "api", "train", "tune", "deploy", "operate", "how_it_works", "BENCHMARKS", "ARCHITECTURE",
+        "coming_from",
     )
 }  # fmt: skip
 PAGES = GUIDES | {"docker/README.md", "docker/KUBERNETES.md", "docker/RAY.md", "router/SECURITY.md", "server/MODELS.md"}
@@ -166,15 +168,16 @@ def test_make_help_lists_every_target_with_a_sentence(root: Path) -> None:
 
 
 def test_every_flag_of_serve_exists_and_takes_its_value(typed: list[list[str]]) -> None:
-    serving = [words for words in typed if words[1:2] == ["serve"] and words[0].endswith("spaceserve")]
+    serving = [words[2:] for words in typed if words[1:2] == ["serve"] and words[0].endswith("spaceserve")]
     serving += [
-        words[words.index("spaceserve") :]
+        words[words.index("spaceserve") + 1 :]
         for words in typed
         if words[:2] == ["docker", "run"] and "spaceserve" in words
     ]
     flags = settings()
     assert serving
-    for words in serving:
+    for given in serving:
+        words = given if "--help" in given else translate(given, {}, [*flags]).arguments  # also other engines' flags
         for flag, value in zip(words, [*words[1:], ""], strict=True):
             if flag.startswith("--") and flag != "--help":
                 flags[flag.removeprefix("--").replace("-", "_")][1].parse(value)

@@ -30,7 +30,8 @@ def translate(error: engine_errors.EngineError, param: str = "prompt", limit: st
     match error:
         case engine_errors.PromptTooLong():
             message, size = error.message_for(limit), error.num_prompt
-            return errors.TooManyTokens(message, num_prompt=size, limit=error.window, param=param)
+            window = error.window + error.is_of_prompts  # the limit includes a token of output
+            return errors.TooManyTokens(message, num_prompt=size, limit=window, param=param)
         case engine_errors.CacheTooSmall():
             return errors.TooManyTokens(str(error), num_prompt=error.num_prompt, limit=error.num_slots, param=param)
         case engine_errors.QueueFull():

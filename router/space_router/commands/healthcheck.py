@@ -18,7 +18,8 @@ from pathlib import Path
 from space_common.process import say
 
 from space_router.commands.programs import PROGRAMS
-from space_router.config import ENVIRONMENT_PREFIX, settings
+from space_router.config import ENVIRONMENT_PREFIX, LISTENING, settings
+from space_router.foreign_flags.command_line import translate
 from space_router.http_server.listening import UNIX, connected
 
 PATIENCE = 4.0  # seconds; Docker's timeout is 5
@@ -70,6 +71,8 @@ def ask_router(flags: Sequence[str], environment: Mapping[str, str]) -> None:
 
     The certificate is not verified, because it has the server's public name.
     """
+    translated = translate(flags, environment, [*settings()], ("--help", "-h"))
+    flags, environment = translated.arguments, translated.environment
     host, port, certificate = (_setting(name, flags, environment) for name in ("host", "port", "tls_cert"))
     if host.startswith(UNIX):
         place = host
@@ -119,7 +122,9 @@ def _connected(place: str) -> socket.socket:
 def _setting(name: str, flags: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a setting's text; empty if it has none."""
     variable = environment.get(ENVIRONMENT_PREFIX + name.upper())
-    return _given(flags, name) or variable or str(settings()[name][0].default or "")
+    drop_in = _given(flags, "drop_in") or environment.get(f"{ENVIRONMENT_PREFIX}DROP_IN", "")
+    default = LISTENING.get(drop_in, {}).get(name, settings()[name][0].default)
+    return _given(flags, name) or variable or str(default or "")
 
 
 def _given(flags: Sequence[str], name: str) -> str | None:

@@ -155,7 +155,7 @@ class Engine:
             raise NotReady("No worker is up yet. Try again when /health says so.")
         if not self.loras.is_kept(request.lora):
             raise LoraRefused("The LoRA was unloaded before the request was queued. See GET /v1/models.")
-        max_tokens = resolve_max_tokens(request, self.facts)
+        max_tokens = resolve_max_tokens(request, self.facts, self.config.max_prompt_tokens)
         live = RequestState(request, max_tokens, self._num_submitted, self._clock())
         # At best, all prompt ids but the last are cached.
         if unmeetable_deadline := self._admission.unmeetable_deadline(live, 1, live.submitted):

@@ -29,7 +29,9 @@ class Refused(EngineError):
 
 
 class PromptTooLong(Refused):
-    def __init__(self, *, num_prompt: int, max_tokens: int | None, window: int) -> None:
+    def __init__(self, *, num_prompt: int, max_tokens: int | None, window: int, is_of_prompts: bool = False) -> None:
+        """`is_of_prompts`: the window is that of prompts alone (--max-prompt-tokens)."""
+        self.is_of_prompts = is_of_prompts
         self.num_prompt = num_prompt
         self.max_tokens = max_tokens
         self.window = window
@@ -37,6 +39,11 @@ class PromptTooLong(Refused):
 
     def message_for(self, limit: str) -> str:
         """Return the message for an API that calls max_tokens `limit`."""
+        if self.is_of_prompts:
+            return (
+                f"This server's maximum context length is {self.window} tokens for a prompt (--max-prompt-tokens). The "
+                f"prompt has {self.num_prompt} tokens. Shorten it."
+            )
         if self.max_tokens is None or self.num_prompt >= self.window:
             return (
                 f"This model's maximum context length is {self.window} tokens, the answer included. The prompt has "

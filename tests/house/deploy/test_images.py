@@ -158,11 +158,11 @@ def test_hadolint_finds_nothing(root: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- entrypoint
 
 
-def entrypoint(root: Path, tmp_path: Path, *arguments: str, **environment: str) -> str:
+def entrypoint(root: Path, tmp_path: Path, *arguments: str, shown: str = "", **environment: str) -> str:
     """What the entrypoint runs: the stub spaceserve says how it was called."""
     for name in ("spaceserve", "python"):
         stub = tmp_path / name
-        stub.write_text(f'#!/bin/sh\necho "{name} $* host=$SPACESERVE_HOST"\n')
+        stub.write_text(f'#!/bin/sh\necho "{name} $* host=$SPACESERVE_HOST$SHOWN"\n'.replace("$SHOWN", shown))
         stub.chmod(0o755)
     run = subprocess.run(
         [str(root / "docker/entrypoint.sh"), *arguments],
@@ -214,6 +214,20 @@ def test_an_image_without_the_packages_says_that_it_does_not_train(root: Path, t
 
 def test_a_host_from_the_environment_wins(root: Path, tmp_path: Path) -> None:
     assert entrypoint(root, tmp_path, SPACESERVE_HOST="10.0.0.1") == "spaceserve serve host=10.0.0.1"
+
+
+def test_an_image_takes_the_place_of_another_servers(root: Path, tmp_path: Path) -> None:
+    shown = " $PORT $HF_HOME $LLAMA_ARG_HOST"
+    as_tgi = entrypoint(root, tmp_path, "--model-id", "a/b", shown=shown, SPACESERVE_DROP_IN="tgi")
+    assert as_tgi.split() == ["spaceserve", "serve", "--model-id", "a/b", "host=", "80", "/data"]
+    with_port = entrypoint(root, tmp_path, shown=shown, SPACESERVE_DROP_IN="tgi", PORT="81")
+    assert with_port.split()[-2:] == ["81", "/data"]
+    assert entrypoint(root, tmp_path, "healthcheck", shown=shown, SPACESERVE_DROP_IN="tgi").split()[-2:] == [
+        "80",
+        "/data",
+    ]
+    as_llama = entrypoint(root, tmp_path, shown=shown, SPACESERVE_DROP_IN="llama.cpp")
+    assert as_llama.split() == ["spaceserve", "serve", "host=", "0.0.0.0"]
 
 
 def test_the_health_check_fails_when_nobody_answers(root: Path) -> None:

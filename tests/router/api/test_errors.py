@@ -590,3 +590,21 @@ async def test_a_request_whose_own_prompts_fill_the_queue_is_told_how_many_fit(s
         answer = await router.post("/v1/completions", prompt=["a", "b", "c", "d", "e"], max_tokens=50)
         assert answer.status_code == 429
         assert "the 5 prompts of this request: 3 would find a place now" in answer.json()["error"]["message"]
+
+
+async def test_a_prompt_longer_than_the_servers_own_limit_is_refused_on_every_route(start: Start) -> None:
+    async with start(config=ServeConfig(max_prompt_tokens=8)) as router:
+        short = await router.post("/v1/completions", prompt="x" * 8, max_tokens=2)
+        assert short.status_code == 200, short.text
+        for path, body in (
+            ("/v1/completions", {"prompt": "x" * 9}),
+            ("/v1/chat/completions", {"messages": USER}),
+            ("/generate", {"inputs": "x" * 9}),
+        ):
+            answer = await router.post(path, **body)
+            assert answer.status_code in (400, 422), answer.text
+            assert "maximum context length is 8 tokens for a prompt (--max-prompt-tokens)" in answer.text
+        answer = await router.post("/v1/messages", messages=USER, max_tokens=2, model="tiny")
+        assert "tokens > 8 maximum" in answer.json()["error"]["message"]
+        info = await router.client.get("/info")
+        assert info.json()["max_input_tokens"] == 8

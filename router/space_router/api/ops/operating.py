@@ -357,7 +357,7 @@ def describe(service: Service) -> dict[str, Any]:
         "max_concurrent_requests": config.max_queue + (0 if facts is None else facts.max_sequences * num_workers),
         "max_best_of": config.max_choices,
         "max_stop_sequences": config.max_stop_strings,
-        "max_input_tokens": None if window is None else window - 1,
+        "max_input_tokens": None if window is None else min(window - 1, config.max_prompt_tokens or window),
         "max_total_tokens": window,
         "max_batch_total_tokens": None if facts is None else facts.num_slots * num_workers,
         "validation_workers": 1,  # the event loop; long prompts are validated in threads

@@ -181,9 +181,11 @@ class LoadFigures:
     draining: bool
 
 
-def resolve_max_tokens(request: ValidRequest, facts: WorkerModelFacts) -> int:
+def resolve_max_tokens(request: ValidRequest, facts: WorkerModelFacts, max_prompt_tokens: int | None = None) -> int:
     """Return `max_tokens`, or if none was given, as many as fit. Raises PromptTooLong or CacheTooSmall."""
     num_prompt, max_tokens = len(request.prompt_ids), request.max_tokens
+    if max_prompt_tokens is not None and num_prompt > max_prompt_tokens:
+        raise PromptTooLong(num_prompt=num_prompt, max_tokens=None, window=max_prompt_tokens, is_of_prompts=True)
     least = 1 if max_tokens is None else max_tokens
     if num_prompt + least > facts.window:
         raise PromptTooLong(num_prompt=num_prompt, max_tokens=max_tokens, window=facts.window)

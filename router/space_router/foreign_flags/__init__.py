@@ -1,0 +1,1 @@
+"""Other engines' flags and variables: what each is here, from one table."""
