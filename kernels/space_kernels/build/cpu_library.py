@@ -280,6 +280,9 @@ class BuffersStruct(Structure):
         ("low_stride", c_int64),
         ("gated", POINTER(GatedRunStruct)),
         ("num_gated", c_int64),
+        ("tapped", c_void_p),
+        ("num_tapped", c_int64),
+        ("taps", c_void_p),
     )
 
 

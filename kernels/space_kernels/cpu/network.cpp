@@ -151,6 +151,15 @@ void layer_forward(const Network& net, int64_t number, const Rows& rows, const B
     matmul(layer.down, &LayerDeltas::down, {b.inner, num_rows, net.inner, b.x, net.hidden, false, Then::ADD, b.x});
 }
 
+void tap(const Network& net, int64_t number, const Rows& rows, const Buffers& b) {
+    for (int64_t place = 0; place < b.num_tapped; ++place) {
+        if (b.tapped[place] != number) continue;
+        for (int64_t row = 0; row < rows.num_chain_rows; ++row)
+            std::memcpy(b.taps + (row * b.num_tapped + place) * net.hidden, b.x + row * net.hidden,
+                        net.hidden * sizeof(bf16));
+    }
+}
+
 }  // namespace
 
 bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_threads) {
@@ -167,7 +176,11 @@ bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_thr
             const bf16* embedding = run->embeddings + run->masks[row - run->first] * net.hidden;
             std::memcpy(b.x + row * net.hidden, embedding, net.hidden * sizeof(bf16));
         }
-    for (int64_t n = 0; n < net.num_layers; ++n) layer_forward(net, n, rows, b, num_threads);
+    for (int64_t n = 0; n < net.num_layers; ++n) {
+        tap(net, n, rows, b);
+        layer_forward(net, n, rows, b, num_threads);
+    }
+    tap(net, net.num_layers, rows, b);
     norm(b.x, net.norm, rows.num_rows, net.hidden, net.eps, b.normed, num_threads);
     return true;
 }

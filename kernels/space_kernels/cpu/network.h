@@ -54,6 +54,11 @@ struct Buffers {  // [rows, …]
     int64_t low_stride;
     const GatedRun* gated;
     int64_t num_gated;
+    // Layers whose inputs are wanted, and where those of chain rows go: [chain rows, num_tapped, hidden]. The number of
+    // layers stands for the last one's output.
+    const int64_t* tapped;
+    int64_t num_tapped;
+    bf16* taps;
 };
 
 // Writes the result to buffers.normed [rows, hidden]. Returns false, without computing, if an id or a mask is out of

@@ -42,7 +42,7 @@ from space_model.networks.llama_parts import (
     layer_fields,
     packed,
 )
-from space_model.networks.network import PagedKV
+from space_model.networks.network import PagedKV, Taps
 from space_model.stored_weights import alternate
 
 
@@ -153,13 +153,14 @@ class CompiledLlama(LlamaParts):
             )
         )
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm; padding rows are undefined."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
+        """[R, hidden] after the final norm; padding rows are undefined. `taps`: filled with the inputs of its
+        layers."""
         self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
         if self._ranks is not None:
-            return self._by_layers(batch, kv)
+            return self._by_layers(batch, kv, taps)
         inputs = [self._adapters[run.adapter].inputs_of(run, batch.positions) for run in batch.gated]
-        return self._run(self._network(kv), batch, gated=self._gated(batch, inputs))[1]
+        return self._run(self._network(kv), batch, gated=self._gated(batch, inputs), taps=taps)[1]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
@@ -209,6 +210,7 @@ class CompiledLlama(LlamaParts):
         batch: ForwardBatch,
         ids: Tensor | None = None,
         gated: Sequence[GatedRunStruct] = (),
+        taps: Taps | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return [R, hidden] before and after the final norm. `ids`: rows of the network's embedding; None: the
         batch's.
@@ -232,6 +234,10 @@ class CompiledLlama(LlamaParts):
             low = normed.new_zeros(num_rows, width)
             buffers.low, buffers.low_stride = low.data_ptr(), width
             buffers.gated, buffers.num_gated = (GatedRunStruct * len(gated))(*gated), len(gated)
+        if taps is not None:
+            numbers = torch.tensor(taps.layers, dtype=torch.int64)
+            buffers.tapped, buffers.num_tapped = numbers.data_ptr(), len(numbers)
+            buffers.taps = taps.states.data_ptr()
         threads = torch.get_num_threads()
         if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
             raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings, or a mask.")
@@ -264,11 +270,15 @@ class CompiledLlama(LlamaParts):
             self._angles.sin.data_ptr(),
         )
 
-    def _by_layers(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
+    def _by_layers(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None) -> Tensor:
         """Compute `forward` of cpu/network.cpp, plus sums over ranks."""
         x = self._enter_gated(batch)
         for number in range(len(self._layers)):
+            if taps is not None:
+                taps.take(number, x)
             x = self._one_layer(number, x, batch, kv)
+        if taps is not None:
+            taps.take(len(self._layers), x)
         return self._normed(self._norm, x)
 
     def _one_layer(self, number: int, x: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:

@@ -27,7 +27,7 @@ from space_model.geometry.forward_batch import ForwardBatch, GatedRows
 from space_model.lora import Lora, why_no_loras
 from space_model.model_error import UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES, LlamaLayer, LlamaParts, LlamaSource, add_deltas, layer_fields
-from space_model.networks.network import PagedKV
+from space_model.networks.network import PagedKV, Taps
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,17 @@ class LlamaCudaNetwork(LlamaParts):
         kinds = {type(linear) for path, linear in base.named_modules() if path.endswith("_proj")}
         return kinds in ({nn.Linear}, {Fp8Linear})
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
+        """[R, hidden] after the final norm. `taps`: filled with the inputs of its layers."""
         residual = self._enter_gated(batch)
         y = self._first_norm(0, residual)
         shared = self._shared(batch)
         for number in range(len(self._layers)):
+            if taps is not None:
+                taps.take(number, residual)
             y, residual = self._layer(number, y, residual, shared, batch, kv)
+        if taps is not None:
+            taps.take(len(self._layers), residual)
         return y
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:

@@ -42,7 +42,7 @@ from space_model.networks.llama_parts import (
     layer_fields,
     packed,
 )
-from space_model.networks.network import Network, PagedKV
+from space_model.networks.network import Network, PagedKV, Taps
 
 Linear = PackedLinear | Int8Linear
 
@@ -87,12 +87,16 @@ class LlamaNetwork(LlamaParts):
         """Return whether this network supports the config."""
         return config.model_type in FAMILIES and config.hidden_act == "silu" and can_pack(dtype)
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
+        """[R, hidden] after the final norm. `taps`: filled with the inputs of its layers."""
         x = self._enter_gated(batch)
         angles = self._angles(x, batch)
         for number in range(len(self._layers)):
+            if taps is not None:
+                taps.take(number, x)
             x = self._layer(number, x, angles, batch, kv)
+        if taps is not None:
+            taps.take(len(self._layers), x)
         return self._norm(x)
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:

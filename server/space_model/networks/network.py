@@ -140,11 +140,31 @@ class DraftKV:
             self.num_read[pages[last]] = stop % size
 
 
+@dataclass(frozen=True)
+class Taps:
+    """The inputs of chosen layers, copied while the network computes the rows."""
+
+    layers: tuple[int, ...]  # from 0 to the number of layers, which stands for the last one's output
+    states: Tensor  # [chain rows, len(layers), hidden]; padding and mask rows are not copied
+
+    @classmethod
+    def of(cls, layers: tuple[int, ...], batch: ForwardBatch, facts: ModelFacts) -> Taps:
+        """Return room for these layers' inputs, of a model with these facts."""
+        shape = batch.num_chain_rows, len(layers), facts.hidden_size
+        return cls(layers, torch.empty(shape, dtype=facts.dtype, device=facts.device))
+
+    def take(self, number: int, hidden: Tensor) -> None:
+        """Copy the input of layer `number`, hidden [R, hidden], if it is chosen."""
+        for place, layer in enumerate(self.layers):
+            if layer == number:
+                self.states[:, place] = hidden[: len(self.states)]
+
+
 class Network(Protocol):
     """The model from ids to the input of the head."""
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
+        """[R, hidden] after the final norm. `taps`: filled with the inputs of its layers."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """[N] -> [N, hidden]: rows of the embedding table, unscaled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import EllipsisType
@@ -40,7 +40,7 @@ from space_model.lora import Lora
 from space_model.model_error import UnsupportedModel
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
-from space_model.networks.network import PagedKV
+from space_model.networks.network import PagedKV, Taps
 from space_model.networks.scaled_experts import ScaledRowExperts
 from space_model.stored_weights import release, table_of, weight_of
 
@@ -166,6 +166,36 @@ def _wrapped(
         return (rows, *[None] * (_TUPLES[base] - 1)) if base in _TUPLES else rows
 
     return stand_in
+
+
+@contextmanager
+def tapping(base: PreTrainedModel, taps: Taps) -> Iterator[None]:
+    """In the block, a forward pass of `base` fills `taps`. Raises UnsupportedModel where layers have other inputs than
+    rows [1, R, hidden]."""
+    _, layers = decoder_layers(base)
+
+    def take(number: int, rows: Any) -> None:
+        if not isinstance(rows, Tensor) or rows.dim() != 3 or rows.shape[0] != 1:
+            raise UnsupportedModel(
+                f"The layers of {type(base).__name__} have other inputs than a hidden state a token."
+            )
+        taps.take(number, rows[0])
+
+    def before(number: int, layer: nn.Module, rows: tuple[Any, ...], named: dict[str, Any]) -> None:
+        take(number, rows[0] if rows else named.get("hidden_states"))
+
+    def behind(layer: nn.Module, rows: tuple[Any, ...], out: Any) -> None:
+        take(len(layers), out[0] if isinstance(out, tuple) else out)
+
+    inner = [number for number in set(taps.layers) if number < len(layers)]
+    hooks = [layers[n].register_forward_pre_hook(partial(before, n), with_kwargs=True) for n in inner]
+    if len(layers) in taps.layers:
+        hooks.append(layers[-1].register_forward_hook(behind))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 ATTENTION_NAME = "spaceserve"
@@ -335,11 +365,13 @@ class TransformersNetwork:
         self._current = CurrentStep.of(base)
         self._shared = KVSharingDict() if "reuse" in (getattr(base.config, "kv_sharing_modes", None) or ()) else None
 
-    def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """[R, hidden] after the final norm."""
+    def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
+        """[R, hidden] after the final norm. `taps`: filled with the inputs of its layers. Raises UnsupportedModel where
+        these are no rows of [hidden]."""
         self._gate.open_for(batch)
         step = AttentionStep(batch, kv, self._attention)
-        hidden = self._run(batch, step)
+        with nullcontext() if taps is None else tapping(self.base, taps):
+            hidden = self._run(batch, step)
         step.commit()
         return hidden
 

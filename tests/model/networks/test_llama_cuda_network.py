@@ -18,6 +18,7 @@ from space_model.networks import llama_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.llama_parts import LlamaSource
+from space_model.networks.network import Taps
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
 from space_model.testing import released_adapter, tiny_adapter, tiny_checkpoint
@@ -253,3 +254,19 @@ def test_a_captured_forward_pass_is_replayed_for_other_ids_and_positions(checkpo
     tables.starts.copy_(later_tables.starts)
     graph.replay()
     assert torch.equal(hidden, model.forward(later, kv))
+
+
+@torch.inference_mode()
+def test_it_copies_the_inputs_of_layers_as_the_cpu_s_network_does(
+    checkpoint_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for model in (
+        load_on(ops_for("cpu"), checkpoint_of("qwen3"), monkeypatch),
+        load.load_model(checkpoint_of("qwen3")),
+    ):
+        batch = ForwardBatch.build(PREFILL, block_size=BLOCK, mask_ids=model.facts.mask_ids)
+        taps = Taps.of((2, 1), batch, model.facts)
+        model.network.forward(batch, model.allocate_kv(NUM_BLOCKS, BLOCK), taps)
+        found.append(taps.states)
+    torch.testing.assert_close(*found, atol=2e-5, rtol=0)
