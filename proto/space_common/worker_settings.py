@@ -252,8 +252,9 @@ class WorkerSettings:
     )
     speculation_method: Literal["auto", "masks", "head"] = flag(
         "auto",
-        "what of the model drafts: its masks, its recurrent head or --draft-model (head), or at each step the one that "
-        "brings more tokens per second (auto); either is left out where the model has it not (default: %(default)s)",
+        "what of the model drafts: its masks, its recurrent head, --draft-model or --draft-head (head), or at each "
+        "step the one that brings more tokens per second (auto); either is left out where the model has it not "
+        "(default: %(default)s)",
         choices=("auto", "masks", "head"),
     )
     draft_model: str | None = flag(
@@ -261,6 +262,12 @@ class WorkerSettings:
         "a smaller model with the same tokenizer, which drafts in place of a recurrent head: a folder, a GGUF file or "
         "a hub id; mtp: the checkpoint's own layer for multi-token prediction; on a CPU only",
         metavar="MODEL",
+    )
+    draft_head: str | None = flag(
+        None,
+        "an EAGLE head that was trained for the model, which drafts in place of a recurrent head: a folder or a hub "
+        "id, as EAGLE, SpecForge and speculators publish them; on a CPU only",
+        metavar="HEAD",
     )
     steps: Steps = flag(
         "auto",

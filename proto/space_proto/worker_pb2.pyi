@@ -116,6 +116,8 @@ class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSour
     """a second model"""
     DRAFT_SOURCE_MTP: _DraftSource.ValueType  # 6
     """the checkpoint's own layer for multi-token prediction"""
+    DRAFT_SOURCE_EAGLE: _DraftSource.ValueType  # 7
+    """an EAGLE head"""
 
 class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
     """Who proposed drafts. All are verified by the same rule."""
@@ -134,6 +136,8 @@ DRAFT_SOURCE_MODEL: DraftSource.ValueType  # 5
 """a second model"""
 DRAFT_SOURCE_MTP: DraftSource.ValueType  # 6
 """the checkpoint's own layer for multi-token prediction"""
+DRAFT_SOURCE_EAGLE: DraftSource.ValueType  # 7
+"""an EAGLE head"""
 Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
@@ -882,7 +886,7 @@ class Hello(_message.Message):
     num_head_drafts: _builtins.int
     """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
     head_kind: _builtins.str
-    """what makes those drafts: recurrent (its head), model (a second one) or mtp (its MTP layer); "": nothing"""
+    """what makes those drafts: recurrent (its head), model (a second one), mtp (its MTP layer) or eagle (an EAGLE head); "": nothing"""
     @_builtins.property
     def mask_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never sampled, refused in prompts"""

@@ -268,13 +268,18 @@ class ServeConfig:
     per token. The text is the same with each"""
     speculation_method: str = _own_speculation("auto", one_of("auto", "masks", "head"))
     """what of the model drafts: its masks, its recurrent head (which adds no mask rows to a step, so it suits large
-    batches) or --draft-model (head), or at each step the one that brings more tokens per second (auto). The text is the
-    same with each"""
+    batches), --draft-model or --draft-head (head), or at each step the one that brings more tokens per second (auto).
+    The text is the same with each"""
     draft_model: str | None = _own_speculation(None, text("MODEL|mtp"))
     """a smaller model with the same tokenizer, which drafts for any checkpoint: a folder, a GGUF file or a hub id; mtp:
     the checkpoint's own layer for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next). Where it makes up to 8
     drafts (the layer: 4), a step verifies 9 rows. It takes the place of a recurrent head, beside masks and lookup; its
     keys and values are part of --kv-memory. On a CPU only. The text is the same with and without"""
+    draft_head: str | None = _own_speculation(None, text("HEAD"))
+    """an EAGLE head that was trained for the model (EAGLE-3, EAGLE-2 or EAGLE, as their authors, SpecForge and
+    speculators publish them): a folder or a hub id. It makes up to 5 drafts, one after the other, from hidden states of
+    inner layers, so a step verifies up to 6 rows and has no mask rows; like --draft-model otherwise, in whose place it
+    stands. On a CPU only. The text is the same with and without"""
     steps: str = _own_speculation("auto", one_of("auto", "device", "eager", "host"))
     """where decoding requests are kept between steps: on the device, where the next step is launched before the host
     has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and

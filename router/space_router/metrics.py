@@ -85,7 +85,7 @@ _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
 """How an admitted request ended: label `outcome` of `requests_total`."""
 
-SOURCES = ("masks", "lookup", "prediction", "grammar", "head", "model", "mtp")
+SOURCES = ("masks", "lookup", "prediction", "grammar", "head", "model", "mtp", "eagle")
 """Source of a draft: label `source` of `drafted_tokens_by_source_total` and `accepted_tokens_by_source_total`."""
 
 REASONS = (

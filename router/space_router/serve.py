@@ -196,7 +196,7 @@ def _first_request(service: Service) -> tuple[str, dict[str, object]]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 128}
 
 
-_DRAFTERS = {"model": "the draft model", "mtp": "its MTP layer"}
+_DRAFTERS = {"model": "the draft model", "mtp": "its MTP layer", "eagle": "the EAGLE head"}
 
 
 def _description(facts: WorkerModelFacts) -> str:

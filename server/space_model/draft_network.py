@@ -7,6 +7,8 @@ draft network when drafts are wanted behind it, not when the model computes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -16,11 +18,19 @@ from space_model.model_facts import HeadFacts
 from space_model.networks.network import DraftKV, PagedKV
 
 
+@dataclass(frozen=True)
+class TappedStates:
+    """Hidden states of inner layers that a draft network reads in place of the model's last."""
+
+    layers: tuple[int, ...]  # whose inputs, as of networks.network.Taps
+    fused: Callable[[Tensor], Tensor]  # [N, len(layers), the model's hidden] -> [N, width], what is kept of them
+
+
 class DraftNetwork(Protocol):
     """Drafts one id after the other for a model of the same vocabulary.
 
-    Row p reads the id of position p + `lag`, the keys of the rows before it and, where it has a `width`, the model's
-    hidden state of position p. It predicts the id behind the one that it reads.
+    Row p reads the id of position p + `lag`, the keys of the rows before it and, where it has a `width`, what is kept
+    of the model's hidden states of position p. It predicts the id behind the one that it reads.
     """
 
     @property
@@ -29,7 +39,11 @@ class DraftNetwork(Protocol):
 
     @property
     def width(self) -> int:
-        """Return the numbers of the model's hidden state that are kept for each position; 0: it reads ids alone."""
+        """Return the numbers that are kept of each position's hidden states; 0: it reads ids alone."""
+
+    @property
+    def tapped(self) -> TappedStates | None:
+        """Return the inner layers whose states it reads; None: it reads the last hidden state, or none."""
 
     @property
     def facts(self) -> HeadFacts:

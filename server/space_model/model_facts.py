@@ -41,8 +41,9 @@ class _Head(Protocol):
     def acceptance(self) -> tuple[float, ...]: ...
 
 
-HeadKind = Literal["recurrent", "model", "mtp"]
-"""What drafts one id after the other behind a step: a recurrent head, another model, or the checkpoint's MTP layer."""
+HeadKind = Literal["recurrent", "model", "mtp", "eagle"]
+"""What drafts one id after the other behind a step: a recurrent head, another model, the checkpoint's MTP layer, or an
+EAGLE head."""
 
 
 class HeadFacts(NamedTuple):

@@ -15,7 +15,7 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.lora import LoadedLoras
 from space_model.model_facts import ModelFacts
-from space_model.networks.network import USUAL_ROOM, Network, PagedKV, StateRoom
+from space_model.networks.network import USUAL_ROOM, Network, PagedKV, StateRoom, Taps
 from space_model.recurrent_head import RecurrentHead
 
 
@@ -70,8 +70,15 @@ class SpaceModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
-        """Compute the batch's rows: [R, hidden] after the final norm. Stores the chain rows' K and V in `kv`."""
-        return self._network.forward(batch, kv)
+        """Compute the batch's rows: [R, hidden] after the final norm. Stores the chain rows' K and V in `kv`, and what
+        the draft network reads of them."""
+        if self.draft_network is None or kv.draft is None:
+            return self._network.forward(batch, kv)
+        tapped = self.draft_network.tapped
+        taps = None if tapped is None else Taps.of(tapped.layers, batch, self.facts)
+        hidden = self._network.forward(batch, kv, taps)
+        kv.draft.keep(batch, hidden if tapped is None or taps is None else tapped.fused(taps.states))
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.weight_files import give_back
 from space_model.draft_networks import mtp
 from space_model.draft_networks.draft_model import load_draft_model
+from space_model.draft_networks.eagle import load_eagle
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory, use_one_heap
@@ -185,8 +186,8 @@ def _load(
     os.environ[cpu_library.SWITCH] = config.cpu_kernels
     checkpoint = source.checkpoint()
     own = replace(config, device=device or config.device)
-    draft = source.draft_checkpoint()
-    need = ModelNeed.asked(own, checkpoint, draft)
+    draft, head = source.draft_checkpoint(), source.draft_head()
+    need = ModelNeed.asked(own, checkpoint, draft, head)
     check_cpu_kernels(config, need.device, need.dtype)
     num_ranks = 1 if ranks is None else ranks.size  # ranks share the machine's cores, and on CPUs its memory
     num_blocks_of(own, need, FreeMemory.on(need.device).among(num_ranks if need.device.type == "cpu" else 1))
@@ -215,6 +216,8 @@ def _load(
         model = model.drafted_by(mtp.load_mtp(checkpoint, model.facts, dtype=config.dtype))
     elif draft is not None:
         model = model.drafted_by(load_draft_model(draft, checkpoint, model.facts, dtype=config.dtype))
+    elif head is not None:
+        model = model.drafted_by(load_eagle(head, model))
     if model.facts.device.type == "cpu":
         give_back()  # of adapters, too
     return model
@@ -387,7 +390,7 @@ def measured_cost(
             max_sequences=most,
             exact=config.exact,
             steps=steps,
-            draft_model=config.draft_model,
+            draft_model=config.draft_model or config.draft_head,
         ),
         measure=lambda look: calibrate(
             model, kv, max_sequences=most, seconds=config.calibration_seconds, steps=steps, between=look

@@ -18,6 +18,7 @@ from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks import mtp
+from space_model.draft_networks.eagle_files import EagleFiles
 from space_model.model_error import CheckpointNotFound, InvalidSetting
 from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_model.released_adapters import AdapterFormat, split_place
@@ -42,7 +43,7 @@ class ModelSource:
 
     def __init__(self, config: WorkerSettings) -> None:
         self._model = config.model
-        self._draft_model = config.draft_model
+        self._draft_model, self._draft_head = config.draft_model, config.draft_head
         self._adapters = config.adapter
         self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
         self._folders: dict[str, Path] = {}
@@ -57,6 +58,14 @@ class ModelSource:
         if self._draft_model == mtp.NAME:
             return mtp.mtp_checkpoint(self.checkpoint())
         return None if self._draft_model is None else Checkpoint.open(self._draft_model, self.fetch)
+
+    def draft_head(self) -> EagleFiles | None:
+        """Open the EAGLE head that drafts, fetching it if needed; None: there is none. Raises ModelError."""
+        if self._draft_head is None:
+            return None
+        if self._draft_model is not None:
+            raise InvalidSetting("--draft-model and --draft-head draft in place of each other: leave one of them out.")
+        return EagleFiles.open(self._draft_head, self.fetch)
 
     def adapters(self) -> dict[str, str]:
         """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""
@@ -76,7 +85,7 @@ class ModelSource:
 
     def fetch(self, model: str) -> Path:
         """Return the folder of a hub id, or the file of the default model's weights. The configured revision applies to
-        the model only, not to its base, its draft model or adapters."""
+        the model only, not to its base, what drafts for it or adapters."""
         if model not in self._folders:
             hub = self._hub if model == self._model else replace(self._hub, revision=None)
             try:

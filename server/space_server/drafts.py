@@ -372,6 +372,7 @@ class DraftOrigin(Enum):
     HEAD = "head"
     MODEL = "model"
     MTP = "mtp"
+    EAGLE = "eagle"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
     GRAMMAR = "grammar"
@@ -389,7 +390,7 @@ class Origin:
     @property
     def is_by_head(self) -> bool:
         """Whether a recurrent head or a draft network made the drafts."""
-        return self.source in (DraftOrigin.HEAD, DraftOrigin.MODEL, DraftOrigin.MTP)
+        return self.source in (DraftOrigin.HEAD, DraftOrigin.MODEL, DraftOrigin.MTP, DraftOrigin.EAGLE)
 
 
 BY_MASKS = Origin(DraftOrigin.MASKS)
@@ -398,6 +399,7 @@ HEAD_ORIGINS: Mapping[HeadKind, Origin] = {
     "recurrent": BY_HEAD,
     "model": Origin(DraftOrigin.MODEL),
     "mtp": Origin(DraftOrigin.MTP),
+    "eagle": Origin(DraftOrigin.EAGLE),
 }
 
 LENGTHS = (0, 1, 2, 3, 4, 8, 16)  # lower bounds of the classes of match length

@@ -184,8 +184,6 @@ class HostRunner(ModelRunner):
         planned = clock()
         hidden = self.model.forward(batch, self.kv)  # [R, hidden]
         self.num_forwards += 1
-        if self.kv.draft is not None:
-            self.kv.draft.keep(batch, hidden)
         logits, of_masks = self._logits(hidden, batch, chosen)
         forwarded = clock()
         self._plan_keys = AttentionPlan.keys_of(batch.rows)

@@ -25,7 +25,7 @@ def failure_message(what: str, error: Exception) -> str:
 
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 16
+PROTOCOL_MINOR = 17
 
 _FINISH = {SequenceEnd.EOS: pb.FINISH_EOS, SequenceEnd.STOP_ID: pb.FINISH_STOP_ID, SequenceEnd.LENGTH: pb.FINISH_LENGTH}
 
@@ -34,6 +34,7 @@ _SOURCE = {
     DraftOrigin.HEAD: pb.DRAFT_SOURCE_HEAD,
     DraftOrigin.MODEL: pb.DRAFT_SOURCE_MODEL,
     DraftOrigin.MTP: pb.DRAFT_SOURCE_MTP,
+    DraftOrigin.EAGLE: pb.DRAFT_SOURCE_EAGLE,
     DraftOrigin.LOOKUP: pb.DRAFT_SOURCE_LOOKUP,
     DraftOrigin.PREDICTION: pb.DRAFT_SOURCE_PREDICTION,
     DraftOrigin.GRAMMAR: pb.DRAFT_SOURCE_GRAMMAR,

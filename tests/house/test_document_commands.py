@@ -57,6 +57,14 @@ RUN_BY = {
         "tests/kernels/cpu/test_cpu_library.py",
         '"build", "--wheel"',
     ),
+    (
+        ".venv/bin/spaceserve serve --model meta-llama/Llama-3.1-8B-Instruct --draft-head "
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --device cpu"
+    ): ("tests/e2e/process/test_draft_model.py", '"--draft-head"'),
+    (
+        ".venv/bin/spaceserve doctor --model meta-llama/Llama-3.1-8B-Instruct --draft-head "
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --device cpu"
+    ): ("tests/server/startup/test_doctor.py", '"--draft-head"'),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
 }
 """Commands that other tests run, and what of those says so."""

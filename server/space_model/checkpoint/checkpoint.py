@@ -207,7 +207,7 @@ class Checkpoint:
         if isinstance(path, Checkpoint):
             return path
         fetch = fetch or _from_the_hub
-        folder = _folder(str(path), fetch)
+        folder = folder_of(str(path), fetch)
         config_file = folder / "config.json"
         config = read_object(config_file) if config_file.is_file() else {}
         section = config.get("space")
@@ -331,7 +331,7 @@ def adapter_section(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """Return the folder of a gated adapter, and its config; a PEFT folder needs no config.json. `path` may begin with
     a released adapter's format (`uno:FOLDER`), which the config then declares."""
     form, place = split_place(str(path))
-    folder = _folder(place, _from_the_hub)
+    folder = folder_of(place, _from_the_hub)
     config = read_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     section = config.get("space")
     declares = isinstance(section, dict) and section.get("adapter") is not None
@@ -372,7 +372,8 @@ def with_quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _folder(path: str, fetch: Fetch) -> Path:
+def folder_of(path: str, fetch: Fetch) -> Path:
+    """Return the folder, or the GGUF file, that a user named by its path or hub id. Raises CheckpointNotFound."""
     packaged = default_model.packaged(path)
     if packaged is not None:
         return packaged

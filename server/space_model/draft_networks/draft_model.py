@@ -30,6 +30,7 @@ class DraftModel:
     """A loaded model as a DraftNetwork. Its own masks, heads and adapters are not used."""
 
     lag = width = 0
+    tapped = None
 
     def __init__(self, model: SpaceModel) -> None:
         self._model = model
@@ -85,9 +86,8 @@ def check_tokenizer(draft: Checkpoint, target: Checkpoint) -> None:
     kinds = [*(draft.config.get("architectures") or ()), draft.config.get("speculators_model_type")]
     if head := next((str(kind) for kind in kinds if kind and "eagle" in str(kind).lower()), None):
         raise InvalidSetting(
-            f"--draft-model {draft.name} is an EAGLE head ({head}), and no model: heads that read several of a model's "
-            "hidden states are not served. Take a smaller model of the same family, or `mtp` where the checkpoint has "
-            "an MTP layer."
+            f"--draft-model {draft.name} is an EAGLE head ({head}), and no model: --draft-head {draft.name} drafts by "
+            "it."
         )
     if draft.tokenizer_hash() == target.tokenizer_hash() != "":
         return

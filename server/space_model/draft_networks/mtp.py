@@ -109,7 +109,7 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any]], MtpForm]] = {
 class MtpLayer:
     """An MTP layer as a DraftNetwork."""
 
-    lag = 1
+    lag, tapped = 1, None
 
     def __init__(self, model: SpaceModel, name: str, form: MtpForm, norms: Sequence[Norm], projection: Tensor) -> None:
         """`model`: of this layer alone; `norms`: enorm, hnorm and norm; `projection` [hidden, 2·hidden]."""
@@ -125,7 +125,7 @@ class MtpLayer:
         """Allocate num_blocks · block_size slots, each with a hidden state of the model."""
         facts = self._model.facts
         states = torch.zeros(num_blocks, block_size, self.width, dtype=facts.dtype, device=facts.device)
-        return replace(DraftKV.of(self._model.allocate_kv(num_blocks, block_size)), states=states)
+        return DraftKV.of(self._model.allocate_kv(num_blocks, block_size), states)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKV, states: Tensor | None) -> Tensor:

@@ -101,12 +101,12 @@ class DraftKV:
     states: Tensor | None = None  # [num_blocks, block_size, width] the model's own, for a network that reads them
 
     @classmethod
-    def of(cls, pages: PagedKV) -> DraftKV:
+    def of(cls, pages: PagedKV, states: Tensor | None = None) -> DraftKV:
         """Return the record of pages that were not read."""
-        return cls(pages, np.zeros(pages.num_blocks, dtype=np.int64))
+        return cls(pages, np.zeros(pages.num_blocks, dtype=np.int64), states)
 
     def keep(self, batch: ForwardBatch, hidden: Tensor) -> None:
-        """Keep the hidden states [R, width] of the model's chain rows, where the network reads them."""
+        """Keep the states [chain rows and more, width] of the model's chain rows, where the network reads them."""
         if self.states is not None:
             slots = torch.from_numpy(batch.rows.chain_slots()).to(hidden.device)
             self.states.view(-1, self.states.shape[2])[slots] = hidden[: batch.num_chain_rows]

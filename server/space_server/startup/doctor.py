@@ -33,6 +33,7 @@ from space_model.checkpoint.checkpoint import Checkpoint, adapter_section, read_
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.draft_networks import mtp
 from space_model.draft_networks.draft_model import check_tokenizer
+from space_model.draft_networks.eagle_files import FLAG, EagleFiles, ModelSizes
 from space_model.draft_networks.place import check_place
 from space_model.free_memory import FreeMemory
 from space_model.heads import BaseSpec
@@ -314,7 +315,12 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         if found is not None and found[0].state == "fail":
             return
         draft = None if found is None else found[1]
-        need = ModelNeed.asked(config, checkpoint, draft, unread=unread)
+        head = _draft_head(config, hub, checkpoint, device) if not unread else None
+        if head is not None:
+            yield head[0]
+        if head is not None and head[0].state == "fail":
+            return
+        need = ModelNeed.asked(config, checkpoint, draft, None if head is None else head[1], unread=unread)
     except (ModelError, HubError) as error:
         yield Finding("model", "fail", str(error))
         return
@@ -348,6 +354,31 @@ def _draft_model(
     layers = int(model.num_hidden_layers)
     fact = f"--draft-model {name}: {model.model_type}, {layers} layers, drafts with {target.name}'s tokenizer"
     return Finding("model", "ok", fact), checkpoint
+
+
+def _draft_head(
+    config: WorkerSettings, hub: Hub, target: Checkpoint, device: torch.device
+) -> tuple[Finding, EagleFiles | None] | None:
+    """Check the EAGLE head of --draft-head, and return it too if it is here; None: there is none."""
+    name = config.draft_head
+    if name is None:
+        return None
+    hub = replace(hub, revision=None)
+    if is_hub_id(name) and not Path(name).exists() and (missing := hub.missing(name)).num_files:
+        return _download(name, missing), None
+    try:
+        check_place(device, config.tensor_parallel, FLAG)
+        head = ModelSource(config).draft_head()
+        assert head is not None
+        model = family.read_config(target)
+        sizes = ModelSizes(target.name, int(model.hidden_size), int(model.vocab_size))
+        head.check(sizes)
+        head.tapped(int(model.num_hidden_layers))
+    except ModelError as error:
+        return Finding("model", "fail", str(error)), None
+    kind, ids = f"EAGLE-{head.generation} head", head.draft_ids(sizes.vocab_size)
+    vocabulary = "all ids" if ids is None else f"{len(ids)} of the ids"
+    return Finding("model", "ok", f"--draft-head {name}: an {kind}, drafts {vocabulary} for {target.name}"), head
 
 
 def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: AskedModel) -> list[Finding]:

@@ -22,6 +22,7 @@ from space_model.checkpoint.quantized_formats import QuantizedFormat, read_forma
 from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.checkpoint.space_section import SpaceSection
 from space_model.draft_networks import mtp
+from space_model.draft_networks.eagle_files import EagleFiles
 from space_model.free_memory import FreeMemory, is_out_of_memory
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.meta_tensors import MetaModel
@@ -128,9 +129,17 @@ class ModelNeed:
 
     @classmethod
     def asked(
-        cls, config: WorkerSettings, checkpoint: Checkpoint, draft: Checkpoint | None = None, *, unread: int = 0
+        cls,
+        config: WorkerSettings,
+        checkpoint: Checkpoint,
+        draft: Checkpoint | None = None,
+        head: EagleFiles | None = None,
+        *,
+        unread: int = 0,
     ) -> ModelNeed:
-        """The need of the configured model, and of the one that drafts for it. Raises ModelError."""
+        """The need of the configured model, and of the model or the head that drafts for it. Raises ModelError."""
+        if head is not None:
+            return cls.asked(config, checkpoint, unread=unread).with_head(head)
         if draft is not None:
             own = replace(config, model=draft.name, weights="auto", space_mask_ids=None, space_num_masks=None)
             need, of_draft = (
@@ -245,6 +254,13 @@ class ModelNeed:
         drafting = self.drafting + draft.weights + draft.head
         kv_bytes = self.kv_bytes_per_token + draft.kv_bytes_per_token
         return replace(self, drafting=drafting, step=max(self.step, draft.step), kv_bytes_per_token=kv_bytes)
+
+    def with_head(self, head: EagleFiles) -> ModelNeed:
+        """The same with an EAGLE head, which keeps keys, values and a state of each token."""
+        numbers = 2 * head.layer.num_key_value_heads * head.head_dim + head.hidden_size
+        kv_bytes = self.kv_bytes_per_token + numbers * self.dtype.itemsize
+        drafting = self.drafting + head.num_parameters * self.dtype.itemsize
+        return replace(self, drafting=drafting, kv_bytes_per_token=kv_bytes)
 
     def with_weights(self, held: str) -> ModelNeed | None:
         """The same with linears in fewer bits; None if unknown here, or already so."""

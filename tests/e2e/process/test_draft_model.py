@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import Live
+from eagle_heads import DenseHead, HeadShape, dense_base
 from space_eval.bench.server_process import ServerProcess
 from space_model.testing import add_mtp_layer, perturbed, tiny_checkpoint
 
@@ -39,6 +40,24 @@ def test_the_server_says_what_drafts(served: Live) -> None:
     refused = served.http.post("/v1/completions", json={"prompt": PROMPT, "speculation": 9})
     assert refused.status_code == 400
     assert "at most 8 drafts per step can be asked for here" in refused.json()["error"]["message"]
+
+
+def test_an_eagle_head_drafts_for_the_model_that_it_was_trained_for(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", num_masks=0, num_layers=4, hidden_size=32, vocab_size=300, seed=1)
+    base = dense_base(folder)
+    head = DenseHead(base, HeadShape(draft_ids=tuple(range(10, 290))), (2, 2, 1)).train_on(base, steps=60)
+    model = ["--model", str(folder), "--draft-head", str(head.save(tmp_path / "head")), "--num-threads", "1"]
+    with ServerProcess([*model, "--num-blocks", "512", "--dtype", "float32"]) as server, closing(Live(server)) as ready:
+        speculation = ready.get("/info")["speculation"]
+        assert (speculation["head"], speculation["head_drafts"], speculation["max_request"]) == ("eagle", 5, 5)
+        for fields in ({}, {"temperature": 0.8, "seed": 7}):
+            plain = ready.ids(PROMPT, speculation="off", **fields)
+            assert ready.ids(PROMPT, **fields) == plain
+            assert ready.ids(PROMPT, speculation=3, **fields) == plain
+            assert ready.ids(PROMPT, speculation=5, **fields) == plain
+        found = ready.metrics()
+        drafted = found["spaceserve_drafted_tokens_by_source_total{source=eagle}"]
+        assert 0 < found["spaceserve_accepted_tokens_by_source_total{source=eagle}"] < drafted
 
 
 def test_the_mtp_layer_of_a_checkpoint_drafts_for_it(tmp_path: Path) -> None:

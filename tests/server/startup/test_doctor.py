@@ -12,9 +12,12 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+from eagle_heads import DenseHead, HeadShape, dense_base
 from space_common.finding import Finding
 from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
+from space_model.draft_networks.eagle import load_eagle
+from space_model.loading.load import load_model
 from space_model.testing import add_mtp_layer, released_adapter, tiny_checkpoint, tiny_lora
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
@@ -319,6 +322,29 @@ def test_a_draft_model_is_counted_or_refused_with_its_cure(tmp_path: Path) -> No
     assert "has another tokenizer than" in refused.fact
     (many,) = [one for one in findings("--draft-model", str(target), "--tensor-parallel", "2") if one.state == "fail"]
     assert "leave it out, or --tensor-parallel 2" in many.fact
+
+
+def test_an_eagle_head_is_counted_or_refused_with_its_cause(tmp_path: Path) -> None:
+    target = tiny_checkpoint(tmp_path / "target", num_masks=0, num_layers=4)
+    other = tiny_checkpoint(tmp_path / "other", num_masks=0, hidden_size=32)
+    head = DenseHead(dense_base(target), HeadShape(draft_ids=tuple(range(50))), (2, 2, 1)).save(tmp_path / "head")
+
+    def findings(model: Path, *words: str) -> list[Finding]:
+        return list(examine(parse([*LISTEN, "--model", str(model), "--draft-head", str(head), *words])))
+
+    found = findings(target)
+    assert f"--draft-head {head}: an EAGLE-3 head, drafts 50 of the ids for {target}" in [one.fact for one in found]
+    assert "what drafts" in [one.fact for one in found if one.part == "memory"][-1]
+    (refused,) = [one for one in findings(other) if one.state == "fail"]
+    assert "reads hidden states of 64 numbers, and those of" in refused.fact
+    (both,) = [one for one in findings(target, "--draft-model", str(target)) if one.state == "fail"]
+    assert "leave one of them out" in both.fact
+    config = parse([*LISTEN, "--model", str(target), "--draft-head", str(head), "--dtype", "float32"])
+    source = ModelSource(config)
+    model, files = load_model(target, dtype="float32"), source.draft_head()
+    assert files is not None
+    need = ModelNeed.asked(config, source.checkpoint(), None, files)
+    assert need.kv_bytes_per_token == model.drafted_by(load_eagle(files, model)).facts.kv_bytes_per_token
 
 
 def test_an_mtp_layer_is_counted_alone(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ class Cancelled(ResponseModel):
 class SpeculationInfo(ResponseModel):
     """What drafts, and how much. `max_request`: the largest number that a request's `speculation` may be.
     `head_drafts`: most drafts without masks in a step; `head`: what makes them: `recurrent`, the model's own recurrent
-    head, `model`, the one of --draft-model, or `mtp`, the model's MTP layer; null: nothing. `mask_format`: of the
-    model's own adapter: space, uno or i-dlm; null: it has none."""
+    head, `model`, the one of --draft-model, `mtp`, the model's MTP layer, or `eagle`, the head of --draft-head; null:
+    nothing. `mask_format`: of the model's own adapter: space, uno or i-dlm; null: it has none."""
 
     default: str
     max_draft_length: Count | None

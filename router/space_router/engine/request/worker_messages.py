@@ -51,7 +51,7 @@ class WorkerModelFacts:
     mask_format: str = ""  # of the checkpoint's own adapter
     lays_out_masks: bool = False
     num_head_drafts: int = 0  # most drafts of its recurrent head, or of the network in its place; 0: it has none
-    head_kind: str = ""  # what makes them: recurrent, model or mtp; "": nothing, or the worker does not say
+    head_kind: str = ""  # what makes them: recurrent, model, mtp or eagle; "": nothing, or the worker does not say
     num_host_blocks: int = 0  # blocks of host memory that keep what is evicted from the KV cache
     takes_grammars: bool = False  # the worker knows the bytes of its token ids
     synthetic_acceptance: tuple[float, ...] = ()  # acceptance probabilities that are simulated for measurements
