@@ -272,9 +272,9 @@ class ServeConfig:
     The text is the same with each"""
     draft_model: str | None = _own_speculation(None, text("MODEL|mtp"))
     """a smaller model with the same tokenizer, which drafts for any checkpoint: a folder, a GGUF file or a hub id; mtp:
-    the checkpoint's own layer for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next). Where it makes up to 8
-    drafts (the layer: 4), a step verifies 9 rows. It takes the place of a recurrent head, beside masks and lookup; its
-    keys and values are part of --kv-memory. On a CPU only. The text is the same with and without"""
+    the checkpoint's own layer for multi-token prediction (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5, MiMo). Where it
+    makes up to 8 drafts (the layer: 4), a step verifies 9 rows. It takes the place of a recurrent head, beside masks
+    and lookup; its keys and values are part of --kv-memory. On a CPU only. The text is the same with and without"""
     draft_head: str | None = _own_speculation(None, text("HEAD"))
     """an EAGLE head that was trained for the model (EAGLE-3, EAGLE-2 or EAGLE, as their authors, SpecForge and
     speculators publish them): a folder or a hub id. It makes up to 5 drafts, one after the other, from hidden states of

@@ -369,9 +369,11 @@ def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
     def noise(weight: torch.Tensor) -> torch.Tensor:
         return torch.randn(weight.shape, generator=generator) * (share * weight.float().std())
 
-    beside = config["model_type"] == "qwen3_next"  # whose factors of norms are 1 + weight
+    beside = config["model_type"] in ("qwen3_next", "qwen3_5_text")  # whose factors of norms are 1 + weight
     source = max(layer for layer in range(number) if any(f".{layer}.self_attn." in name for name in weights))
+    of_mimo = config["model_type"] == "mimo"
     last, own = f"model.layers.{source}.", "mtp." if beside else f"model.layers.{number}."
+    own = "model.mtp_layers.0." if of_mimo else own
     for name in [name for name in weights if name.startswith(last)]:
         weight = weights[name]
         changed = weight + noise(weight) if weight.dim() > 1 else weight.clone()
@@ -387,6 +389,13 @@ def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
             "pre_fc_norm_embedding": enorm - 1,
             "pre_fc_norm_hidden": hnorm - 1,
             "norm": last_norm,
+        }
+    elif of_mimo:
+        more = {
+            "input_proj": projection.roll(hidden, dims=1),
+            "token_layernorm": enorm,
+            "hidden_layernorm": hnorm,
+            "final_layernorm": last_norm,
         }
     else:
         more = {"eh_proj": projection, "enorm": enorm, "hnorm": hnorm, "shared_head.norm": last_norm}

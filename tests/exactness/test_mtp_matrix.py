@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +24,9 @@ CELLS = [
         "qwen3_next",
         Cell("float32", "head3", 0.8, "none", "batch", "chunked", "miss", "preempted", True, "short", "left"),
     ),
+    ("qwen3_5", Cell("float32", "head2", 0.0, "none", "batch", "chunked", "miss", "preempted", True, "short", "nan")),
+    ("mimo", Cell("bfloat16", "head4", 0.8, "none", "batch", "chunked", "hit", "restarted", True, "short", "nan")),
+    ("mimo", Cell("float32", "head3", 0.0, "none", "alone", "whole", "miss", "preempted", True, "long", "left")),
 ]
 
 
@@ -32,10 +36,15 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
     def find(family: str, dtype: str) -> Subject:
         if (family, dtype) not in subjects:
+            kind = "qwen2" if family == "mimo" else family
             folder = tiny_checkpoint(
-                tmp_path_factory.mktemp(family), family, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
+                tmp_path_factory.mktemp(family), kind, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
                 num_nextn_predict_layers=1,
             )  # fmt: skip
+            if family == "mimo":
+                config = json.loads((folder / "config.json").read_text())
+                changed = {"model_type": "mimo", "rope_theta": 10000.0}
+                (folder / "config.json").write_text(json.dumps(config | changed))
             add_mtp_layer(folder)
             model = load_model(folder, dtype=dtype)
             network = load_mtp(Checkpoint.open(folder), model.facts, dtype=dtype)

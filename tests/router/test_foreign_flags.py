@@ -255,7 +255,7 @@ def test_documented_command_lines_start_this_server(line: str, monkeypatch: pyte
         ("m --quantize exl2", "AWQ, GPTQ, compressed-tensors or GGUF"),
         ("m -pp 2", "Give --tensor-parallel N"),
         ("m --load-format dummy", "only auto, hf, safetensors"),
-        ('m --speculative-config {"method":"eagle3","model":"a/b"}', "cannot be read: drafts come from --draft-model"),
+        ('m --speculative-config {"method":"medusa","model":"a/b"}', "cannot be read: drafts come from --draft-model"),
         ("m --speculative-config ngram", "must be a JSON object"),
         ("m --max-model-len some", "must be a whole number"),
         ("m --chat-template {{x}}", "write the template into a file"),
@@ -266,6 +266,21 @@ def test_documented_command_lines_start_this_server(line: str, monkeypatch: pyte
 )
 def test_values_that_cannot_be_had_are_refused_with_the_cure(line: str, words: str) -> None:
     assert words in refused(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "head"),
+    [
+        ('--speculative-config {"method":"eagle3","model":"a/b"}', "a/b"),
+        ('--speculative-config {"model":"a/b.eagle3","num_speculative_tokens":3}', "a/b.eagle3"),
+        ("--speculative-model yuhuili/EAGLE-LLaMA3-Instruct-8B", "yuhuili/EAGLE-LLaMA3-Instruct-8B"),
+        ("-md a/b-eagle", "a/b-eagle"),
+    ],
+)
+def test_heads_of_eagle_are_draft_heads(line: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = served(["m", *line.split()], monkeypatch)
+    assert (config.draft_head, config.draft_model) == (head, None)
 
 
 def test_two_flags_that_disagree_are_both_named() -> None:

@@ -1,5 +1,5 @@
-"""Dense models of InternLM, InternLM2, Qwen (the first), Baichuan and ChatGLM2/3, written from what was published of
-each, and random checkpoints with the names and layouts of theirs.
+"""Dense models of InternLM, InternLM2, Qwen (the first), Baichuan, ChatGLM2/3 and MiMo, written from what was published
+of each, and random checkpoints with the names and layouts of theirs.
 
 They are an oracle of their own: nothing here knows how the server translates such a checkpoint. Everything is float32,
 one sequence, no cache.
@@ -128,6 +128,22 @@ def baichuan(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
     return _rms_norm(x, t["model.norm.weight"], c["rms_norm_eps"]) @ head.T
 
 
+def mimo(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
+    """MiMo-7B: grouped heads, and biases of queries, keys and values. Its MTP layers have no part in the text."""
+    x, heads, groups = t["model.embed_tokens.weight"][ids], c["num_attention_heads"], c["num_key_value_heads"]
+    for n in range(c["num_hidden_layers"]):
+        at = f"model.layers.{n}"
+        normed = _rms_norm(x, t[f"{at}.input_layernorm.weight"], c["rms_norm_eps"])
+        q = _heads(_linear(t, f"{at}.self_attn.q_proj", normed), heads)
+        k, v = (_heads(_linear(t, f"{at}.self_attn.{kind}_proj", normed), groups) for kind in "kv")
+        k, v = (part.repeat_interleave(heads // groups, 0) for part in (_turned_by_halves(k, c["rope_theta"]), v))
+        x = x + _linear(t, f"{at}.self_attn.o_proj", _causal(_turned_by_halves(q, c["rope_theta"]), k, v))
+        normed = _rms_norm(x, t[f"{at}.post_attention_layernorm.weight"], c["rms_norm_eps"])
+        gate, up = _linear(t, f"{at}.mlp.gate_proj", normed), _linear(t, f"{at}.mlp.up_proj", normed)
+        x = x + _linear(t, f"{at}.mlp.down_proj", F.silu(gate) * up)
+    return _linear(t, "lm_head", _rms_norm(x, t["model.norm.weight"], c["rms_norm_eps"]))
+
+
 def chatglm(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
     """ChatGLM2, ChatGLM3 and GLM-4: the first half of each head is turned, in pairs of neighbours."""
     x, heads = t["transformer.embedding.word_embeddings.weight"][ids], c["num_attention_heads"]
@@ -149,6 +165,7 @@ def chatglm(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
 
 DENSE: dict[str, Callable[[Fields, Tensors, Tensor], Tensor]] = {
     "baichuan": baichuan, "chatglm": chatglm, "internlm": internlm, "internlm2": internlm2, "qwen": qwen,
+    "mimo": mimo,
 }  # fmt: skip
 """model_type -> its logits: config.json, tensors, ids [R] -> [R, vocabulary]"""
 
@@ -184,6 +201,10 @@ CONFIGS: dict[str, Fields] = {
 }  # fmt: skip
 """As the released config.json of each says, but for sizes."""
 CONFIGS["glm-4-9b-chat"] = {**CONFIGS["chatglm3-6b"], "rope_ratio": 500}
+CONFIGS["MiMo-7B-RL"] = {
+    **_LLAMA, "model_type": "mimo", "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
+    "max_position_embeddings": 512, "rope_theta": 640000, "use_sliding_window": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
 def _shapes(c: Fields) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -235,6 +256,11 @@ def _shapes(c: Fields) -> Iterator[tuple[str, tuple[int, ...]]]:
                     yield f"{at}.self_attn.{projection}_proj.weight", (hidden, hidden)
                 yield f"{at}.self_attn.{projection}_proj.bias", (hidden,)
             yield f"{at}.self_attn.rotary_emb.inv_freq", (hidden // c["num_attention_heads"] // 2,)
+        elif kind == "mimo":
+            of_keys = c["num_key_value_heads"] * c["head_dim"]
+            for projection, outputs in (("q", hidden), ("k", of_keys), ("v", of_keys)):
+                yield f"{at}.self_attn.{projection}_proj.weight", (outputs, hidden)
+                yield f"{at}.self_attn.{projection}_proj.bias", (outputs,)
         elif kind == "internlm2":
             size = hidden // c["num_attention_heads"]
             yield (
@@ -246,6 +272,9 @@ def _shapes(c: Fields) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{at}.attn.c_attn.bias", (3 * hidden,)
         else:
             yield f"{at}.self_attn.W_pack.weight", (3 * hidden, hidden)
+    if kind == "mimo":
+        yield "model.mtp_layers.0.input_proj.weight", (hidden, 2 * hidden)
+        yield "model.mtp_layers.0.final_layernorm.weight", (hidden,)
 
 
 def write_published(folder: Path, config: Fields, *, seed: int = 0, num_files: int = 1) -> Tensors:

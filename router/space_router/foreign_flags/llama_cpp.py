@@ -99,7 +99,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
         allowed="-1",
         variable="LLAMA_ARG_THINK_BUDGET",
     ),
-    _llama.row("-md --model-draft", "as it is", values.speculative_model, "lookup", "draft_model"),
+    _llama.row("-md --model-draft", "as it is", values.speculative_model, "lookup", "draft_model", "draft_head"),
     _llama.nothing("--draft-max --draft --draft-n", "as many drafts as pay"),
     _llama.nothing("--draft-min", "as many drafts as pay"),
     _llama.row(

@@ -143,10 +143,11 @@ def speculate(value: str, surroundings: Surroundings) -> Texts:
     return {"speculation": "off" if value == "0" else "auto"}
 
 
+_EAGLE = {"eagle", "eagle3"}
 _LOOKUP = {"ngram", "ngram_gpu", "[ngram]", "suffix"}
 _ANOTHER_KIND = (
-    "this kind of drafter cannot be read: drafts come from --draft-model MODEL (a smaller model, or mtp), from the "
-    "text itself (--lookup), or from masks that `spaceserve train` adds"
+    "this kind of drafter cannot be read: drafts come from --draft-model MODEL (a smaller model, or mtp), --draft-head "
+    "HEAD (of EAGLE), the text itself (--lookup), or masks that `spaceserve train` adds"
 )
 
 
@@ -163,6 +164,8 @@ def speculative_config(value: str, surroundings: Surroundings) -> Texts:
         return {"lookup": "on"}
     if method is not None and (method == "mtp" or str(method).endswith("_mtp")):
         return {"draft_model": "mtp"}
+    if isinstance(model, str) and (method in _EAGLE or (method is None and _is_eagle(model))):
+        return {"draft_head": model}
     if method not in (None, "draft_model") or not isinstance(model, str) or _is_head(model):
         raise ValueRefused(_ANOTHER_KIND)
     return {"draft_model": model}
@@ -171,6 +174,8 @@ def speculative_config(value: str, surroundings: Surroundings) -> Texts:
 def speculative_model(value: str, surroundings: Surroundings) -> Texts:
     if value in _LOOKUP:
         return {"lookup": "on"}
+    if _is_eagle(value):
+        return {"draft_head": value}
     if _is_head(value):
         raise ValueRefused(_ANOTHER_KIND)
     return {"draft_model": value}
@@ -184,8 +189,12 @@ def num_drafts(value: str, surroundings: Surroundings) -> Texts:
     return {"speculation": "off"} if value == "0" else {}
 
 
+def _is_eagle(model: str) -> bool:
+    return re.search(r"eagle", model.lower()) is not None
+
+
 def _is_head(model: str) -> bool:
-    return re.search(r"eagle|medusa|accelerator|speculator|hydra|dflash", model.lower()) is not None
+    return re.search(r"medusa|accelerator|speculator|hydra|dflash", model.lower()) is not None
 
 
 def tokenizer(value: str, surroundings: Surroundings) -> Texts:

@@ -119,18 +119,20 @@ FLAGS: tuple[ForeignFlag, ...] = (
     ),
     _vllm.row(
         "--speculative-config",
-        "method ngram or suffix: `--lookup on`; mtp: `--draft-model mtp`; a model: `--draft-model`; eagle, medusa "
-        "and speculators are refused; the number of drafts is as many as pay",
+        "method ngram or suffix: `--lookup on`; mtp: `--draft-model mtp`; a model: `--draft-model`; eagle, eagle3: "
+        "`--draft-head`; medusa, hydra, dflash and mlp_speculator are refused; the number of drafts is as many as pay",
         values.speculative_config,
         "lookup",
         "draft_model",
+        "draft_head",
     ),
     _vllm.row(
         "--speculative-model",
-        "`[ngram]`: `--lookup on`; a model: `--draft-model`",
+        "`[ngram]`: `--lookup on`; a head of EAGLE: `--draft-head`; a model: `--draft-model`",
         values.speculative_model,
         "lookup",
         "draft_model",
+        "draft_head",
     ),
     _vllm.row(
         "--num-speculative-tokens", "0: `off`; nothing to do else: as many as pay", values.num_drafts, "speculation"

@@ -1,6 +1,6 @@
 """Checkpoints whose architecture transformers has under another name: config.json and tensors, translated.
 
-InternLM, InternLM2, Qwen (the first), Baichuan and ChatGLM2/3 came with their own code, which is never run. Each
+InternLM, InternLM2, Qwen (the first), Baichuan, ChatGLM2/3 and MiMo came with their own code, which is never run. Each
 computes what a family of transformers computes, with other names and with tensors that are fused in other ways:
 
     files                                                    served model
@@ -200,6 +200,24 @@ def _qwen(source: _ConfigFile) -> Translation:
     return Translation(config, tuple(rules))
 
 
+def _mimo(source: _ConfigFile) -> Translation:
+    """Qwen2, with layers for multi-token prediction beside it (draft_networks/mtp.py)."""
+    source.require("hidden_act", "silu", "silu")
+    source.require("attention_bias", True, True)
+    source.require("use_sliding_window", False, False)
+    source.require("rope_scaling", None, None)
+    heads, hidden = int(source["num_attention_heads"]), int(source["hidden_size"])
+    config = source.llama(
+        "qwen2",
+        head_dim=int(source.get("head_dim", hidden // heads)),
+        max_position_embeddings=int(source["max_position_embeddings"]),
+        use_sliding_window=False,
+        rope_parameters={"rope_type": "default", "rope_theta": source.get("rope_theta", 10000)},
+        num_nextn_predict_layers=int(source.get("num_nextn_predict_layers", 0)),
+    )
+    return Translation(config, ())
+
+
 def _baichuan(source: _ConfigFile) -> Translation:
     """Llama; Baichuan 2 normalises each row of its output head."""
     source.require("hidden_act", "silu", "silu")
@@ -293,6 +311,7 @@ _FAMILIES: Mapping[str, Callable[[_ConfigFile], Translation]] = {
     "chatglm": _chatglm,
     "internlm": _internlm,
     "internlm2": _internlm2,
+    "mimo": _mimo,
     "qwen": _qwen,
 }
 
@@ -301,6 +320,7 @@ TRANSLATED: Mapping[str, str] = {
     "chatglm": "glm",
     "internlm": "llama",
     "internlm2": "llama",
+    "mimo": "qwen2",
     "qwen": "qwen2",
 }
 """model_type -> the family of transformers that computes the same."""

@@ -1,4 +1,4 @@
-"""A checkpoint's own layer for multi-token prediction (MTP) as a draft network: DeepSeek-V3, GLM-4.5, Qwen3-Next.
+"""A checkpoint's own layer for multi-token prediction (MTP) as a draft network: DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo.
 
 It is a decoder layer behind the model's last one. Row p reads the model's hidden state of position p (after the final
 norm) and the id of position p+1, and predicts the id of position p+2 (DeepSeek-V3, arXiv 2412.19437, section 2.2):
@@ -6,8 +6,9 @@ norm) and the id of position p+1, and predicts the id of position p+2 (DeepSeek-
     x = eh_proj · [enorm(e(id p+1)) ; hnorm(h p)]        y = layer(x)        logits = head · norm(y)
 
 Further drafts read y in place of h, and the embedding at position 0 is zero, as in vLLM (deepseek_mtp.py and
-glm4_moe_mtp.py of 2025). In Qwen3-Next (qwen3_next_mtp.py) they read norm(y), no embedding is zero, and the factors of
-norms are 1 + weight. Of several such layers the first is used.
+glm4_moe_mtp.py of 2025). In Qwen3-Next and Qwen3.5 (qwen3_next_mtp.py, qwen3_5_mtp.py) they read norm(y), no embedding
+is zero, and the factors of norms are 1 + weight. In MiMo (mimo_mtp.py) they read norm(y), and eh_proj takes h first. Of
+several such layers the first is used.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class MtpForm:
     skips_first: bool  # the embedding at position 0 is zero
     adds_one: bool  # the factors of norms are 1 + weight
     passes_normed: bool  # further drafts read the output after its norm
+    state_first: bool = False  # the projection is of the state, then of the embedding
 
 
 def _behind_last(config: Mapping[str, Any]) -> MtpForm:
@@ -98,11 +100,34 @@ def _beside(config: Mapping[str, Any]) -> MtpForm:
     )
 
 
+def _of_mimo(config: Mapping[str, Any]) -> MtpForm:
+    root = "model.mtp_layers.0."
+    return MtpForm(
+        root=root,
+        layer=root,
+        enorm=f"{root}token_layernorm",
+        hnorm=f"{root}hidden_layernorm",
+        projection=f"{root}input_proj",
+        norm=f"{root}final_layernorm",
+        head=None,
+        config={"num_hidden_layers": 1, "num_nextn_predict_layers": 0},
+        skips_first=True,
+        adds_one=False,
+        passes_normed=True,
+        state_first=True,
+    )
+
+
 FORMS: Mapping[str, Callable[[Mapping[str, Any]], MtpForm]] = {
     "deepseek_v3": _behind_last,
     "glm4_moe": _behind_last,
     "glm4_moe_lite": _behind_last,
     "qwen3_next": _beside,
+    "qwen3_5": _beside,
+    "qwen3_5_moe": _beside,
+    "qwen3_5_text": _beside,
+    "qwen3_5_moe_text": _beside,
+    "mimo": _of_mimo,
 }
 
 
@@ -166,8 +191,10 @@ def load_mtp(checkpoint: Checkpoint, facts: ModelFacts, *, dtype: str) -> MtpLay
             f"{form.projection}.weight of {checkpoint.name} has the shape {tuple(projection.shape)}; an MTP layer of "
             f"this model has ({size}, {2 * size})."
         )
+    if form.state_first:
+        projection = torch.cat([projection[:, size:], projection[:, :size]], dim=1)
     model = load_model(layer, dtype=dtype, weights="auto", device=str(facts.device), max_model_len=facts.window)
-    eps = float(checkpoint.config.get("rms_norm_eps", 1e-6))
+    eps = float(layer.config.get("rms_norm_eps", 1e-6))
     norms = [Norm(weight + 1 if form.adds_one else weight, eps) for weight in weights]
     return MtpLayer(model, checkpoint.name, form, norms, projection)
 
@@ -189,15 +216,22 @@ def mtp_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
         *((re.escape(name) + r"\..+", None) for name in (form.enorm, form.hnorm, form.projection)),
         (re.escape(form.root) + r"(?:embed_tokens|shared_head)\..+", None),
         (re.escape(form.layer) + r"(.+)", r"model.layers.0.\1"),
-        (r"(?:model\.layers|model\.norm|mtp)\..+", None),
+        (r"(?:model\.layers|model\.norm|model\.mtp_layers|mtp)\..+", None),
+        (r"model\.language_model\.embed_tokens\.(.+)", r"model.embed_tokens.\1"),
+        (r"model\.(?:language_model|visual)\..+", None),
     ]
     made = tuple(TensorRule(pattern, () if to is None else (Part(to),)) for pattern, to in rules)
-    fields = {key: value for key, value in checkpoint.config.items() if key != "space"} | dict(form.config)
+    whole, text = checkpoint.config, checkpoint.config.get("text_config")
+    if text is not None:  # the text part of a model that also sees
+        whole = text | {key: whole[key] for key in ("tie_word_embeddings", "quantization_config") if key in whole}
+    fields = {key: value for key, value in whole.items() if key != "space"} | dict(form.config)
     return replace(checkpoint, config=fields, translation=Translation(fields, made))
 
 
 def _form_of(checkpoint: Checkpoint) -> MtpForm:
     kind = checkpoint.config.get("model_type")
+    if kind == "qwen2" and checkpoint.config.get("num_nextn_predict_layers"):
+        kind = "mimo"  # which is served as Qwen2
     make = FORMS.get(str(kind))
     if make is None or checkpoint.gguf is not None:
         what = "a GGUF file" if checkpoint.gguf is not None else kind

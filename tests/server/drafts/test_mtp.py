@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from space_common.worker_client import WorkerClient
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.mtp import load_mtp
@@ -23,7 +24,7 @@ from space_server.worker import Worker
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "mimo")
 PROMPT = [20, 30, 40, 50, 31, 90]
 
 
@@ -35,17 +36,23 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def find(family: str) -> Path:
         if family not in made:
             more: dict[str, Any] = {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {}
-            if family == "qwen3_next":
+            if family in ("qwen3_next", "qwen3_5"):
                 more = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
-            made[family] = add_mtp_layer(
-                tiny_checkpoint(
-                    tmp_path_factory.mktemp(family), family, num_masks=0, num_layers=1, seed=2,
-                    tie_word_embeddings=False, num_nextn_predict_layers=1, **more,
-                )
+            folder = tiny_checkpoint(
+                tmp_path_factory.mktemp(family), "qwen2" if family == "mimo" else family, num_masks=0, num_layers=1,
+                seed=2, tie_word_embeddings=False, num_nextn_predict_layers=1, **more,
             )  # fmt: skip
+            if family == "mimo":
+                rewrite(folder, lambda config: {**config, "model_type": "mimo", "rope_theta": 10000.0})
+            made[family] = add_mtp_layer(folder)
         return made[family]
 
     return find
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
 
 
 def with_mtp(folder: Path, dtype: str = "float32") -> SpaceModel:
@@ -57,8 +64,13 @@ class Oracle:
     """The model and its MTP layer in transformers, over a whole text at once."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.layer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="eager")
+        fields = json.loads((folder / "config.json").read_text())
+        self.is_mimo = fields["model_type"] == "mimo"
+        config = AutoConfig.for_model(**fields | {"model_type": "qwen2"} if self.is_mimo else fields)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.layer = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         tensors = load_file(folder / "model.safetensors")
         self.layer.load_state_dict(self.model.state_dict())
         block = self.layer.model.layers[0]
@@ -70,6 +82,12 @@ class Oracle:
             self.enorm, self.hnorm = self.enorm + 1, self.hnorm + 1
             self.layer.model.norm.weight.data = own.pop("norm.weight")
             own = {name.removeprefix("layers.0."): tensor for name, tensor in own.items()}
+        elif self.is_mimo:
+            at = "model.mtp_layers.0."
+            own = {name.removeprefix(at): tensor for name, tensor in tensors.items() if name.startswith(at)}
+            named = "token_layernorm", "hidden_layernorm", "input_proj"
+            self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in named)
+            self.layer.model.norm.weight.data = own.pop("final_layernorm.weight")
         else:
             own = {
                 name.removeprefix("model.layers.1."): tensor for name, tensor in tensors.items() if ".layers.1." in name
@@ -79,7 +97,9 @@ class Oracle:
             self.layer.lm_head.weight.data = own.pop("shared_head.head.weight")
             own.pop("embed_tokens.weight")
         experts = {name: tensor for name, tensor in own.items() if ".experts." in name}
-        block.load_state_dict({name: t for name, t in own.items() if name not in experts}, strict=False)
+        block.load_state_dict({name: t for name, t in own.items() if name not in experts}, strict=not experts)
+        if not experts:
+            return
         stack = block.mlp.experts
         for number in range(len(stack.gate_up_proj)):
             gate, up, down = (experts[f"mlp.experts.{number}.{part}_proj.weight"] for part in ("gate", "up", "down"))
@@ -92,12 +112,13 @@ class Oracle:
         hidden = self.model.model(torch.tensor([known])).last_hidden_state[0]
         states, ids, drafts = [*hidden[: len(known) - 1]], known[1:], list[int]()
         outputs: list[Tensor] = []
-        source = self.layer.model.norm if self.is_beside else self.layer.model.layers[0]
+        source = self.layer.model.norm if self.is_beside or self.is_mimo else self.layer.model.layers[0]
         hook = source.register_forward_hook(lambda *call: outputs.append(call[2]))
         for _ in range(count):
             embedded = self.model.model.embed_tokens(torch.tensor(ids))
             embedded[0] *= self.is_beside
-            both = torch.cat([norm(embedded, self.enorm), norm(torch.stack(states), self.hnorm)], dim=1)
+            parts = [norm(embedded, self.enorm), norm(torch.stack(states), self.hnorm)]
+            both = torch.cat(parts[::-1] if self.is_mimo else parts, dim=1)
             logits = self.layer(inputs_embeds=(both @ self.eh_proj.T)[None]).logits[0, -1]
             out = outputs[-1][0] if isinstance(outputs[-1], tuple) else outputs[-1]
             drafts.append(int(logits.argmax()))
@@ -141,6 +162,33 @@ def test_the_text_is_plain_decoding_s_and_some_drafts_are_accepted(
     reports = [report for sequence in client.sequences.values() for report in sequence.reports if report.num_drafted]
     assert {report.draft_source for report in reports} == {pb.DRAFT_SOURCE_MTP}
     assert {min(report.num_accepted, 1) for report in reports} == {0, 1}
+
+
+def test_the_layer_of_a_model_that_also_sees_drafts_for_its_text_part(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    text = folder_of("qwen3_5")
+    shutil.copytree(text, tmp_path / "whole")
+    rewrite(
+        tmp_path / "whole",
+        lambda config: {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": False},
+    )
+    tensors = load_file(text / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    renamed["model.visual.patch_embed.bias"] = torch.zeros(2)
+    save_file(renamed, tmp_path / "whole" / "model.safetensors")
+    found = []
+    for folder in (text, tmp_path / "whole"):
+        worker = Worker(with_mtp(folder), num_blocks=100, block_size=4, controller=FixedLayout.by_head(3))
+        client = WorkerClient(worker)
+        client.admit(PROMPT, max_tokens=40)
+        drafts = []
+        for _ in range(6):
+            client.step()
+            drafts += [sequence.drafts for sequence in worker.batch]
+        found.append(drafts)
+    assert found[0] == found[1]
+    assert any(found[0])
 
 
 def test_the_worker_says_that_it_drafts_by_its_mtp_layer(folder_of: Callable[[str], Path]) -> None:
