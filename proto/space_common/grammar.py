@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import select
-import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from space_common.process import PipedProcess, module_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -262,18 +260,8 @@ class GrammarProcess:
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "space_common.grammar"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must reach only the server, which ends this process
-        )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("The process has no pipes.")
-        self._asked, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._asked, False)
-        self.close = weakref.finalize(self, _end, self._process)
+        self._process = PipedProcess(module_command("space_common.grammar"))
+        self.close = self._process.close
 
     @property
     def pid(self) -> int:
@@ -297,42 +285,11 @@ class GrammarProcess:
 
     def _exchange(self, said: object, seconds: float) -> bytes | None:
         deadline = time.monotonic() + seconds
-        rest = memoryview(json.dumps(said).encode() + b"\n")
-        while rest:
-            if not _ready(self._asked, select.POLLOUT, deadline):
-                return None
-            try:
-                rest = rest[os.write(self._asked, rest) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                return None
-        answer = b""
-        while not answer.endswith(b"\n"):
-            piece = os.read(self._answers, 65536) if _ready(self._answers, select.POLLIN, deadline) else b""
-            if not piece:
-                return None
-            answer += piece
-        return answer
-
-
-def _ready(pipe: int, event: int, deadline: float) -> bool:
-    """Return whether the pipe becomes usable or breaks before `deadline`.
-
-    Uses poll, because select does not support descriptors from 1024 on.
-    """
-    poll = select.poll()
-    poll.register(pipe, event)
-    return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # flushing fails, because the reader has ended
-                pipe.close()
+        if not self._process.send(json.dumps(said).encode() + b"\n", seconds):
+            return None
+        with contextlib.suppress(EOFError):
+            return self._process.receive(lambda received: received.find(b"\n") + 1, deadline - time.monotonic())
+        return None
 
 
 if __name__ == "__main__":

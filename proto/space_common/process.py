@@ -9,11 +9,14 @@ import gc
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -338,3 +341,83 @@ class WorkerProcess(ModuleProcess):
             self._process = None
             self._folder.cleanup()
         return process.returncode
+
+
+_CHUNK = 1 << 18  # bytes of one read
+
+
+class PipedProcess:
+    """Sends bytes to a process and reads its answers. The process ends with this object."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: of the process; None: this process's."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,  # Ctrl-C must reach only the server, which ends this process
+        )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("The process has no pipes.")
+        self._asked, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._asked, False)
+        self._received = bytearray()
+        self.close = weakref.finalize(self, _end, self._process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: bytes, seconds: float) -> bool:
+        """Return whether all of it was written within `seconds`. If not, the process can only be closed."""
+        deadline = time.monotonic() + seconds
+        rest = memoryview(message)
+        while rest:
+            if not _ready(self._asked, select.POLLOUT, deadline):
+                return False
+            try:
+                rest = rest[os.write(self._asked, rest) :]
+            except BlockingIOError:
+                continue
+            except OSError:
+                return False
+        return True
+
+    def receive(self, whole: Callable[[bytearray], int], seconds: float) -> bytes | None:
+        """Return the next message, or None if it is not there within `seconds`; it can be waited for again.
+
+        `whole`: the length of the first message in what was received, 0 if it is not complete. Raises EOFError if the
+        process has ended.
+        """
+        deadline = time.monotonic() + seconds
+        while not (size := whole(self._received)):
+            if not _ready(self._answers, select.POLLIN, deadline):
+                return None
+            piece = os.read(self._answers, _CHUNK)
+            if not piece:
+                raise EOFError("The process has ended.")
+            self._received += piece
+        message = bytes(self._received[:size])
+        del self._received[:size]
+        return message
+
+
+def _ready(pipe: int, event: int, deadline: float) -> bool:
+    """Return whether the pipe becomes usable or breaks before `deadline`.
+
+    Uses poll, because select does not support descriptors from 1024 on.
+    """
+    poll = select.poll()
+    poll.register(pipe, event)
+    return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # flushing fails, because the reader has ended
+                pipe.close()

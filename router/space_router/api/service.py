@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -44,7 +44,7 @@ from space_router.http_server.warnings import collect_warnings, warning_headers
 from space_router.metrics import Metrics
 from space_router.response_store import ResponseStore
 from space_router.text.model_text import ModelText
-from space_router.text.text_pool import LONG_BODY, TextPool
+from space_router.text.text_pool import LONG_BODY, NeedsThread, TextPool
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -144,9 +144,10 @@ class Service:
     ) -> T:
         """Return what a function gives that tokenises a body of `size` bytes. Raises Overloaded, ClientGone."""
         if size < LONG_BODY:
-            return function(*args, **kwargs)
-        name = key_of(request)
-        return await while_connected(request.receive, self.text_pool.run(name, size, function, *args, **kwargs))
+            with suppress(NeedsThread):
+                return self.text_pool.attempt(function, *args, **kwargs)
+        work = self.text_pool.run_in_thread(key_of(request), size, function, *args, **kwargs)
+        return await while_connected(request.receive, work)
 
     async def respond(self, request: Request, reply: Reply, *, stream: bool) -> Response:
         """Submit all choices, then respond whole or as a stream. Nothing is sent before all choices are queued."""

@@ -1,27 +1,19 @@
-"""Render messages into a prompt with the checkpoint's Jinja template or a built-in one, in a sandbox."""
+"""Render messages into a prompt with the checkpoint's Jinja template or a built-in one, in a process of its own."""
 
-import functools
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.sandbox
-from jinja2 import Environment, meta, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.visitor import NodeTransformer
 from space_common.files import NotUtf8, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
-from space_router.text import written_numbers
 from space_router.text.checkpoint import read_json
+from space_router.text.template_messages import LIMITS, AnswerKind, TemplateJob, TemplateLimits
+from space_router.text.template_process import PROCESSES, SLOW_MEMORY, NotStarted
 
 _VICUNA = """\
 {%- if messages[0].role == 'system' -%}
@@ -116,179 +108,11 @@ request.' -%}{%- set turns = messages -%}
 BUILT_IN: Mapping[str, str] = {"vicuna": _VICUNA, "llama-2": _LLAMA_2, "chatml": _CHATML, "alpaca": _ALPACA}
 
 
-MAX_STEPS = 500_000  # loop iterations and macro calls: 120 for each of 4096 messages
-MAX_WRITTEN = 64 * 1024**2  # characters, counted each time they are written; far above any context window
-MAX_OPERAND = 4 * 1024**2  # characters, entries or digits in the result of one operator
-MAX_SECONDS = 10.0  # bounds loops that are not counted, such as those inside filters
-STEP, WROTE = "_template_step", "_template_wrote"  # Names by which a metered template calls its budget
-
-_LONG_FORMAT = re.compile(r"%[-#0 +]*(\*|\d{5,}|\d*\.\d{5,})")
-_LONG_FIELD = re.compile(r"\{[^}]*:[^}]*(\d{5,}|\{)")
-_PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson", "lipsum"}
-"""Methods and filters with a result size given by an argument."""
-
-
-class TemplateBudget:
-    """The remaining budget of one rendering. Raises SecurityError when it is exhausted."""
-
-    def __init__(self) -> None:
-        self._steps = MAX_STEPS
-        self._characters = MAX_WRITTEN
-        self._deadline = time.monotonic() + MAX_SECONDS
-
-    def step(self, num_literal: int) -> None:
-        """Count one execution of a body with `num_literal` characters of plain text."""
-        self._steps -= 1
-        if self._steps < 0:
-            raise SecurityError(f"it loops more than {MAX_STEPS} times.")
-        if time.monotonic() > self._deadline:
-            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds.")
-        self._spend(num_literal)
-
-    def wrote(self, value: Any) -> Any:
-        """Count a value that is written, and return it."""
-        self._spend(len(value) if isinstance(value, str) else 16)
-        return value
-
-    def _spend(self, num_characters: int) -> None:
-        self._characters -= num_characters
-        if self._characters < 0:
-            raise SecurityError(f"it writes more than {MAX_WRITTEN} characters.")
-
-
-class _Meter(NodeTransformer):
-    """Inserts calls to the budget into a template."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Output:
-        self.generic_visit(node)
-        node.nodes = [
-            one if isinstance(one, nodes.TemplateData) else self._call(WROTE, one, one.lineno) for one in node.nodes
-        ]
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
-        self.generic_visit(node)
-        return self._call(WROTE, node, node.lineno)
-
-    def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
-        num_literal = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        report = nodes.ExprStmt(self._call(STEP, nodes.Const(num_literal), node.lineno))
-        node.body.insert(0, report.set_lineno(node.lineno))
-        return node
-
-    visit_For = visit_Macro = visit_CallBlock = _count
-
-    def _call(self, name: str, argument: nodes.Expr, lineno: int) -> nodes.Call:
-        call = nodes.Call(nodes.Name(name, "load"), [argument], [], None, None)
-        call.set_lineno(lineno).set_environment(self._environment)
-        return call
-
-
-def check_operands(operator: str, left: Any, right: Any) -> None:
-    """Raise SecurityError if the result of an operation would be too large."""
-    size = 0
-    if operator == "+":
-        if hasattr(left, "__len__") and hasattr(right, "__len__"):
-            size = len(left) + len(right)
-    elif operator == "%":
-        size = MAX_WRITTEN if isinstance(left, str) and _LONG_FORMAT.search(left) else 0
-    elif isinstance(left, int) and isinstance(right, int):
-        size = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
-    elif operator == "*":
-        sized, times = (left, right) if hasattr(left, "__len__") else (right, left)
-        size = len(sized) * times if hasattr(sized, "__len__") and isinstance(times, int) else 0
-    if size > MAX_OPERAND:
-        raise SecurityError(f"`{operator}` would give something larger than {MAX_OPERAND} characters.")
-
-
-def check_arguments(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raise SecurityError if the result of a method or filter would be too large.
-
-    `arguments`: the object or filtered value first.
-    """
-    given = [*arguments, *named.values()]
-    size = 0
-    if name in _PADDING:
-        size = max((abs(one) for one in given if isinstance(one, int)), default=0)
-        if name in ("indent", "expandtabs", "tojson") and given:
-            size *= max(1, len(given[0]) if hasattr(given[0], "__len__") else 1)
-    elif name == "replace":
-        texts = [one for one in given if isinstance(one, str)]
-        if len(texts) >= 3:
-            size = len(texts[0]) + len(texts[2]) * (texts[0].count(texts[1]) if texts[1] else len(texts[0]) + 1)
-    elif name == "join":
-        glue = next((one for one in given if isinstance(one, str)), "")
-        most = max((len(one) for one in given if isinstance(one, list | tuple)), default=0)
-        size = len(glue) * most
-    elif name in ("format", "format_map"):
-        text = given[0] if given and isinstance(given[0], str) else ""
-        size = MAX_WRITTEN if _LONG_FORMAT.search(text) or _LONG_FIELD.search(text) else 0
-    if size > MAX_OPERAND:
-        raise SecurityError(f"`{name}` would give something larger than {MAX_OPERAND} characters.")
-
-
-def check_result(name: str, value: Any) -> Any:
-    """Return the value. Raises SecurityError if it is too large."""
-    if isinstance(value, str | bytes | list | tuple | dict) and len(value) > MAX_OPERAND:
-        raise SecurityError(f"`{name}` gives something larger than {MAX_OPERAND} characters.")
-    return value
-
-
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message in which templates look for reasoning, in order of preference."""
 
-_MAX_PROMPT = 16 * 1024**2  # characters a template may produce; far above any context window
 _GIVEN = frozenset({"messages", "tools", "add_generation_prompt"})  # variables passed to every template
 _CUT = "\x02cut here\x03 "  # marks the end of a message to continue; control characters avoid clashes with text
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for chat templates, with bounded operators."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-        self.filters["tojson"] = _to_json
-        self.filters = {name: _bounded(name, one) for name, one in self.filters.items()}
-        self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: jinja2.runtime.Context, function: Any, *arguments: Any, **named: Any) -> Any:
-        name = getattr(function, "__name__", "")
-        on = getattr(function, "__self__", None)
-        check_arguments(name, (on, *arguments) if isinstance(on, str) else arguments, named)
-        return check_result(name, super().call(context, function, *arguments, **named))
-
-
-def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that it refuses results that are too large."""
-
-    @functools.wraps(apply)  # keeps Jinja's pass_context and pass_environment marks
-    def checked(*arguments: Any, **named: Any) -> Any:
-        given = [one for one in arguments if not isinstance(one, jinja2.Environment | jinja2.runtime.Context)]
-        check_arguments(name, given, named)
-        return check_result(name, apply(*arguments, **named))
-
-    return checked
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training; it renders its body unchanged."""
-
-    tags = {"generation"}  # noqa: RUF012 (Extension declares it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 @dataclass(frozen=True)
@@ -313,21 +137,21 @@ class ChatTemplate:
         tokens: Mapping[str, str | None],
         name: str = "chat template",
         with_tools: "ChatTemplate | None" = None,
+        limits: TemplateLimits = LIMITS,
     ) -> None:
-        environment = _Sandbox()
         self.name = name
         self.source = source
         self.with_tools = with_tools
+        self._limits = limits
         self._tokens = {key: token for key, token in tokens.items() if token is not None}
         try:
-            parsed = environment.parse(source)
-            known = environment.globals.keys() | _GIVEN | self._tokens.keys()
-            self.variables = frozenset(meta.find_undeclared_variables(parsed) - known)
-            _Meter(environment).visit(parsed)
-            self._template = environment.from_string(parsed)
-        except (jinja2.TemplateError, SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-            # Some errors, such as a `break` outside a loop, are found only by Python's compiler.
-            raise ConfigError(f"{name} is no valid Jinja template: {str(error)[:300]}.") from error
+            answer = PROCESSES.ask(TemplateJob(source), limits)
+        except NotStarted as error:
+            raise ConfigError("The process that renders chat templates cannot be started; the log says why.") from error
+        if answer.kind is not AnswerKind.TEXT:
+            reason = answer.text or self._reason(answer.kind, limits.compile_seconds)
+            raise ConfigError(f"{name} is no valid Jinja template: {reason}.")
+        self.variables = frozenset(answer.text.split()) - _GIVEN - self._tokens.keys()
 
     def of(self, tools: Sequence[object]) -> "ChatTemplate":
         """Return the template for a request with these tools."""
@@ -360,7 +184,6 @@ class ChatTemplate:
         `continue_final_message`: the prompt ends directly after the last message's text, which the model continues.
         `now`: the time of `strftime_now`; None: the present.
         """
-        budget = TemplateBudget()
         values: dict[str, Any] = {
             **self._tokens,
             "documents": None,
@@ -368,33 +191,25 @@ class ChatTemplate:
             "messages": _marked(messages) if continue_final_message else list(messages),
             "tools": list(tools) or None,
             "add_generation_prompt": add_generation_prompt,
-            "strftime_now": (now or present()).strftime,
-            STEP: budget.step,
-            WROTE: budget.wrote,
         }
-        pieces: list[str] = []
-        length = 0
         try:
-            for piece in self._template.generate(values):
-                pieces.append(piece)
-                length += len(piece)
-                if length > _MAX_PROMPT:
-                    raise InvalidRequest(f"The messages give more than {_MAX_PROMPT} characters.", param="messages")
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RuntimeError,
-            AssertionError,
-            MemoryError,
-        ) as error:
-            message = f"The chat template does not take these messages: {str(error)[:300]}"
-            raise InvalidRequest(message, param="messages") from error
-        text = "".join(pieces)
-        return _cut(text) if continue_final_message else text
+            answer = PROCESSES.ask(TemplateJob(self.source, values, now or present()), self._limits)
+        except RecursionError as error:
+            raise InvalidRequest("The messages are nested too deep for the chat template.", param="messages") from error
+        if answer.kind is AnswerKind.TOO_LONG:
+            raise InvalidRequest(answer.text, param="messages")
+        if answer.kind is not AnswerKind.TEXT:
+            reason = answer.text or self._reason(answer.kind, self._limits.seconds)
+            raise InvalidRequest(f"The chat template does not take these messages: {reason}", param="messages")
+        return _cut(answer.text) if continue_final_message else answer.text
+
+    @staticmethod
+    def _reason(kind: AnswerKind, seconds: float) -> str:
+        """Return why there is no answer; "" for an error without words."""
+        return {
+            AnswerKind.NO_TIME: f"it takes longer than {seconds:g} seconds",
+            AnswerKind.NO_MEMORY: f"it takes more than {SLOW_MEMORY >> 20} MiB of memory",
+        }.get(kind, "")
 
     @cached_property
     def habits(self) -> Habits:
@@ -496,20 +311,3 @@ def _parts(own: Any, name: str) -> dict[str, tuple[str, str]]:
 def present() -> datetime:
     """Return the time that `strftime_now` shows."""
     return datetime.now()
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return plain JSON. Jinja's own filter escapes for HTML, which models are not trained on."""
-    return written_numbers.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

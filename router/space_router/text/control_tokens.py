@@ -11,10 +11,13 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from space_router.errors import InvalidRequest
+from space_router.text.text_pool import leave_event_loop
 from space_router.text.tokenizer import Tokenizer
 
 MAX_RENDERINGS = 64
 """Most times that one conversation is rendered, to find the places that its template reacts to."""
+
+_MOST_AT_ONCE = 2  # renderings for which the event loop is held
 
 MAX_SPELLED = 262_144
 """Most characters of a conversation that spells control tokens: it is tokenised as a whole."""
@@ -57,6 +60,8 @@ def render_as_data(render: Render, data: T, tokenizer: Tokenizer, control_ids: f
     while groups:
         group = groups.pop()
         num_renderings += 1
+        if num_renderings > _MOST_AT_ONCE:
+            leave_event_loop()
         if num_renderings > MAX_RENDERINGS:
             raise InvalidRequest(
                 "The messages spell control tokens at too many places that the chat template inspects. Leave them out.",

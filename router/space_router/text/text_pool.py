@@ -7,13 +7,16 @@ with different API keys take turns by the bytes that they have had.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,10 +28,17 @@ P = ParamSpec("P")
 LONG_BODY = 16 * 1024
 """Body size in bytes from which a text is tokenised in the pool: about 40 ms of work with a slow tokenizer."""
 
+EVENT_LOOP_SHARE, EVENT_LOOP_BURST = 0.25, 0.1
+"""Short texts may take this share of the event loop's time, and this many seconds at once; more are for the pool."""
+
 MAX_BYTES = 64 * 1024**2  # of all bodies in the pool together
 _MAX_THREADS = 32  # jobs that have begun; only `num_running` of them compute
 _MAX_THREADS_PER_KEY = 8
 _BYTES_PER_SECOND = 1_000_000  # of a slow tokenizer; for Retry-After
+
+
+class NeedsThread(Exception):
+    """Work that was begun on the event loop takes too long there. It is pure, and begins again in a thread."""
 
 
 class Abandoned(Exception):
@@ -57,6 +67,42 @@ def checkpoint(num_bytes: int) -> None:
         pool._checkpoint(job, num_bytes)
 
 
+_on_event_loop: contextvars.ContextVar[bool] = contextvars.ContextVar("on_event_loop", default=False)
+
+
+def is_on_event_loop() -> bool:
+    """Whether this work holds the event loop, so that all requests wait for it."""
+    return _on_event_loop.get()
+
+
+def leave_event_loop() -> None:
+    """Raise NeedsThread if this work holds the event loop."""
+    if is_on_event_loop():
+        raise NeedsThread
+
+
+def charge_seconds(seconds: float) -> None:
+    """Charge the running job for its time in another process, and let another have its turn. Raises Abandoned."""
+    checkpoint(int(_BYTES_PER_SECOND * seconds))
+
+
+@contextmanager
+def away() -> Iterator[None]:
+    """Let another job have its turn while a process works for the running one. Raises Abandoned."""
+    mine = _job.get()
+    if mine is None:
+        yield
+        return
+    pool, job = mine
+    pool._leave(job)
+    try:
+        yield
+    finally:
+        pool._return(job)
+    if job.abandoned:
+        raise Abandoned
+
+
 class TextPool:
     """Runs jobs in threads, `num_running` at a time.
 
@@ -74,6 +120,7 @@ class TextPool:
         self._num_begun: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()  # of bodies in the pool, by key
         self._order = itertools.count()
+        self._spent, self._spent_at = 0.0, 0.0  # seconds of the event loop, less its share since; when
 
     @property
     def num_bytes(self) -> int:
@@ -81,12 +128,36 @@ class TextPool:
         return self._num_bytes.total()
 
     async def run(self, key: str, size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what the function returns for a body of `size` bytes; short ones are not worth a thread.
+        """Return what the function returns for a body of `size` bytes; most short ones are not worth a thread.
 
         Raises Overloaded if there is no room for the body. A cancelled job ends at its next checkpoint.
         """
         if size < LONG_BODY:
+            with contextlib.suppress(NeedsThread):
+                return self.attempt(function, *args, **kwargs)
+        return await self.run_in_thread(key, size, function, *args, **kwargs)
+
+    def attempt(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what the function returns on the event loop.
+
+        Raises NeedsThread if the loop has spent its time for such work, or if the function leaves it.
+        """
+        now = time.monotonic()
+        self._spent = max(0.0, self._spent - EVENT_LOOP_SHARE * (now - self._spent_at))
+        self._spent_at = now
+        if self._spent > EVENT_LOOP_BURST:
+            raise NeedsThread
+        begun, token = time.thread_time(), _on_event_loop.set(True)
+        try:
             return function(*args, **kwargs)
+        finally:
+            _on_event_loop.reset(token)
+            self._spent += time.thread_time() - begun
+
+    async def run_in_thread(
+        self, key: str, size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `run`, however short the body is."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -151,6 +222,18 @@ class TextPool:
         job.turn.wait()
         if job.abandoned:
             raise Abandoned
+
+    def _leave(self, job: _Job) -> None:
+        with self._lock:
+            self._num_free += 1
+            job.turn.clear()
+            self._dispatch()
+
+    def _return(self, job: _Job) -> None:
+        with self._lock:
+            self._waiting.append(job)
+            self._dispatch()
+        job.turn.wait()
 
     def _end(self, job: _Job) -> None:
         with self._lock:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doubles.tokenizers import byte_level
 from space_router.errors import ConfigError, InvalidRequest
-from space_router.text import chat_template
 from space_router.text.chat_template import BUILT_IN, ChatTemplate, find
 from space_router.text.model_text import turn_end_ids
+from space_router.text.template_messages import TemplateLimits
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -112,16 +112,15 @@ WASTEFUL = {
 
 
 @pytest.mark.parametrize("name", WASTEFUL)
-def test_a_template_that_costs_too_much_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)  # long before a busy machine's clock
-    template = ChatTemplate(WASTEFUL[name], {})
+def test_a_template_that_costs_too_much_is_stopped(name: str) -> None:
+    template = ChatTemplate(WASTEFUL[name], {}, limits=TemplateLimits(num_steps=20_000))
     with pytest.raises(InvalidRequest, match=r"loops more|writes more|larger than|recursion|more than \d+ characters"):
         template.render([{"role": "user", "content": "Hi " * 99}])
 
 
-def test_filters_that_loop_by_themselves_are_stopped_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
-    template = ChatTemplate("{% for i in range(999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}", {})
+def test_filters_that_loop_by_themselves_are_stopped_by_the_clock() -> None:
+    source = "{% for i in range(999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(source, {}, limits=TemplateLimits(seconds=0.05))
     with pytest.raises(InvalidRequest, match=r"longer than 0\.05 seconds"):
         template.render(TALK)
 
