@@ -142,6 +142,20 @@ def _lark(source: str) -> str:
     return source
 
 
+def lark_of_gbnf(source: str) -> str:
+    """Return the rules of GBNF in Lark's syntax. Raises GrammarError. Its time grows with the square of the length of
+    some sources.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if len(source) > MOST_CHARACTERS:
+        raise GrammarError(f"It has {len(source)} characters; at most {MOST_CHARACTERS} are taken.")
+    try:
+        return any_to_lark(source)
+    except Exception as error:  # the converter raises errors of many types
+        raise GrammarError(f"It is no GBNF: {str(error)[:300]}") from None
+
+
 _KINDS: dict[str, Callable[[str], str]] = {
     "json_schema": _json_schema,
     "json_object": _json_object,
@@ -183,7 +197,8 @@ def _check_brackets(source: str) -> None:
 def main() -> None:
     """Check grammars, one JSON line each, for a router or a worker: reads [kind, source], writes null or the error.
 
-    Matches single bytes, until a line {"tokens": [hexadecimal, ...], "special": [id, ...]} sets the tokens to use.
+    Of the kind gbnf it writes [the grammar in Lark's syntax] or the error. Matches single bytes, until a line
+    {"tokens": [hexadecimal, ...], "special": [id, ...]} sets the tokens to use.
 
     Runs as a separate process, because a grammar can take long, use much memory, or overflow a stack.
     """
@@ -196,13 +211,20 @@ def main() -> None:
                 known = tokenizer_of([*map(bytes.fromhex, said["tokens"])], said["special"])
             else:
                 kind, source = said
+                if kind == "gbnf":
+                    _answer([lark_of_gbnf(source)])
+                    continue
                 single = _bytes_and(_special_ids(source) if kind == "lark" else frozenset()) if known is None else known
                 compile_grammar(single, kind, source)
             verification = None
         except GrammarError as error:
             verification = str(error)
-        sys.stdout.buffer.write(json.dumps(verification).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _answer(verification)
+
+
+def _answer(value: object) -> None:
+    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _special_ids(source: str) -> frozenset[int]:
@@ -282,6 +304,16 @@ class GrammarProcess:
             return None
         error: str | None = json.loads(answer)
         return [] if error is None else [error]
+
+    def lark_of_gbnf(self, source: str, seconds: float) -> str | None:
+        """Return the grammar in Lark's syntax. Raises GrammarError. Returns None as `ask` does."""
+        answer = self._exchange(["gbnf", source], seconds)
+        if answer is None:
+            return None
+        found: list[str] | str = json.loads(answer)
+        if isinstance(found, str):
+            raise GrammarError(found)
+        return found[0]
 
     def _exchange(self, said: object, seconds: float) -> bytes | None:
         deadline = time.monotonic() + seconds

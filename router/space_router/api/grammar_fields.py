@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import Field, model_validator
-from space_common.grammar import MOST_CHARACTERS, GrammarProcess
+from space_common.grammar import MOST_CHARACTERS, GrammarError, GrammarProcess
 
 from space_router.api.json_schema import enforceable
 from space_router.engine.request.request import Grammar
@@ -100,6 +100,11 @@ class StructuredOutputs(Body):
             return Grammar("choice", orjson.dumps(self.choice).decode())
         return None if self.grammar is None else lark_grammar(self.grammar, "structured_outputs")
 
+    @property
+    def is_gbnf(self) -> bool:
+        """Whether the grammar is in GBNF (`root ::= ...`), which `GrammarCheck.convert` turns into Lark."""
+        return self.grammar is not None and "::=" in self.grammar
+
 
 class GrammarFields(Body):
     """The fields that the OpenAI routes have in common."""
@@ -152,13 +157,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
 
 
 def lark_grammar(text: str, param: str) -> Grammar:
-    """Return the grammar for Lark or GBNF rules (`root ::= ...`). Raises InvalidRequest."""
-    if "::=" in text:
-        try:
-            text = any_to_lark(text)
-        except Exception as error:  # the converter raises errors of many types
-            reason = f"`{param}` holds a grammar that is no GBNF: {str(error)[:300]}"
-            raise InvalidRequest(reason, param=param) from None
+    """Return the grammar for Lark's rules. Raises InvalidRequest."""
     if found := _SPECIAL.search(_LITERAL.sub(" ", text)):
         raise InvalidRequest(
             f"`{param}` asks for the special token {short_repr(found[0])}; a grammar is of text. Leave it out.",
@@ -193,6 +192,10 @@ START_SECONDS = 30.0  # for the start of a process
 NUM_CHECKERS = 2  # processes; they start with the first grammars
 MOST_WAITING = 16  # grammars being checked or waiting; further ones raise Overloaded
 MOST_KNOWN = 4096  # cached results
+MOST_CONVERTED = 64  # cached grammars, each of a few hundred kilobytes at most
+
+T = TypeVar("T")
+G = TypeVar("G")
 
 
 class GrammarCheck:
@@ -204,6 +207,7 @@ class GrammarCheck:
     def __init__(self, *, most_seconds: float = MOST_SECONDS) -> None:
         self._most_seconds = most_seconds
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # results by digest, least recently used first
+        self._converted: OrderedDict[bytes, str] = OrderedDict()  # GBNF in Lark's syntax, likewise
         self._idle: list[GrammarProcess] = []
         self._num_waiting = 0
         self._threads = ThreadPoolExecutor(NUM_CHECKERS, thread_name_prefix="grammar check")
@@ -230,42 +234,91 @@ class GrammarCheck:
 
     async def why_not(self, grammar: Grammar) -> str | None:
         """Return why this grammar cannot be used, or None if it can. Raises Overloaded."""
-        name = blake2b(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass"), digest_size=16).digest()
-        if name in self._known:
-            self._known.move_to_end(name)
-            return self._known[name]
+        name = _digest(grammar.kind, grammar.source)
+        if name not in self._known:
+            self._known[name] = await self._run(self._reason, grammar)
+        return _recent(self._known, name, MOST_KNOWN)
+
+    async def convert(self, fields: GrammarFields) -> None:
+        """Turn a grammar in GBNF into Lark's syntax. Raises InvalidRequest, Overloaded."""
+        given = fields.structured_outputs
+        if given is None or given.grammar is None or not given.is_gbnf:
+            return
+        name = _digest("gbnf", given.grammar)
+        if name not in self._converted:
+            self._converted[name] = await self._run(self._lark, given.grammar)
+        given.grammar = _recent(self._converted, name, MOST_CONVERTED)
+
+    async def _run(self, function: Callable[[G], T], grammar: G) -> T:
+        """Call the function in a thread. Raises Overloaded."""
         if self._num_waiting >= MOST_WAITING:
             message = f"{MOST_WAITING} grammars wait to be checked already, the most. Try again later."
             raise Overloaded(message, retry_after=self._most_seconds)
         self._num_waiting += 1
         try:
-            verification = await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, grammar)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, grammar)
         finally:
             self._num_waiting -= 1
-        self._known[name] = verification
-        while len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-        return verification
 
-    def _ask(self, grammar: Grammar) -> str | None:
-        """Check a grammar in an idle or new process. Runs in a thread."""
-        reasons = None
-        with contextlib.suppress(IndexError):  # no process is idle
-            reasons = self._ask_process(self._idle.pop(), grammar)
-        if reasons is None:  # the used process may be out of memory or gone; retry in a new one
-            reasons = self._ask_process(GrammarProcess(), grammar, is_new=True)
+    def _reason(self, grammar: Grammar) -> str | None:
+        """Return why this grammar cannot be used, or None if it can."""
+        reasons = self._ask(lambda process: process.ask(grammar.kind, grammar.source, self._most_seconds))
         if reasons is None:
             return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
         return reasons[0] if reasons else None
 
-    def _ask_process(self, process: GrammarProcess, grammar: Grammar, *, is_new: bool = False) -> list[str] | None:
-        """Return the reasons, or None if the process did not answer. Its start is not part of the checking time."""
+    def _lark(self, gbnf: str) -> str:
+        try:
+            found = self._ask(lambda process: process.lark_of_gbnf(gbnf, self._most_seconds))
+        except GrammarError as error:
+            raise InvalidRequest(
+                f"`structured_outputs` holds a grammar that cannot be read. {error}", param="structured_outputs"
+            ) from None
+        if found is None:
+            raise InvalidRequest(
+                "`structured_outputs` holds a grammar in GBNF that cannot be read within "
+                f"{self._most_seconds:g} s and the memory for it. Make it smaller.",
+                param="structured_outputs",
+                code="invalid_grammar",
+            )
+        return found
+
+    def _ask(self, question: Callable[[GrammarProcess], T | None]) -> T | None:
+        """Ask an idle or a new process; None if it does not answer. Runs in a thread."""
+        answer = None
+        with contextlib.suppress(IndexError):  # no process is idle
+            answer = self._ask_process(self._idle.pop(), question)
+        if answer is None:  # the used process may be out of memory or gone; retry in a new one
+            answer = self._ask_process(GrammarProcess(), question, is_new=True)
+        return answer
+
+    def _ask_process(
+        self, process: GrammarProcess, question: Callable[[GrammarProcess], T | None], *, is_new: bool = False
+    ) -> T | None:
+        """Return the answer, or None if there is none. The process's start is not part of the checking time."""
         with contextlib.ExitStack() as stack:
             stack.callback(process.close)
             if is_new and process.ask("regex", "a", START_SECONDS) is None:
                 raise Overloaded("Grammars cannot be checked now. Try again later.", retry_after=START_SECONDS)
-            reasons = process.ask(grammar.kind, grammar.source, self._most_seconds)
-            if reasons is not None:
+            try:
+                answer = question(process)
+            except GrammarError:
                 stack.pop_all()
                 self._idle.append(process)
-        return reasons
+                raise
+            if answer is not None:
+                stack.pop_all()
+                self._idle.append(process)
+        return answer
+
+
+def _digest(kind: str, source: str) -> bytes:
+    return blake2b(f"{kind} {source}".encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _recent(cache: OrderedDict[bytes, T], name: bytes, most: int) -> T:
+    """Return an entry, which becomes the last that is dropped; those beyond `most` are."""
+    cache.move_to_end(name)
+    while len(cache) > most:
+        cache.popitem(last=False)
+    return cache[name]

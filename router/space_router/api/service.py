@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from space_router.api.generation import RECEIVED, Generation, end_headers, start_headers, translate
-from space_router.api.grammar_fields import GrammarCheck
+from space_router.api.grammar_fields import GrammarCheck, GrammarFields
 from space_router.api.request_builder import GenerationPlan, RequestBuilder, served_names
 from space_router.api_keys import ApiKeys, KeyLimits, RateLimits
 from space_router.config import ServeConfig
@@ -137,7 +137,14 @@ class Service:
     async def read(self, request: Request, model: type[BodyT], neutral: Neutral | None = None) -> tuple[BodyT, int]:
         """Return the request's body and its size in bytes. Raises ApiError as `read_object` and `validate` do."""
         received = await read_object(request, self.config)
-        return validate(model, received.values, neutral), received.size
+        return await self.validated(model, received.values, neutral), received.size
+
+    async def validated(self, model: type[BodyT], values: Mapping[str, Any], neutral: Neutral | None = None) -> BodyT:
+        """Return the body of these values, with a grammar in Lark's syntax. Raises ApiError as `validate` does."""
+        body = validate(model, values, neutral)
+        if isinstance(body, GrammarFields):
+            await self.grammars.convert(body)
+        return body
 
     async def text_work(
         self, request: Request, size: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs

@@ -56,8 +56,9 @@ def test_each_way_of_saying_it_is_one_grammar(fields: dict[str, Any], grammar: G
     assert body.wanted_grammar() == grammar
 
 
-def test_gbnf_is_taken_as_the_same_in_lark() -> None:
+async def test_gbnf_is_taken_as_the_same_in_lark() -> None:
     body = validate(CompletionBody, {"prompt": "x", "structured_outputs": {"grammar": GBNF}}, COMPLETION_NEUTRAL)
+    await GrammarCheck().convert(body)
     grammar = body.wanted_grammar()
     assert grammar is not None
     assert grammar.kind == "lark"
@@ -250,3 +251,20 @@ async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     assert [await check.why_not(good), await check.why_not(bad)] == verifications
     assert verifications[0] is None
     assert "unclosed group" in str(verifications[1])
+
+
+async def test_gbnf_that_takes_long_to_read_is_refused_and_holds_no_other(router: Any) -> None:
+    check = router.service.grammars = GrammarCheck(most_seconds=0.3)
+    text = 'root ::= "a"' + "\n" * 200_000  # several minutes in the converter
+    asked = asyncio.create_task(
+        router.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"grammar": text})
+    )
+    longest, last = 0.0, time.monotonic()
+    while not asked.done():
+        await asyncio.sleep(0.01)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    answer = await asked
+    assert answer.status_code == 400
+    assert "GBNF that cannot be read within 0.3 s" in answer.json()["error"]["message"]
+    assert longest < 1.0
+    assert check._idle == []
