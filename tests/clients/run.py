@@ -36,7 +36,9 @@ class Client:
 
     name: str
     script: str
-    requirements: str = ""  # a file in requirements/; "": packages of node/
+    requirements: str = ""  # a file in requirements/; "": packages of `packages`
+    packages: str = "node"  # folder of a package-lock.json
+    is_agent: bool = False  # a program with a server of its own, which its script starts with this Python
     shared: bool = False  # also sees what this Python has: nobody needs a second torch
 
 
@@ -49,6 +51,16 @@ CLIENTS = (
     Client("langchain", "check_langchain.py", "langchain.txt"),
     Client("litellm", "check_litellm.py", "litellm.txt"),
     Client("lm-eval", "check_lm_eval.py", "lm-eval.txt", shared=True),
+    Client("anthropic", "check_anthropic.py", "anthropic.txt"),
+    Client("pydantic-ai", "check_pydantic_ai.py", "pydantic-ai.txt"),
+    Client("instructor", "check_instructor.py", "instructor.txt"),
+    Client("smolagents", "check_smolagents.py", "smolagents.txt"),
+    Client("llama-index", "check_llama_index.py", "llama-index.txt"),
+    Client("dspy", "check_dspy.py", "dspy.txt"),
+    Client("vercel-ai", "check_vercel.mjs", packages="vercel"),
+    Client("claude-code", "check_claude_code.py", packages="agents", is_agent=True),
+    Client("codex", "check_codex.py", packages="agents", is_agent=True),
+    Client("aider", "check_aider.py", "aider.txt", is_agent=True),
 )
 
 
@@ -84,7 +96,10 @@ def call(*command: str, folder: Path | None = None) -> None:
 def install(client: Client) -> Path:
     """The client's folder, with everything in it; nothing is done where it is there already."""
     folder = CACHE / client.name
-    pins = HERE / "requirements" / client.requirements if client.requirements else HERE / "node" / "package-lock.json"
+    there = (
+        Path("requirements", client.requirements) if client.requirements else Path(client.packages, "package-lock.json")
+    )
+    pins = HERE / there
     wanted = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()
     stamp = folder / "installed"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -104,7 +119,7 @@ def install(client: Client) -> Path:
         call(*pip, "check") if not client.shared else None
     else:
         for name in ("package.json", "package-lock.json", ".npmrc"):
-            shutil.copy(HERE / "node" / name, folder)
+            shutil.copy(HERE / client.packages / name, folder)
         call("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", folder=folder)
     stamp.write_text(wanted)
     return folder
@@ -119,12 +134,17 @@ def run(client: Client, environment: Mapping[str, str]) -> Outcome:
         outcome.trouble = f"could not be installed: {error}"
         return outcome
     program = str(folder / "venv" / "bin" / "python") if client.requirements else "node"
+    if client.is_agent:
+        program = sys.executable
     # Nothing of this Python's own settings may reach the client.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OPENAI", "HF_"))}
+    others = ("PYTHON", "OPENAI", "ANTHROPIC", "CLAUDE", "CODEX", "AIDER", "HF_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     reported = {
         **kept,
         **environment,
         "SPACESERVE_NODE_MODULES": str(folder),
+        "SPACESERVE_CLIENT": str(folder),
+        "SPACESERVE_PYTHON": sys.executable,
         "HF_HOME": str(folder / "hub"),
         "TQDM_DISABLE": "1",
     }
