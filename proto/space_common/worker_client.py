@@ -20,6 +20,7 @@ import grpc
 from space_proto import worker_pb2 as pb
 
 from space_common.process import WorkerLost
+from space_common.worker_port.secret import RouterProof, SecretFile
 
 PROTOCOL_MAJOR = 1
 MAX_PREFILL_ROWS = 4096
@@ -358,9 +359,10 @@ class GrpcWorker:
         WorkerClient(worker)
     """
 
-    def __init__(self, address: str, *, silence: float = 120.0) -> None:
+    def __init__(self, address: str, *, silence: float = 120.0, secret: SecretFile | None = None) -> None:
         """`address`: unix:PATH or HOST:PORT. `silence`: seconds without a report after which a worker is
-        considered dead; it reports every second, but compilation on a device may delay it.
+        considered dead; it reports every second, but compilation on a device may delay it. `secret`: of the worker's
+        port, None: it has none.
         """
         self.hello = pb.Hello()
         self._silence = silence
@@ -368,18 +370,27 @@ class GrpcWorker:
         self._outgoing: queue.SimpleQueue[pb.RouterMessage | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[pb.WorkerMessage | str] = queue.SimpleQueue()  # string: why the stream ended
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
-        serve = self._channel.stream_stream(
+        self._serve = self._channel.stream_stream(
             SERVE,
             request_serializer=pb.RouterMessage.SerializeToString,
             response_deserializer=pb.WorkerMessage.FromString,
         )
-        self._call = serve(iter(self._outgoing.get, None), wait_for_ready=True)
+        self._secret = secret
+        self._proof: RouterProof | None = None
+        self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="worker stream", daemon=True)
 
     def __enter__(self) -> GrpcWorker:
-        self._reader.start()
+        metadata = None
         try:
+            if self._secret is not None:
+                self._proof = self._answer(self._secret)
+                metadata = self._proof.metadata
+            self._call = self._serve(iter(self._outgoing.get, None), wait_for_ready=True, metadata=metadata)
+            self._reader.start()
             self.hello = self._next().hello
+            if self._proof is not None and not self._proof.is_answered_by(self.hello.proof):
+                raise WorkerLost("The worker has not proven that it knows the secret of its port.")
             if self.hello.protocol_major != PROTOCOL_MAJOR:
                 raise WorkerLost(
                     f"The worker speaks protocol {self.hello.protocol_major}.{self.hello.protocol_minor}, this client "
@@ -415,6 +426,17 @@ class GrpcWorker:
             if report.stepped or report.sequences or report.released or report.loras:
                 return report
 
+    def _answer(self, secret: SecretFile) -> RouterProof:
+        """Return the answer to a challenge of the worker. Raises WorkerLost if it gives none."""
+        call = self._serve(iter(()), wait_for_ready=True, timeout=self._silence)
+        try:
+            message = next(iter(call), pb.WorkerMessage())
+            return RouterProof.of(secret.latest(), message.refusal.challenge)
+        except (grpc.RpcError, ValueError):
+            raise WorkerLost("The worker has not asked for the secret of its port.") from None
+        finally:
+            call.cancel()
+
     def _next(self) -> pb.WorkerMessage:
         try:
             message = self._incoming.get(timeout=self._silence)
@@ -439,7 +461,9 @@ class GrpcWorker:
             self._incoming.put("The worker ended the conversation")
 
     def _close(self) -> None:
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
         self._outgoing.put(None)
         self._channel.close()
-        self._reader.join()
+        if self._reader.ident is not None:
+            self._reader.join()

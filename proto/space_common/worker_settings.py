@@ -17,6 +17,7 @@ from typing import Any, Literal
 from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
+from space_common.worker_port.secret import SecretError, SecretFile, is_local
 
 LARGEST_BLOCK = 256  # largest block size in slots; FlashAttention 2 needs it
 POWERCAP = "/sys/class/powercap"
@@ -188,8 +189,14 @@ class WorkerSettings:
     tls_client_ca: str | None = flag(
         None,
         "authority whose certificates routers must show, PEM; with --tls-cert and --tls-key the port speaks "
-        "mutual TLS. Without, any client that reaches HOST:PORT can use this worker. Renewed files count from the next "
-        "connection on",
+        "mutual TLS. Renewed files count from the next connection on",
+        metavar="PATH",
+    )
+    worker_secret_file: str | None = flag(
+        None,
+        "file with the secrets that routers must know, one a line, of at least 32 characters (`openssl rand -hex 32`); "
+        "they are proven, never sent. A port that other machines reach needs this or mutual TLS. A changed file counts "
+        "from the next connection on",
         metavar="PATH",
     )
     dtype: str = flag("auto", "auto, float32, bfloat16 or float16: of weights, keys and values (default: %(default)s)")
@@ -376,6 +383,32 @@ class WorkerSettings:
             flags = " ".join(f"{name} {path}" for name, path in given.items())
             raise ValueError(f"argument {flags}: {error}") from None
 
+    def secret(self) -> SecretFile | None:
+        """Return the secrets that routers must know; None: the port has none. Raises ValueError naming the flag."""
+        if self.worker_secret_file is None:
+            return None
+        if self.listen.startswith("unix:"):
+            raise ValueError(
+                "argument --worker-secret-file: does nothing on a Unix socket, which only this user may use"
+            )
+        try:
+            return SecretFile(Path(self.worker_secret_file))
+        except SecretError as error:
+            raise ValueError(f"argument --worker-secret-file: {error}") from None
+
+    def why_open(self) -> str | None:
+        """Return why this worker must not listen: other machines reach its port, and nothing keeps them off; else None.
+
+        Resolves the host's name.
+        """
+        if self.tls_cert is not None or self.worker_secret_file is not None or is_local(self.listen):
+            return None
+        return (
+            f"--listen {self.listen}: other machines may reach this address, and a stranger could use the worker and "
+            "read prompts. Give --worker-secret-file PATH here and at the router (`openssl rand -hex 32` makes a "
+            "secret), or --tls-cert, --tls-key and --tls-client-ca, or listen on 127.0.0.1 or unix:PATH."
+        )
+
     @classmethod
     def parse(cls, arguments: Sequence[str], choices: Mapping[str, Iterable[str]]) -> WorkerSettings:
         """Parse a command line. Exits with status 2 and one line if it is invalid.
@@ -407,6 +440,7 @@ class WorkerSettings:
             if settings.tracing:
                 check_tracing(os.environ)
             settings.certificate()
+            settings.secret()
         except (TracingUnavailable, ValueError) as error:
             parser.error(str(error))
         return settings

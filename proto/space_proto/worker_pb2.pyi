@@ -830,6 +830,7 @@ class Hello(_message.Message):
     NUM_STATE_SLOTS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     HEAD_KIND_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -885,6 +886,8 @@ class Hello(_message.Message):
     """what recurrent layers remember of each running sequence beside its pages; 0: there are none. Such states follow from a whole text, so Admit.num_cached needs one: Admit.load_state"""
     num_head_drafts: _builtins.int
     """most drafts that the checkpoint's own recurrent head, or a draft network in its place, makes in a step (0: it has none)"""
+    proof: _builtins.bytes
+    """that the worker knows the secret, too: an answer to the router's own proof; empty: the port has none"""
     head_kind: _builtins.str
     """what makes those drafts: recurrent (its head), model (a second one), mtp (its MTP layer) or eagle (an EAGLE head); "": nothing"""
     @_builtins.property
@@ -942,11 +945,12 @@ class Hello(_message.Message):
         num_state_slots: _builtins.int = ...,
         state_bytes_per_sequence: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
+        proof: _builtins.bytes = ...,
         head_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "proof", b"proof", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1027,16 +1031,20 @@ class Refusal(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    CHALLENGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """names both sides' values"""
+    challenge: _builtins.bytes
+    """not empty: the call had no proof of the port's secret; one for this challenge, in another call's metadata, is taken (space_common/worker_port/secret.py)"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        challenge: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,8 @@ class WorkerServicer:
 
     def Serve(self, request_iterator, context):
         """The whole conversation of one router with one worker. The worker speaks first (Hello). When the stream ends, the
-        worker forgets every sequence and waits for the next router; the weights stay.
+        worker forgets every sequence and waits for the next router; the weights stay. On a port with a secret a call
+        without a proof in its metadata gets a Refusal with a challenge, and changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

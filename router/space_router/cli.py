@@ -33,8 +33,8 @@ examples:
 
 _ROUTER_EXAMPLES = """\
 example:
-  spaceserve worker --model PATH --listen 0.0.0.0:9100     on the machine with the accelerator
-  spaceserve router --model PATH --worker-address gpu1:9100
+  spaceserve worker --model PATH --listen 0.0.0.0:9100 --worker-secret-file FILE     on the machine with the accelerator
+  spaceserve router --model PATH --worker-address gpu1:9100 --worker-secret-file FILE
 """
 
 

@@ -17,6 +17,7 @@ from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
 from space_common.visible_gpus import gpus_of, num_workers_for, visible_gpus
+from space_common.worker_port.secret import SecretError, SecretFile, is_local
 
 from space_router.api_keys import ApiKey, KeySource
 from space_router.errors import ConfigError
@@ -214,6 +215,10 @@ class ServeConfig:
     """certificate that this router shows to workers, PEM"""
     worker_tls_key: str | None = _process(None, text("PATH"))
     """private key of --worker-tls-cert, PEM"""
+    worker_secret_file: str | None = _process(None, text("PATH"))
+    """file with the secrets of the workers at --worker-address, one a line (there: --worker-secret-file): router and
+    worker prove to each other that they know one of them, and never send it. A changed file counts from the next
+    connection on, so two secrets in it replace one by another without a restart"""
     host: str = _http("127.0.0.1", text("ADDRESS|unix:PATH"))
     """address to listen on; the default is reachable from this machine only, 0.0.0.0 from everywhere; unix:PATH is a
     socket that only this user may use (mode 0600), without --port"""
@@ -412,6 +417,12 @@ class ServeConfig:
         if any(given) and (not self.worker_address or any(one.startswith("unix:") for one in self.worker_address)):
             raise ConfigError("--worker-tls-ca goes with --worker-address HOST:PORT only: other workers are local.")
         self.worker_certificate()
+        is_remote = bool(self.worker_address) and not any(one.startswith("unix:") for one in self.worker_address)
+        if self.worker_secret_file is not None and not is_remote:
+            raise ConfigError(
+                "--worker-secret-file goes with --worker-address HOST:PORT only: other workers are local."
+            )
+        self.worker_secret()
 
     def certificate(self) -> CertificateFiles | None:
         """Return the server's certificate for clients; None: no TLS. Raises ConfigError."""
@@ -420,6 +431,21 @@ class ServeConfig:
     def worker_certificate(self) -> CertificateFiles | None:
         """Return the router's certificate for remote workers, and their authority; None: no TLS. Raises ConfigError."""
         return self._files("worker_tls_cert", "worker_tls_key", "worker_tls_ca")
+
+    def unproven_workers(self) -> list[str]:
+        """Return the addresses on other machines whose workers prove neither a secret nor a certificate."""
+        if self.worker_secret_file is not None or self.worker_tls_ca is not None:
+            return []
+        return [address for address in self.worker_address if not is_local(address, resolve=False)]
+
+    def worker_secret(self) -> SecretFile | None:
+        """Return the secrets of remote workers; None: there is no file. Raises ConfigError."""
+        if self.worker_secret_file is None:
+            return None
+        try:
+            return SecretFile(Path(self.worker_secret_file).expanduser())
+        except SecretError as error:
+            raise ConfigError(f"--worker-secret-file={self.worker_secret_file!r}: {error}.") from None
 
     def _files(self, *names: str) -> CertificateFiles | None:
         paths: dict[str, str | None] = {name: getattr(self, name) for name in names}

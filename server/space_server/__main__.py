@@ -99,7 +99,7 @@ from space_server.worker import MAX_PREFILL_ROWS, Worker, room_for
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED, NO_DEVICE = 3, 4, 5, 6, 7
+OPEN_PORT, BAD_CHECKPOINT, NO_MEMORY, NO_ADDRESS, ORPHANED, NO_DEVICE = 2, 3, 4, 5, 6, 7
 
 SMALL_WEIGHTS = 64 * 1024**2
 """Bytes of weights below which threads of one matmul wait for each other longer than they compute.
@@ -115,6 +115,8 @@ _log = logging.getLogger("space_server")
 def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is stopped; return the exit status."""
     config = parse(arguments)
+    if (why := config.why_open()) is not None:
+        return _fail(OPEN_PORT, InvalidSetting(why))
     use_one_heap()
     if isinstance(config.cores, set):
         os.sched_setaffinity(0, config.cores)
@@ -466,7 +468,7 @@ def _gpu_uuids(config: WorkerSettings, number: int) -> list[str]:
 
 async def _serve(worker: Worker, config: WorkerSettings, meter: Meter, tracer: Tracer | None) -> bool:
     """Serve until stopped. False if the device was lost."""
-    service = WorkerService(worker, meter=meter, tracer=tracer)
+    service = WorkerService(worker, meter=meter, tracer=tracer, secret=config.secret())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.drain)
@@ -474,8 +476,6 @@ async def _serve(worker: Worker, config: WorkerSettings, meter: Meter, tracer: T
         server, address = await start_server(service, config.listen, config.certificate())
     except OSError as error:
         raise _NoAddress(str(error)) from error
-    if config.tls_cert is None and not address.startswith(("unix:", "127.", "localhost:", "[::1]:")):
-        _log.warning("%s accepts any client that reaches it: see --tls-cert, --tls-key and --tls-client-ca", address)
     collect_seldom()
     with contextlib.suppress(OSError):  # a full disk, or a closed pipe
         sys.stdout.write(f"ready {address}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from space_common.certificate import CertificateFiles, server_credentials
 from space_common.tracing import parent_of
+from space_common.worker_port.secret import NotProven, SecretFile, WorkerSide
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 
@@ -330,8 +332,10 @@ router could not read that message."""
 ENERGY_SECONDS = 0.25
 """Shortest interval between two sensor readings: one costs microseconds, but steps are many."""
 OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # prompts and prompt log-probabilities of long windows are large
+    ("grpc.max_receive_message_length", 256 * 1024**2),  # prompts of long windows are large; routers send no more
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_connection_idle_ms", 30_000),  # without a call
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # an address that is taken is an error
 )
 
@@ -348,8 +352,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         meter: Meter | None = None,
         tracer: Tracer | None = None,
+        secret: SecretFile | None = None,
     ) -> None:
-        """`meter`: energy counters, reported with the steps; `tracer`: creates spans of sequences."""
+        """`meter`: energy counters, reported with the steps; `tracer`: creates spans of sequences; `secret`: what
+        routers must prove to know, None: nothing."""
         self.incarnation = uuid.uuid4().hex
         self.finished = asyncio.Event()  # drained, or the device is lost: the process may exit
         self.has_lost_device = False
@@ -357,6 +363,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._heartbeat_seconds = heartbeat_seconds
         self._meter = meter or Meter([])
         self._tracer = tracer
+        self._secret = None if secret is None else WorkerSide(secret)
         self._session_lock = asyncio.Lock()  # held by the session that uses the worker
         self._newest: object = None  # the stream that connected last
         self._session: RouterSession | None = None
@@ -373,6 +380,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Serve(self, request_iterator: AsyncIterator[pb.RouterMessage], context: _Context) -> None:
         """Send Hello, then reports, until the router closes, another one connects, or the worker is drained."""
+        proof = b""
+        if self._secret is not None:
+            try:
+                proof = self._secret.check(context.invocation_metadata() or (), context.peer())
+            except NotProven as error:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DISPLACED_SECONDS):
+                        refusal = pb.Refusal(reason=error.reason, challenge=error.challenge)
+                        await context.write(pb.WorkerMessage(refusal=refusal))
+                return
         stream = self._newest = object()
         if self._session is not None:
             self._session.refuse("Another router has connected to this worker.")
@@ -389,7 +406,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.start()
             reader = asyncio.create_task(_read(request_iterator, session))
             try:
-                await self._write(context, pb.WorkerMessage(hello=self._worker.hello(self.incarnation)))
+                hello = self._worker.hello(self.incarnation)
+                hello.proof = proof
+                await self._write(context, pb.WorkerMessage(hello=hello))
                 await self._send_messages(session, context)
             except Drained:
                 self.finished.set()

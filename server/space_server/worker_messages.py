@@ -25,7 +25,7 @@ def failure_message(what: str, error: Exception) -> str:
 
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 17
+PROTOCOL_MINOR = 18
 
 _FINISH = {SequenceEnd.EOS: pb.FINISH_EOS, SequenceEnd.STOP_ID: pb.FINISH_STOP_ID, SequenceEnd.LENGTH: pb.FINISH_LENGTH}
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from perf.harness import Report, log
@@ -152,16 +154,17 @@ class Host:
             subprocess.run(["ip", "netns", "del", self._name], capture_output=True, check=False)
 
 
-def scripted(tokenizer: Path) -> Callable[[str], Sequence[str]]:
+def scripted(tokenizer: Path, secret: Sequence[str]) -> Callable[[str], Sequence[str]]:
     """Workers without a model, each with a bound on what it can do: 20 ms a step, 8 sequences."""
     flags = ["--tokenizer", str(tokenizer), "--step-seconds", "0.02", "--max-sequences", "8"]
     flags += ["--num-blocks", "2048", "--block-size", "16", "--max-model-len", "2048", "--draft-length", "5"]
-    return lambda address: module_command("doubles.router", "--listen", address, *flags)
+    return lambda address: module_command("doubles.router", "--listen", address, *flags, *secret)
 
 
-def served(model: str) -> Callable[[str], Sequence[str]]:
+def served(model: str, secret: Sequence[str]) -> Callable[[str], Sequence[str]]:
+    """`secret`: the flag and file of the workers' ports."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--calibration-seconds", "0"]
-    return lambda address: module_command("space_server", "--listen", address, *flags)
+    return lambda address: module_command("space_server", "--listen", address, *flags, *secret)
 
 
 def _ip(*words: str) -> None:
@@ -182,12 +185,15 @@ def run(options: argparse.Namespace) -> Report:
     wanted = bodies(options.streams, options.tokens)
     with ExitStack() as stack:
         tokenizer = importlib.resources.as_file(importlib.resources.files("space_demo") / "tokenizer.json")
-        command = scripted(stack.enter_context(tokenizer)) if options.scripted else served(model)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="spaceserve-hosts-")))
+        (folder / "secret").write_text(token_hex(32), encoding="ascii")
+        secret = ["--worker-secret-file", str(folder / "secret")]
+        command = scripted(stack.enter_context(tokenizer), secret) if options.scripted else served(model, secret)
         hosts = [stack.enter_context(Host(number, command, namespaces=namespaces)) for number in range(options.hosts)]
-        with _router(model, hosts[:1], options.serve_flags) as server:
+        with _router(model, hosts[:1], [*secret, *options.serve_flags]) as server:
             one = StreamLoad(server, wanted)
             phases = asyncio.run(_one_worker(one))
-        with _router(model, hosts, options.serve_flags) as server:
+        with _router(model, hosts, [*secret, *options.serve_flags]) as server:
             load = StreamLoad(server, wanted, one.expected)
             known = facts(asyncio.run(get_json(load.endpoint, "/info")))
             phases |= asyncio.run(Disturbances(load, hosts, options, namespaces).run())

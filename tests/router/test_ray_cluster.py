@@ -19,11 +19,13 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 from doubles.router import Script, ScriptedWorker
+from space_common.worker_port.secret import SecretFile
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import WorkerDidNotStart, worker_command
+from space_router.engine.workers.worker_connection import Link, LinkRefused, Watchdog
 from space_router.errors import ConfigError
 from space_router.ray_cluster.cluster import ELSEWHERE, Cluster, config_file, main
-from space_router.ray_cluster.replicas import Present, RouterReplica, WorkerReplica
+from space_router.ray_cluster.replicas import Present, RouterReplica, WorkerReplica, write_secret
 from space_router.ray_cluster.scaling import Scaling
 
 
@@ -117,11 +119,12 @@ def test_without_ray_the_application_names_the_cure() -> None:
 
 
 LIMIT = 60.0
+SECRET = "a secret of thirty-two characters".replace(" ", "-")
 CONFIG = ServeConfig(model="demo", drain_timeout=0.5, worker_start_timeout=LIMIT)
 
 
-def scripted(config: ServeConfig, address: str) -> Sequence[str]:
-    return [sys.executable, "-m", "doubles.router", "--listen", address]
+def scripted(config: ServeConfig, address: str, secret_file: Path) -> Sequence[str]:
+    return [sys.executable, "-m", "doubles.router", "--listen", address, "--worker-secret-file", str(secret_file)]
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -151,7 +154,7 @@ def is_healthy(replica: WorkerReplica) -> bool:
 async def test_a_worker_that_is_killed_listens_again_at_the_same_address_and_none_is_left_behind() -> None:
     replica = WorkerReplica(CONFIG, "127.0.0.1", scripted)
     await replica.start()
-    address = replica.meet(7)
+    address = replica.meet(7, SECRET)
     assert replica.record_autoscaling_stats() == {"requests": 7.0}
     assert await listens(address)
     first = replica.pid
@@ -160,25 +163,45 @@ async def test_a_worker_that_is_killed_listens_again_at_the_same_address_and_non
     await until(lambda: replica.pid not in (None, first))
     while not await listens(address):  # noqa: ASYNC110  nothing says when
         await asyncio.sleep(0.01)
-    assert replica.meet(0) == address
+    assert replica.meet(0, SECRET) == address
     replica.check_health()
     await replica.stop()
     assert replica.pid is None
     assert not await listens(address)
 
 
+async def test_a_worker_takes_the_secret_of_each_router_that_asks_and_refuses_the_others(tmp_path: Path) -> None:
+    file, other = tmp_path / "router", tmp_path / "stranger"
+    replica = WorkerReplica(CONFIG, "127.0.0.1", scripted)
+    await replica.start()
+    for number in range(2):  # a router, and the one that takes its place
+        write_secret(file, f"{SECRET}-{number}")
+        write_secret(other, f"{SECRET}-{number + 1}")
+        address = replica.meet(0, f"{SECRET}-{number}")
+        async with Link(address, watchdog=Watchdog(LIMIT), secret=SecretFile(file)) as link:
+            assert link.hello.num_blocks
+        with pytest.raises(LinkRefused, match="has not proven that it knows this worker's secret"):
+            async with Link(address, watchdog=Watchdog(LIMIT), secret=SecretFile(other)):
+                pytest.fail("a router with another secret was heard")
+    await replica.stop()
+
+
 async def test_a_replica_whose_worker_does_not_start_says_its_last_words() -> None:
     words = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
     with pytest.raises(WorkerDidNotStart, match="no such model"):
-        await WorkerReplica(CONFIG, "127.0.0.1", lambda config, address: words).start()
+        await WorkerReplica(CONFIG, "127.0.0.1", lambda config, address, file: words).start()
 
 
 async def test_a_replica_whose_worker_does_not_come_back_is_not_healthy() -> None:
     starts: list[str] = []
 
-    def once(config: ServeConfig, address: str) -> Sequence[str]:
+    def once(config: ServeConfig, address: str, secret_file: Path) -> Sequence[str]:
         starts.append(address)
-        return scripted(config, address) if len(starts) == 1 else [sys.executable, "-c", "raise SystemExit(3)"]
+        return (
+            scripted(config, address, secret_file)
+            if len(starts) == 1
+            else [sys.executable, "-c", "raise SystemExit(3)"]
+        )
 
     replica = WorkerReplica(CONFIG, "127.0.0.1", once)
     await replica.start()
@@ -190,13 +213,19 @@ async def test_a_replica_whose_worker_does_not_come_back_is_not_healthy() -> Non
     await replica.stop()
 
 
-async def test_the_router_serves_once_a_worker_answers_and_keeps_those_that_missed_one_question() -> None:
+async def test_the_router_serves_once_a_worker_answers_and_keeps_those_that_missed_one_question(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
     async with AsyncExitStack() as stack:
-        one, two = [await stack.enter_async_context(ScriptedWorker(Script(eos_ids=()))) for _ in range(2)]
+        one, two = [
+            await stack.enter_async_context(ScriptedWorker(Script(eos_ids=()), secret=SecretFile(file)))
+            for _ in range(2)
+        ]
         answers = [Present(frozenset(), True)]
         reported: list[int] = []
 
-        async def meet(num_requests: int) -> Present:
+        async def meet(num_requests: int, secret: str) -> Present:
+            write_secret(file, secret)
             reported.append(num_requests)
             if not answers:
                 raise ConnectionError("the controller is away")

@@ -49,7 +49,7 @@ def test_failures_are_one_line_and_a_status_of_their_own(
     cases = [
         (3, "nothing", ["--model", str(tmp_path / "nothing"), "--listen", f"unix:{tmp_path / 'a'}"]),
         (4, "are available", ["--model", good, "--listen", f"unix:{tmp_path / 'b'}", "--kv-memory", "900000GiB"]),
-        (4, "--num-blocks 999999999 needs", ["--model", good, "--listen", "h:1", "--num-blocks", "999999999"]),
+        (4, "--num-blocks 999999999 needs", ["--model", good, "--listen", "unix:/w", "--num-blocks", "999999999"]),
         (5, "Cannot listen", ["--model", good, "--listen", f"unix:{tmp_path}/no/such/folder"]),
     ]
     for status, words, arguments in cases:
@@ -70,7 +70,7 @@ def test_exact_products_are_asked_for_by_the_flag_that_the_router_passes_on(
         raise ModelError("that is all")
 
     monkeypatch.setattr("space_server.__main__.load_model", load)
-    command = worker_command(ServeConfig(model="demo", exact=exact, placement="shared"), "h:1")
+    command = worker_command(ServeConfig(model="demo", exact=exact, placement="shared"), "unix:/w")
     assert main(command[command.index("--model") :]) == 3
     assert asked == [exact == "on"]
 
@@ -82,7 +82,7 @@ def test_a_signal_while_the_model_is_loaded_ends_with_0(
     before = signal.getsignal(number)
     monkeypatch.setattr("space_server.__main__.load_model", lambda path, **settings: signal.raise_signal(number))
     with pytest.raises(SystemExit) as left:
-        main(["--model", "demo", "--listen", "h:1"])
+        main(["--model", "demo", "--listen", "unix:/w"])
     assert left.value.code == 0
     assert signal.getsignal(number) is before
 

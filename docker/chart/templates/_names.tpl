@@ -17,6 +17,14 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{ join "," $list }}
 {{- end }}
 
+{{- define "useSecret" -}}
+{{- if or .Values.workerSecret (not .Values.tlsSecret) }}yes{{ end -}}
+{{- end }}
+
+{{- define "workerSecret" -}}
+{{- .Values.workerSecret | default (printf "%s-worker-port" (include "name" .)) -}}
+{{- end }}
+
 {{- define "security" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true

@@ -17,7 +17,7 @@ from space_common.version import version
 from space_common.visible_gpus import gpus_of
 
 from space_router.config import ServeConfig, build
-from space_router.engine.workers.supervisor import worker_command
+from space_router.engine.workers.supervisor import unproven, worker_command
 from space_router.errors import ConfigError
 from space_router.http_server.listening import GUARD, UNIX, connected, is_open_to_others, listening, room_for
 
@@ -64,6 +64,8 @@ def examine(
     yield _open_files(config.max_connections)
     if config.worker_address:
         yield from map(_reachable, config.worker_address)
+        for address in config.unproven_workers():
+            yield Finding("workers", "note", unproven(address))
     else:
         yield from _gpus_of_workers(config)
         yield from (ask_worker or _worker)(config)

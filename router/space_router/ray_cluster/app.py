@@ -35,8 +35,8 @@ class RayWorker:
         self._replica = WorkerReplica(config, ray.util.get_node_ip_address())
         await self._replica.start()
 
-    async def meet(self, num_requests: int) -> str:
-        return self._replica.meet(num_requests)
+    async def meet(self, num_requests: int, secret: str) -> str:
+        return self._replica.meet(num_requests, secret)
 
     async def check_health(self) -> None:
         self._replica.check_health()
@@ -62,8 +62,8 @@ class Router:
     def __serve_build_asgi_app__(self) -> DocumentedApp:
         return self._application
 
-    async def _meet(self, num_requests: int) -> Present:
-        responses = self._workers.broadcast("meet", num_requests)
+    async def _meet(self, num_requests: int, secret: str) -> Present:
+        responses = self._workers.broadcast("meet", num_requests, secret)
         answers = await responses.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
         addresses = frozenset(answer for answer in answers if isinstance(answer, str))
         return Present(addresses, is_complete=len(addresses) == len(answers))

@@ -17,7 +17,9 @@ from space_router.errors import ConfigError
 from space_router.setting import help_texts, seconds, setting, whole
 
 _ray = partial(setting, "Ray cluster")
-_PLAIN = "router and workers there speak unencrypted, so keep the cluster's network private"
+_PLAIN = (
+    "router and workers there prove a secret to each other and speak unencrypted, so keep the cluster's network private"
+)
 
 ELSEWHERE = {
     "host": "`http_options` of the Serve config say where its proxy listens",
@@ -36,6 +38,7 @@ ELSEWHERE = {
     "worker_tls_ca": _PLAIN,
     "worker_tls_cert": _PLAIN,
     "worker_tls_key": _PLAIN,
+    "worker_secret_file": "the router makes a secret at each start, and Ray takes it to the workers",
 }
 """Flags of `spaceserve serve` that have no effect on a Ray cluster -> what replaces them."""
 

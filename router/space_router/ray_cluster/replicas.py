@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from space_common.tracing import exporting
 
@@ -32,19 +35,25 @@ class WorkerReplica:
     """Starts the process, restarts it when it ends, and ends it with the replica. Its address never changes."""
 
     def __init__(
-        self, config: ServeConfig, host: str, argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command
+        self, config: ServeConfig, host: str, argv: Callable[[ServeConfig, str, Path], Sequence[str]] | None = None
     ) -> None:
-        """`host`: this machine, as the router reaches it; `argv`: returns a worker's argument list for an address."""
+        """`host`: this machine, as the router reaches it; `argv`: returns a worker's argument list for an address and
+        the file with its port's secret."""
+        argv = argv or _command
         self.address = f"{host}:{_free_port(host)}"
+        self._folder = tempfile.TemporaryDirectory(prefix="spaceserve-")  # mode 0700
+        self._secret_file = Path(self._folder.name) / "secret"
+        write_secret(self._secret_file, secrets.token_hex(32))  # until the router has brought its own
         self.num_requests = 0  # all requests of the router
         self._supervisor = Supervisor(
-            lambda _: argv(config, self.address),
+            lambda _: argv(config, self.address, self._secret_file),
             name=f"worker at {self.address}",
             start_timeout=config.worker_start_timeout,
             grace=config.drain_timeout + HANDOVER_SECONDS,
         )
         self._keeping: asyncio.Task[None] | None = None
         self._trouble = ""
+        self._secret = ""  # of the router that asked last
 
     @property
     def pid(self) -> int | None:
@@ -65,10 +74,14 @@ class WorkerReplica:
         if self._keeping is not None:
             self._keeping.cancel()
         await self._supervisor.__aexit__(None, None, None)
+        self._folder.cleanup()
 
-    def meet(self, num_requests: int) -> str:
-        """Store the router's number of requests and return this worker's address."""
+    def meet(self, num_requests: int, secret: str) -> str:
+        """Store the router's number of requests and the secret of its connections; return this worker's address."""
         self.num_requests = num_requests
+        if secret != self._secret:
+            write_secret(self._secret_file, secret)
+            self._secret = secret
         return self.address
 
     def check_health(self) -> None:
@@ -94,6 +107,18 @@ class WorkerReplica:
                 return
 
 
+def _command(config: ServeConfig, address: str, secret_file: Path) -> list[str]:
+    return worker_command(config, address, secret_file=secret_file)
+
+
+def write_secret(file: Path, secret: str) -> None:
+    """Replace the file, which only this user may read; a process that reads it sees the old or the new content."""
+    new = file.with_name(f"{file.name}.new")
+    new.touch(mode=0o600)
+    new.write_text(f"{secret}\n", encoding="ascii")
+    new.replace(file)
+
+
 def _free_port(host: str) -> int:
     """Return a free port. If another process takes it before the worker listens, the replica fails to start."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -113,15 +138,19 @@ class Present:
     is_complete: bool  # all workers answered, so a missing one is gone or shutting down
 
 
-Meet = Callable[[int], Awaitable[Present]]
-"""Sends the number of requests to every worker and returns those that answered."""
+Meet = Callable[[int, str], Awaitable[Present]]
+"""Sends the number of requests and the secret of the workers' ports to every worker; returns those that answered."""
 
 
 class RouterReplica:
     """Owns queue, pages and streams. The workers are other replicas, which come and go."""
 
     def __init__(self, config: ServeConfig, meet: Meet, *, meet_seconds: float = MEET_SECONDS) -> None:
-        self.config = config
+        self._secret = secrets.token_hex(32)
+        self._folder = tempfile.TemporaryDirectory(prefix="spaceserve-")
+        secret_file = Path(self._folder.name) / "secret"
+        write_secret(secret_file, self._secret)
+        self.config = replace(config, worker_secret_file=str(secret_file))
         self._meet = meet
         self._meet_seconds = meet_seconds
         self._exit = AsyncExitStack()
@@ -157,13 +186,14 @@ class RouterReplica:
             self._service.draining = True
             self._service.restart.cancel()
         await self._exit.aclose()
+        self._folder.cleanup()
 
     async def _follow(self) -> None:
         worker_pool, known = self.service.engine.worker_pool, frozenset[str]()
         while True:
             load = self.service.engine.load()
             try:
-                present = await self._meet(load.num_queued + load.num_running)
+                present = await self._meet(load.num_queued + load.num_running, self._secret)
             except Exception as error:  # whatever Ray raises, the known workers continue
                 logger.warning("the workers cannot be asked where they are: %s", error)
             else:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,9 @@ def test_router_and_worker_take_their_flags(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "secrets"
     router, worker = (container(name, kind)["args"] for kind in ("Deployment", "StatefulSet"))
     assert [router[0], worker[0]] == ["router", "worker"]
-    for path in {"keys/keys", "hub/token", "tls/tls.crt", "tls/tls.key", "tls/ca.crt"}:
+    for path in {"keys/keys", "hub/token", "tls/tls.crt", "tls/tls.key", "tls/ca.crt", "worker/secret"}:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text("sk-one\n")
+        (folder / path).write_text("a-secret-of-thirty-two-characters\n" if path == "worker/secret" else "sk-one\n")
     encrypted = [word for word in (*router, *worker) if "tls-" in word.partition("=")[0]]  # these need certificates
     assert len(encrypted) == (8 if name == "whole.yaml" else 0)
     assert {word[2:].partition("=")[0].replace("-", "_") for word in encrypted if word in router} <= settings().keys()
@@ -122,7 +123,10 @@ def test_router_and_worker_take_their_flags(name: str, tmp_path: Path) -> None:
     assert (config.host, config.port) == ("0.0.0.0", 8080)
     assert config.worker_address[0] == "spaceserve-worker-0.spaceserve-worker.default.svc:50051"
     assert len(config.worker_address) == (8 if name == "whole.yaml" else 1)
-    assert parse([word.replace("/run/secrets", str(folder)) for word in worker[1:]]).listen == "0.0.0.0:50051"
+    assert config.unproven_workers() == ([] if name == "small.yaml" else list(config.worker_address))
+    settings_there = parse([word.replace("/run/secrets", str(folder)) for word in worker[1:]])
+    assert settings_there.listen == "0.0.0.0:50051"
+    assert (settings_there.why_open() is None) == (name == "small.yaml"), "whole.yaml has certificates, left out here"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -243,6 +247,23 @@ def test_other_settings_make_valid_objects_too(settings: str) -> None:
     assert {"Deployment", "Service"} <= {one["kind"] for one in objects}
     for one in objects:
         kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+
+
+@needs_helm
+def test_the_chart_makes_a_secret_of_its_own_for_the_workers_port_where_no_other_is_given() -> None:
+    def secrets(settings: str) -> tuple[list[str], set[str]]:
+        found = [*filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings)))]
+        made = [b64decode(one["data"]["secret"]).decode() for one in found if one["kind"] == "Secret"]
+        pods = [one["spec"]["template"]["spec"] for one in found if one["kind"] in ("Deployment", "StatefulSet")]
+        return made, {v["secret"]["secretName"] for pod in pods for v in pod["volumes"] if v["name"] == "worker-secret"}
+
+    (first,), mounted = secrets("")
+    assert len(first) == 48
+    assert secrets("")[0] != [first], "no two releases share it"
+    assert mounted == {"spaceserve-worker-port"}
+    assert secrets("workerSecret=mine") == ([], {"mine"})
+    assert secrets("tlsSecret=certificates") == ([], set())
+    assert secrets("tlsSecret=certificates,workerSecret=mine") == ([], {"mine"})
 
 
 @needs_helm

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import yaml
 from space_common.default_model import SMOLLM2
+from space_common.worker_port.secret import SecretFile
 from space_kernels.attention_backends import BACKENDS
 from space_router.commands.programs import PROGRAMS
 from space_router.config import build, settings
 from space_router.metrics import Metrics
+from space_server.config import parse
 
 DOCKERFILES = ["Dockerfile", "docker/cpu.Dockerfile"]
 ORDER = ["environment", "torch", "dependencies", "project"]
@@ -401,6 +403,33 @@ def test_the_server_is_nobody_s_root_and_has_time_to_end(names: list[str]) -> No
     config = build({}, server["environment"])
     assert float(server["stop_grace_period"].removesuffix("s")) > config.drain_timeout
     assert [port["target"] for port in server["ports"]] == [config.port]
+
+
+@needs_compose
+def test_router_and_worker_apart_share_a_secret_that_the_first_start_makes(tmp_path: Path) -> None:
+    services = merged([*PLAIN, "compose.workers.yaml"])["services"]
+    maker, worker, router = (services[name] for name in ("secret", "worker", "spaceserve"))
+    file = tmp_path / "worker-secret"
+    python, *words = maker["command"]
+    assert python == "python"
+    made = []
+    for _ in range(2):
+        script = [word.replace("/data/", f"{tmp_path}/") for word in words]
+        subprocess.run([sys.executable, *script], check=True)
+        made.append(SecretFile(file).latest())
+    assert made[0] == made[1], "a second start keeps it"
+    assert file.stat().st_mode & 0o777 == 0o600
+    for service in (worker, router):
+        assert service["depends_on"]["secret"]["condition"] == "service_completed_successfully"
+        assert service["read_only"]
+        assert not [port for port in service.get("ports", []) if port["target"] != 8080], (
+            "the worker's port stays inside"
+        )
+    here = [word.replace("/data/", f"{tmp_path}/") for word in worker["command"][1:]]
+    assert parse(here).why_open() is None
+    flags = {flag[2:].replace("-", "_"): value for flag, value in zip(*[iter(router["command"][1:])] * 2, strict=True)}
+    flags["worker_secret_file"] = flags["worker_secret_file"].replace("/data/", f"{tmp_path}/")
+    assert build(flags, router["environment"]).unproven_workers() == []
 
 
 @needs_compose

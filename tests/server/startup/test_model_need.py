@@ -139,7 +139,7 @@ def test_a_worker_refuses_before_it_reads_weights(
     folder = tiny_checkpoint(tmp_path, "llama")
     monkeypatch.setattr(FreeMemory, "on", lambda device: FreeMemory(1000, "the limit in /group/memory.max"))
     monkeypatch.setattr("space_server.__main__.load_model", lambda *_, **__: pytest.fail("it read weights"))
-    assert main(["--listen", "h:1", "--model", str(folder), "--device", "cpu"]) == 4
+    assert main(["--listen", "unix:/w", "--model", str(folder), "--device", "cpu"]) == 4
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "the limit in /group/memory.max leaves 0 MiB" in errors[0]

@@ -51,7 +51,7 @@ Outcome = list[tuple[list[int], list[float]]]
 """Of each prompt: ids, and the bits of their log-probabilities."""
 
 
-def flags(model: Path | str, listen: str = "h:1", timeout: float = 30.0) -> list[str]:
+def flags(model: Path | str, listen: str = "unix:/w", timeout: float = 30.0) -> list[str]:
     words = f"--listen {listen} --tensor-parallel 2 --rank-timeout {timeout} --num-threads 1 --log-level warning"
     return ["--model", str(model), *words.split(), "--num-blocks", "64", "--calibration-seconds", "0"]
 

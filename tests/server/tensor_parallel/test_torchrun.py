@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from chaos.hosts import can_have_namespaces
 from processes import free_port
 from space_common.worker_client import GrpcWorker, WorkerClient
+from space_common.worker_port.secret import SecretFile
 from space_model.loading.load import load_model
 from space_server.worker import Worker
 
@@ -72,12 +74,12 @@ def typed() -> list[str]:
     return line[line.index("torchrun") :].split()
 
 
-def agent(machine: Machine, rank: int, first: Machine, store_port: int, worker_port: int) -> list[str]:
+def agent(machine: Machine, rank: int, first: Machine, store_port: int, worker_port: int, secret: Path) -> list[str]:
     """What is typed on a machine, for two ranks of the embedded model in all."""
     values = {
         "--nproc-per-node": "1", "--node-rank": str(rank), "--master-addr": first.ip,
         "--master-port": str(store_port), "--tensor-parallel": "2", "--model": "demo",
-        "--listen": f"{first.ip}:{worker_port}",
+        "--listen": f"{first.ip}:{worker_port}", "--worker-secret-file": str(secret),
     }  # fmt: skip
     words = typed()
     assert values.keys() <= set(words)
@@ -97,12 +99,15 @@ class Agents:
         self._stack = ExitStack()
         self.machines = self._stack.enter_context(machines(self._namespaces))
         store, worker = (STORE_PORT, WORKER_PORT) if self._namespaces else (free_port(), free_port())
+        self.secret = self._folder / "secret"
+        self.secret.write_text(secrets.token_hex(32))
         self.address = f"{self.machines[0].ip}:{worker}"
         for rank, machine in enumerate(self.machines):
             said = self._stack.enter_context((self._folder / f"{rank}.log").open("wb"))
             self.processes.append(
                 subprocess.Popen(
-                    agent(machine, rank, self.machines[0], store, worker), stdout=said, stderr=subprocess.STDOUT,
+                    agent(machine, rank, self.machines[0], store, worker, self.secret), stdout=said,
+                    stderr=subprocess.STDOUT,
                     env=os.environ | {"GLOO_SOCKET_IFNAME": machine.interface}, start_new_session=True,
                 )
             )  # fmt: skip
@@ -152,17 +157,17 @@ def is_worker(pid: int) -> bool:
     return "space_server" in words and "--nnodes" not in words
 
 
-def written(address: str) -> list[int]:
+def written(address: str, secret: str) -> list[int]:
     """What the worker writes behind the prompt, greedily, with drafts."""
-    with GrpcWorker(address, silence=SECONDS) as worker:
+    with GrpcWorker(address, silence=SECONDS, secret=SecretFile(Path(secret))) as worker:
         return WorkerClient(worker, automatic=True).generate(PROMPT, max_tokens=MAX_TOKENS).tokens
 
 
 def asked(agents: Agents) -> list[int]:
     """From the first machine: a cable joins the two, and nobody else."""
     if not agents.machines[0].prefix:
-        return written(agents.address)
-    code = f"import test_torchrun as t; print(t.written({agents.address!r}))"
+        return written(agents.address, str(agents.secret))
+    code = f"import test_torchrun as t; print(t.written({agents.address!r}, {str(agents.secret)!r}))"
     command = [*agents.machines[0].prefix, sys.executable, "-c", code]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent, timeout=SECONDS

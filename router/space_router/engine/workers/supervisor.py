@@ -20,6 +20,7 @@ import grpc
 from space_common.certificate import CertificateFiles
 from space_common.process import module_command, safe_environment
 from space_common.visible_gpus import VISIBLE, gpus_of
+from space_common.worker_port.secret import SecretFile
 from space_common.worker_settings import worker_argv
 
 from space_router.config import ServeConfig
@@ -91,9 +92,13 @@ def count_oom_kills(statistics: Path = Path("/proc/vmstat")) -> int | None:
 class RemoteWorker:
     """The address of a remote worker; `start` only waits for the backoff."""
 
-    def __init__(self, address: str, certificate: CertificateFiles | None = None) -> None:
-        """`certificate`: this router's certificate and the authority it trusts; None: no TLS."""
+    def __init__(
+        self, address: str, certificate: CertificateFiles | None = None, secret: SecretFile | None = None
+    ) -> None:
+        """`certificate`: this router's certificate and the authority it trusts; None: no TLS. `secret`: what the worker
+        must prove to know; None: nothing."""
         self._certificate = certificate
+        self.secret = secret
         self.name = f"the worker at {address}"
         self.backoff = Backoff()
         self._address = address
@@ -154,6 +159,7 @@ class Supervisor:
         self._environment = environment or {}
         self.name = name
         self.credentials: grpc.ChannelCredentials | None = None  # no TLS: only this user can reach the socket
+        self.secret: SecretFile | None = None  # none either
         self.backoff = Backoff()
         self.num_starts = 0
         self._grace = grace
@@ -309,8 +315,10 @@ def worker_sources(
 ) -> list[RemoteWorker | Supervisor]:
     """Return remote workers for the config's addresses, else a supervised process for each of its `workers`."""
     if config.worker_address:
-        certificate = config.worker_certificate()
-        return [RemoteWorker(address, certificate) for address in config.worker_address]
+        certificate, secret = config.worker_certificate(), config.worker_secret()
+        for address in config.unproven_workers():
+            logger.warning("%s", unproven(address))
+        return [RemoteWorker(address, certificate, secret) for address in config.worker_address]
     return [
         Supervisor(
             lambda address: worker_argv(config, address),
@@ -322,18 +330,32 @@ def worker_sources(
     ]
 
 
+def unproven(address: str) -> str:
+    """Return what it means that the worker at this address has nothing to prove."""
+    return (
+        f"The worker at {address} proves nothing to this router, so any process that answers there gets prompts: give "
+        "--worker-secret-file here and there, or --worker-tls-ca."
+    )
+
+
 def _environment_of(number: int, config: ServeConfig) -> dict[str, str]:
     """Return the variables that show worker `number` its own GPUs alone; none for a single worker and on a CPU."""
     names = gpus_of(number, config.gpus, config.workers, config.tensor_parallel)
     return {VISIBLE: ",".join(names)} if names else {}
 
 
-def worker_command(config: ServeConfig, address: str, *, module: str = "space_server") -> list[str]:
-    """Return the argument list of `python -m MODULE` with this router's settings, listening on `address`."""
+def worker_command(
+    config: ServeConfig, address: str, *, module: str = "space_server", secret_file: Path | None = None
+) -> list[str]:
+    """Return the argument list of `python -m MODULE` with this router's settings, listening on `address`.
+
+    `secret_file`: of an address that other machines reach.
+    """
     settings = {
         **vars(config),
         "tls_cert": None,  # the router's own, for its clients
         "tls_key": None,
+        "worker_secret_file": secret_file,
         "listen": address,
         "parent_pid": os.getpid(),  # the worker ends when its router is gone
         "num_workers": config.workers,

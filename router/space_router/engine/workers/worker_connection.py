@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 from space_common.worker_client import PROTOCOL_MAJOR, SERVE
+from space_common.worker_port.secret import CURE, RouterProof, SecretFile
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
@@ -107,9 +108,10 @@ class Link:
         watchdog: Watchdog,
         tokenizer_hash: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        secret: SecretFile | None = None,
     ) -> None:
         """`address`: unix:PATH or HOST:PORT; `tokenizer_hash`: required of Hello, None or "" accepts any;
-        `credentials`: for TLS, None: no TLS.
+        `credentials`: for TLS, None: no TLS; `secret`: what both sides must prove to know, None: nothing.
         """
         self.address = address
         self.hello = worker_pb2.Hello()
@@ -119,12 +121,12 @@ class Link:
             self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
-        serve = self._channel.stream_stream(
+        self._secret = secret
+        self._serve = self._channel.stream_stream(
             SERVE,
             request_serializer=worker_pb2.RouterMessage.SerializeToString,
             response_deserializer=worker_pb2.WorkerMessage.FromString,
         )
-        self._call = serve(self._outgoing())
         self._unsent: list[worker_pb2.Command] = []
         self._has_commands = asyncio.Event()
         self._silence = 0.0  # seconds since the last message, without times when this process was suspended
@@ -132,12 +134,14 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._given_up: str | None = None  # why
         self._closed = False
+        self._call = self._serve() if secret is not None else self._serve(self._outgoing())
 
     async def __aenter__(self) -> Link:
         try:
             self._last_look = asyncio.get_running_loop().time()
             self._check_silence()
-            self.hello = _check_hello(await self._read(), self.address, self._tokenizer_hash)
+            first = await (self._read() if self._secret is None else self._prove(self._secret))
+            self.hello = _check_hello(first, self.address, self._tokenizer_hash)
         except BaseException:
             await self._close()
             raise
@@ -145,6 +149,24 @@ class Link:
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
+
+    async def _prove(self, secret: SecretFile) -> worker_pb2.WorkerMessage:
+        """Answer the worker's challenge in a second call, and return its Hello or refusal. Raises LinkRefused unless
+        the worker has proven the secret, too."""
+        message = await self._read()
+        if message.HasField("refusal") and not message.refusal.challenge:
+            return message
+        try:
+            proof = RouterProof.of(secret.latest(), message.refusal.challenge)
+        except ValueError:
+            reason = "has not asked for the secret of --worker-secret-file, so it may be anyone"
+            raise LinkRefused(f"the worker at {self.address} {reason}: {CURE}") from None
+        self._call.cancel()
+        self._call = self._serve(self._outgoing(), metadata=proof.metadata)
+        message = await self._read()
+        if message.HasField("hello") and not proof.is_answered_by(message.hello.proof):
+            raise LinkRefused(f"the worker at {self.address} has not proven that it knows the secret: {CURE}")
+        return message
 
     def send(self, commands: Sequence[worker_pb2.Command]) -> None:
         """Queue commands; all queued in one iteration of the event loop are sent in one message, in order."""
@@ -384,7 +406,11 @@ class WorkerConnection:
 
     async def _run_link(self, address: str, listener: WorkerListener, watchdog: Watchdog) -> None:
         async with Link(
-            address, watchdog=watchdog, tokenizer_hash=self._tokenizer_hash, credentials=self.source.credentials
+            address,
+            watchdog=watchdog,
+            tokenizer_hash=self._tokenizer_hash,
+            credentials=self.source.credentials,
+            secret=self.source.secret,
         ) as link:
             if link.hello.incarnation == self.retired:
                 raise LinkLost(f"the worker at {address} has not ended yet")

@@ -39,6 +39,7 @@ class WorkerPool:
         self._connect = partial(WorkerConnection, config=config, tokenizer_hash=tokenizer_hash)
         self.connections = [self._connect(source, number=number) for number, source in enumerate(sources)]
         self._follows = not sources
+        self._config = config
         self._followed: dict[str, WorkerConnection] = {}  # by address
         self._tasks: dict[WorkerConnection, asyncio.Task[None]] = {}
         self._retiring: set[asyncio.Task[None]] = set()
@@ -81,9 +82,12 @@ class WorkerPool:
             if address not in self._followed:
                 taken = {connection.number for connection in self.connections}
                 number = next(number for number in range(len(taken) + 1) if number not in taken)
-                connection = self._followed[address] = self._connect(RemoteWorker(address), number=number)
+                connection = self._followed[address] = self._connect(self._remote(address), number=number)
                 self.connections.append(connection)
                 self._start(connection)
+
+    def _remote(self, address: str) -> RemoteWorker:
+        return RemoteWorker(address, self._config.worker_certificate(), self._config.worker_secret())
 
     def _start(self, connection: WorkerConnection) -> None:
         self._tasks[connection] = asyncio.create_task(self._run_connection(connection))

@@ -14,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+from space_common.worker_port.secret import SecretFile
+
 from doubles.router.script import Accepts, FixedReply, HashLanguage, Language, Script, always, half, never, sometimes
 from doubles.router.scripted_worker import ScriptedWorker
 
@@ -35,6 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--die-after-steps", type=int, help="exit 1 after so many steps")
     parser.add_argument("--fail", help="print this on stderr and exit 1 at once, as a bad model path does")
     parser.add_argument("--model", default="scripted")
+    parser.add_argument("--worker-secret-file", type=Path)
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     return parser.parse_known_args(argv)[0]
 
@@ -64,7 +67,8 @@ def script_of(args: argparse.Namespace) -> Script:
 async def serve(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    async with ScriptedWorker(script_of(args), listen=args.listen) as worker:
+    secret = None if args.worker_secret_file is None else SecretFile(args.worker_secret_file)
+    async with ScriptedWorker(script_of(args), listen=args.listen, secret=secret) as worker:
         sys.stdout.write(f"ready {worker.address}\n")
         sys.stdout.flush()
         while not (stop.is_set() or worker.drained.is_set()):

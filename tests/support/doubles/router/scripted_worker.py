@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from space_common.worker_port.secret import NotProven, SecretFile, WorkerSide
 from space_proto import worker_pb2, worker_pb2_grpc
 
 from doubles.router.script import Script
@@ -497,8 +498,11 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         worker.check()   # raises what the router did wrong
     """
 
-    def __init__(self, script: Script | None = None, *, listen: str | None = None) -> None:
-        """`listen`: unix:PATH or HOST:PORT; None: a socket in a folder of its own."""
+    def __init__(
+        self, script: Script | None = None, *, listen: str | None = None, secret: SecretFile | None = None
+    ) -> None:
+        """`listen`: unix:PATH or HOST:PORT; None: a socket in a folder of its own. `secret`: what routers must know."""
+        self._secret = None if secret is None else WorkerSide(secret)
         self.script = script or Script()
         self.address = listen or ""
         self.violations: list[str] = []
@@ -556,11 +560,19 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
     ) -> AsyncIterator[worker_pb2.WorkerMessage]:
         """The conversation: hello, then reports until somebody dies."""
+        hello = self.hello()
+        if self._secret is not None:
+            try:
+                hello.proof = self._secret.check(context.invocation_metadata() or (), context.peer())
+            except NotProven as error:
+                refusal = worker_pb2.Refusal(reason=error.reason, challenge=error.challenge)
+                yield worker_pb2.WorkerMessage(refusal=refusal)
+                return
         conversation = _Conversation(self)
         self._conversations.add(conversation)
         reader = asyncio.create_task(conversation.read(request_iterator))
         try:
-            yield worker_pb2.WorkerMessage(hello=self.hello())
+            yield worker_pb2.WorkerMessage(hello=hello)
             async for message in conversation.messages():
                 yield message
         except Violation as violation:

@@ -1,0 +1,1 @@
+"""The port of a worker: its secret."""
