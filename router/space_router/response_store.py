@@ -31,6 +31,9 @@ CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 """
 
 
+VERSION = 1
+"""Of the file's content, in SQLite's `user_version`; files from before it was written have the same content."""
+
 _NEXT = "(SELECT COALESCE(MAX(used), 0) + 1 FROM responses)"
 
 
@@ -51,6 +54,18 @@ class ResponseStore:
         path = ":memory:" if place == MEMORY else str(Path(place).expanduser())
         try:
             self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            found: int = self._database.execute("PRAGMA user_version").fetchone()[0]
+            if found not in (0, VERSION):
+                log.warning(
+                    "%s has responses of version %d, not %d: it is left as it is, and responses are kept in memory "
+                    "until --response-store names another file",
+                    path,
+                    found,
+                    VERSION,
+                )
+                self._database.close()
+                self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
+            self._database.execute(f"PRAGMA user_version={VERSION}")
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_SCHEMA)

@@ -1,6 +1,6 @@
 """A real Ray cluster on this machine: scale 1 -> 3 -> 1 under load, kill a worker and a replica, compare every text.
 
-    python tests/e2e/ray_trial.py      needs `pip install 'spaceserve[ray]'`; two to four minutes on two cores
+    python tests/e2e/ray_trial.py [pending]      needs `pip install 'spaceserve[ray]'`; two to four minutes on two cores
 
 The model is the embedded one, each worker a process. Every text is held to the one that plain decoding gave before the
 load began. Exit code 0: no stream was lost and no text differs.
@@ -196,10 +196,65 @@ def main() -> int:
     return 1 if load.lost or load.num_different else 0
 
 
-if __name__ == "__main__":
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="warning", log_to_driver="--log" in sys.argv)
+def router_process() -> int:
+    """Of the router's replica, 0: there is none. Ray names its processes by what they run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"ServeReplica:spaceserve:Router" in (folder / "cmdline").read_bytes():
+                return int(folder.name)
+        except OSError:
+            continue
+    return 0
+
+
+def answers(server: Server) -> bool:
     try:
-        code = main()
+        return server.get("/health")[0] == 200
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+
+
+def num_starting() -> int:
+    """Replicas of workers that are not placed yet."""
+    states = serve.status().applications["spaceserve"].deployments["Worker"].replica_states
+    return sum(number for state, number in states.items() if str(getattr(state, "value", state)) == "STARTING")
+
+
+def pending() -> int:
+    """On two processors two workers are placed; the router is killed while a third one waits for a processor."""
+    server = Server(free_port())
+    serve.start(http_options={"host": "127.0.0.1", "port": server.port})
+    arguments = {
+        "model": "demo", "min_workers": 2, "max_workers": 3, "gpus_per_worker": 0, "requests_per_worker": 2,
+        "upscale_delay": 0, "downscale_delay": 600, "calibration_seconds": 0, "drain_timeout": 2,
+    }  # fmt: skip
+    serve.run(app(arguments), name="spaceserve", route_prefix="/")
+    wait("ready", lambda: answers(server))
+    wait("two workers on two processors", lambda: len(server.workers()) == 2)
+    expected = [server.stream(number, speculation="off")[0] for number in range(len(PROMPTS))]
+    load = Load(server, expected)
+    load.num_wanted = NUM_CLIENTS
+    wait("a third worker is pending", lambda: num_starting() == 1)
+    killed = router_process()
+    os.kill(killed, signal.SIGKILL)
+    wait("router killed: another in its place", lambda: router_process() not in (0, killed))
+    wait("router killed: both workers are back", lambda: answers(server) and len(server.workers()) == 2)
+    load.stop()
+    texts = [server.stream(number)[0] for number in range(len(PROMPTS))]
+    num_different = load.num_different + sum(text != wanted for text, wanted in zip(texts, expected, strict=True))
+    say(f"{len(texts)} streams of the new router, {load.num_streams} before: {num_different} different")
+    return 1 if num_different else 0
+
+
+if __name__ == "__main__":
+    ray.init(
+        num_cpus=2 if "pending" in sys.argv else 8,
+        include_dashboard=False,
+        logging_level="warning",
+        log_to_driver="--log" in sys.argv,
+    )
+    try:
+        code = pending() if "pending" in sys.argv else main()
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -25,7 +25,7 @@ from space_router.engine.workers.supervisor import WorkerDidNotStart, worker_com
 from space_router.engine.workers.worker_connection import Link, LinkRefused, Watchdog
 from space_router.errors import ConfigError
 from space_router.ray_cluster.cluster import ELSEWHERE, Cluster, config_file, main
-from space_router.ray_cluster.replicas import Present, RouterReplica, WorkerReplica, write_secret
+from space_router.ray_cluster.replicas import FIGURE_SECONDS, Present, RouterReplica, WorkerReplica, write_secret
 from space_router.ray_cluster.scaling import Scaling
 
 
@@ -184,6 +184,38 @@ async def test_a_worker_takes_the_secret_of_each_router_that_asks_and_refuses_th
             async with Link(address, watchdog=Watchdog(LIMIT), secret=SecretFile(other)):
                 pytest.fail("a router with another secret was heard")
     await replica.stop()
+
+
+async def test_a_number_of_requests_is_believed_for_as_long_as_a_router_asks() -> None:
+    now = [0.0]
+    replica = WorkerReplica(CONFIG, "127.0.0.1", scripted, clock=lambda: now[0])
+    replica.meet(64, SECRET)
+    for now[0], figure in ((FIGURE_SECONDS, 64.0), (FIGURE_SECONDS + 1.0, 0.0)):
+        assert replica.record_autoscaling_stats() == {"requests": figure}
+    replica.meet(3, SECRET)
+    assert replica.record_autoscaling_stats() == {"requests": 3.0}, "of the router that took its place"
+    await replica.stop()
+
+
+async def test_workers_that_are_not_placed_are_named_once_with_what_they_wait_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = 0
+
+    async def meet(num_requests: int, secret: str) -> Present:
+        nonlocal asked
+        asked += 1
+        return Present(frozenset(), True)
+
+    router = RouterReplica(
+        CONFIG, meet, meet_seconds=0.01, min_workers=2, explain=lambda: "each asks for 1 CPU", placing_seconds=0.0
+    )
+    await router.start()
+    await until(lambda: asked > 5)
+    await router.stop()
+    lines = [record.getMessage() for record in caplog.records if "min_workers" in record.getMessage()]
+    assert len(lines) == 1
+    assert "0 of min_workers=2 workers are placed and answer; each asks for 1 CPU" in lines[0]
 
 
 async def test_a_replica_whose_worker_does_not_start_says_its_last_words() -> None:

@@ -56,7 +56,8 @@ class Router:
         config = cluster.config()
         log_to_stderr(config.log_level, config.log_format)
         self._workers = workers
-        self._replica = RouterReplica(config, self._meet)
+        self._cluster = cluster
+        self._replica = RouterReplica(config, self._meet, min_workers=cluster.min_workers, explain=self._explain)
         self._application = await self._replica.start()
 
     def __serve_build_asgi_app__(self) -> DocumentedApp:
@@ -67,6 +68,17 @@ class Router:
         answers = await responses.results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
         addresses = frozenset(answer for answer in answers if isinstance(answer, str))
         return Present(addresses, is_complete=len(addresses) == len(answers))
+
+    def _explain(self) -> str:
+        """Return what a worker asks for and what the cluster has, which tells why workers are not placed."""
+        whole, free = ray.cluster_resources(), ray.available_resources()
+        asked = {"CPU": self._cluster.cpus_per_worker, "GPU": self._cluster.gpus_per_worker}
+        parts = [
+            f"{number} {name} (the cluster has {whole.get(name, 0.0):g}, {free.get(name, 0.0):g} free)"
+            for name, number in asked.items()
+            if number
+        ]
+        return f"each asks for {' and '.join(parts)}" if parts else "each asks for no processor and no GPU"
 
     async def __del__(self) -> None:
         """Stop the replica; Serve awaits this after the requests have ended or timed out."""
@@ -89,7 +101,8 @@ def app(args: Mapping[str, Any]) -> Any:
     router = serve.deployment(serve.ingress()(Router)).options(
         num_replicas=1,
         max_ongoing_requests=MORE_THAN_QUEUED,
-        ray_actor_options={"num_cpus": 1},
+        # None of its own: it would take a worker's, and behind a dead router a waiting worker would take it.
+        ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=drain,
     )
     return router.bind(cluster, workers.bind(cluster))

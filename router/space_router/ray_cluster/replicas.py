@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from space_router.text.model_text import ModelText
 logger = logging.getLogger(__name__)
 
 STEADY_SECONDS = 10.0  # seconds up after which the next process starts without backoff
+FIGURE_SECONDS = 10.0  # that the number of requests of a router is believed; it asks every second
+PLACING_SECONDS = 15.0  # that workers may take to be placed before the log says what they wait for
 HANDOVER_SECONDS = 5.0  # seconds beyond the drain time for the router to take back running requests
 
 
@@ -35,7 +38,11 @@ class WorkerReplica:
     """Starts the process, restarts it when it ends, and ends it with the replica. Its address never changes."""
 
     def __init__(
-        self, config: ServeConfig, host: str, argv: Callable[[ServeConfig, str, Path], Sequence[str]] | None = None
+        self,
+        config: ServeConfig,
+        host: str,
+        argv: Callable[[ServeConfig, str, Path], Sequence[str]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`host`: this machine, as the router reaches it; `argv`: returns a worker's argument list for an address and
         the file with its port's secret."""
@@ -54,6 +61,8 @@ class WorkerReplica:
         self._keeping: asyncio.Task[None] | None = None
         self._trouble = ""
         self._secret = ""  # of the router that asked last
+        self._clock = clock
+        self._met = clock()  # when a router asked last
 
     @property
     def pid(self) -> int | None:
@@ -78,7 +87,7 @@ class WorkerReplica:
 
     def meet(self, num_requests: int, secret: str) -> str:
         """Store the router's number of requests and the secret of its connections; return this worker's address."""
-        self.num_requests = num_requests
+        self.num_requests, self._met = num_requests, self._clock()
         if secret != self._secret:
             write_secret(self._secret_file, secret)
             self._secret = secret
@@ -90,7 +99,9 @@ class WorkerReplica:
             raise WorkerDidNotStart(self._trouble)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {FIGURE: float(self.num_requests)}
+        """Return the router's number of requests; 0 once no router has asked for a while."""
+        is_known = self._clock() - self._met <= FIGURE_SECONDS
+        return {FIGURE: float(self.num_requests if is_known else 0)}
 
     async def _keep(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -145,7 +156,18 @@ Meet = Callable[[int, str], Awaitable[Present]]
 class RouterReplica:
     """Owns queue, pages and streams. The workers are other replicas, which come and go."""
 
-    def __init__(self, config: ServeConfig, meet: Meet, *, meet_seconds: float = MEET_SECONDS) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        meet: Meet,
+        *,
+        meet_seconds: float = MEET_SECONDS,
+        min_workers: int = 1,
+        explain: Callable[[], str] | None = None,
+        placing_seconds: float = PLACING_SECONDS,
+    ) -> None:
+        """`min_workers`: that are to be placed; `explain`: says what one asks of the cluster and what there is."""
+        self._min_workers, self._explain, self._placing_seconds = min_workers, explain, placing_seconds
         self._secret = secrets.token_hex(32)
         self._folder = tempfile.TemporaryDirectory(prefix="spaceserve-")
         secret_file = Path(self._folder.name) / "secret"
@@ -190,6 +212,8 @@ class RouterReplica:
 
     async def _follow(self) -> None:
         worker_pool, known = self.service.engine.worker_pool, frozenset[str]()
+        clock = asyncio.get_running_loop().time
+        enough_at, has_said = clock(), False  # when there were enough workers last
         while True:
             load = self.service.engine.load()
             try:
@@ -198,8 +222,25 @@ class RouterReplica:
                 logger.warning("the workers cannot be asked where they are: %s", error)
             else:
                 known = present.addresses if present.is_complete else known | present.addresses
+                if len(known) >= self._min_workers:
+                    enough_at, has_said = clock(), False
+                has_said = has_said or self._say_missing(len(known), clock() - enough_at)
                 worker_pool.follow(known, finish_seconds=self.config.drain_timeout)
             await asyncio.sleep(self._meet_seconds)
+
+    def _say_missing(self, num_present: int, seconds: float) -> bool:
+        """Log once, after `placing_seconds`, that fewer workers answer than there shall be; return whether it did."""
+        if num_present >= self._min_workers or seconds < self._placing_seconds:
+            return False
+        why = "" if self._explain is None else f"; {self._explain()}"
+        logger.warning(
+            "%d of min_workers=%d workers are placed and answer%s. Add machines, or ask for fewer workers or less for "
+            "each (cpus_per_worker, gpus_per_worker).",
+            num_present,
+            self._min_workers,
+            why,
+        )
+        return True
 
     async def _note_start(self) -> None:
         await self.service.engine.wait_ready()

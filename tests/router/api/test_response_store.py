@@ -1,6 +1,8 @@
 """Stored responses: conversations go on from an id, for the key that made it, within bounds, over restarts."""
 
 import asyncio
+import contextlib
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,23 @@ def test_a_file_that_cannot_be_used_is_refused_at_start(tmp_path: Path) -> None:
     for place in (tmp_path / "no" / "folder", broken):
         with pytest.raises(ConfigError, match="--response-store"):
             ResponseStore(str(place), 1000)
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [(0, True), (1, True), (2, False)])
+async def test_a_file_of_another_version_is_left_as_it_is_with_one_line(
+    version: int, is_taken: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "responses.sqlite"
+    first = ResponseStore(str(path), 1 << 20)
+    assert await first.put("resp_1", "key", StoredResponse({"id": "resp_1"}, []))
+    first.close()
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute(f"PRAGMA user_version={version}")
+    content = path.read_bytes()
+    store = ResponseStore(str(path), 1 << 20)
+    assert (await store.get("resp_1", "key") is not None) is is_taken
+    assert await store.put("resp_2", "key", StoredResponse({"id": "resp_2"}, []))
+    assert await store.get("resp_2", "key") is not None
+    store.close()
+    assert len(caplog.records) == (0 if is_taken else 1)
+    assert (path.read_bytes() == content) is not is_taken
