@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import hashlib
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 def sha256_of(file: Path) -> str:
@@ -30,6 +30,21 @@ _OTHERS = {
 
 class NotUtf8(ValueError):
     """A text file is not UTF-8; the message names the file, the position and what to do."""
+
+
+def is_local_name(name: str) -> bool:
+    """Return whether the name stays in its folder, links aside: relative, and without `..`."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
+
+
+def is_contained(file: Path, folder: Path) -> bool:
+    """Return whether the file, after following links, is in the folder or is a blob of the hub's cache. A snapshot in
+    the cache contains links: models--OWNER--NAME/snapshots/COMMIT/FILE -> models--OWNER--NAME/blobs/HASH."""
+    there = file.resolve()
+    if there.is_relative_to(folder.resolve()):
+        return True
+    return there.parent.name == "blobs" and there.parent.parent.name.startswith("models--")
 
 
 def decoded(content: bytes, name: str | Path) -> str:

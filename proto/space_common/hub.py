@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from space_common.files import is_local_name
+
 PROGRESS_SECONDS = 5.0  # seconds between two lines
 
 
@@ -95,6 +97,8 @@ class HubFile:
         found = get_hf_file_metadata(url, token=self.token)
         if found.etag is None or found.size is None:
             raise OSError(f"the hub says neither size nor tag of {self.name}")
+        if not is_local_name(self.name) or not re.fullmatch(r"[\w-]+", found.etag):
+            raise OSError(f"the hub names a file outside the model's folder: {self.name!r}, tag {found.etag!r}")
         home = self.cache / f"models--{self.model.replace('/', '--')}"
         blob = home / "blobs" / found.etag
         lock = self.cache / ".locks" / home.name / f"{found.etag}.lock"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from space_common.files import is_contained, is_local_name
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,8 +34,6 @@ from space_model.checkpoint.checkpoint import (
     adapter_section,
     describe_peft,
     how_to_merge,
-    is_contained,
-    is_local_name,
     read_object,
 )
 from space_model.checkpoint.space_section import SpaceSection

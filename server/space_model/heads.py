@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from space_common.files import is_contained
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.linear.cpu_linear import CompiledLinear, torch_linear
 from space_kernels.linear.cuda_linear import CudaLinear
@@ -21,7 +22,6 @@ from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from space_model.checkpoint.checkpoint import is_contained
 from space_model.checkpoint.space_section import DraftHeadSection
 from space_model.checkpoint.stored_weight import StoredWeight
 from space_model.model_error import InvalidSpaceSection

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -246,3 +247,18 @@ def test_a_model_that_is_not_there_ends_the_server_with_one_line(hub: Any, tmp_p
     assert run.returncode == 2
     (line,) = run.stderr.strip().splitlines()
     assert line.startswith(f"spaceserve: --model='house/none' is no folder, and: {hub.url} has no model house/none")
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"), [("../../x", "a" * 40), ("/etc/x", "a" * 40), ("a\\..\\b", "a" * 40), ("config.json", "../../x")]
+)
+def test_a_hub_cannot_name_a_file_outside_the_models_folder(
+    name: str, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from space_common.hub import HubFile
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, token: SimpleNamespace(etag=tag, size=1))
+    with pytest.raises(OSError, match="the hub names a file outside the model's folder"):
+        HubFile("owner/name", "0" * 40, name, tmp_path, None).fetch()
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from space_common.files import NotUtf8, read_text
+from space_common.files import NotUtf8, is_contained, read_text
 
 from space_router.errors import ConfigError, InvalidRequest
 from space_router.text.checkpoint import read_json
@@ -291,12 +291,19 @@ def _own(folder: Path) -> dict[str, tuple[str, str]]:
     file = folder / "chat_template.jinja"
     try:
         if file.is_file():
-            found = {"default": (read_text(file), str(file))}
+            found = {"default": (_text_in(folder, file), str(file))}
         for other in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[other.stem] = (read_text(other), str(other))
+            found[other.stem] = (_text_in(folder, other), str(other))
     except NotUtf8 as error:
         raise ConfigError(str(error)) from error
     return found or _parts(read_json(folder, "chat_template.json").get("chat_template"), "chat_template.json")
+
+
+def _text_in(folder: Path, file: Path) -> str:
+    """Return the text of a template; clients can read it. Raises ConfigError for a link out of the folder, NotUtf8."""
+    if not is_contained(file, folder):
+        raise ConfigError(f"{file} is a link to {file.resolve()}, outside its folder. Copy the file to {file.parent}.")
+    return read_text(file)
 
 
 def _parts(own: Any, name: str) -> dict[str, tuple[str, str]]:

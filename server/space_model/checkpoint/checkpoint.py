@@ -12,12 +12,12 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from space_common import default_model
 from space_common.default_model import DEFAULT_BASE, DefaultModelUnavailable
-from space_common.files import sha256_of
+from space_common.files import is_contained, is_local_name, sha256_of
 from space_common.gguf.find import SUFFIX, GgufError, find_gguf
 from space_common.special_tokens import named_tokens, token_text
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
@@ -29,21 +29,6 @@ from space_model.released_adapters import AdapterFormat, split_place
 
 if TYPE_CHECKING:
     from space_common.gguf.reader import GgufFile
-
-
-def is_local_name(name: str) -> bool:
-    """Return whether the name stays in its folder, links aside: relative, and without `..`."""
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts and "\\" not in name
-
-
-def is_contained(file: Path, folder: Path) -> bool:
-    """Return whether the file, after following links, is in the folder or is a blob of the hub's cache. A snapshot in
-    the cache contains links: models--OWNER--NAME/snapshots/COMMIT/FILE -> models--OWNER--NAME/blobs/HASH."""
-    there = file.resolve()
-    if there.is_relative_to(folder.resolve()):
-        return True
-    return there.parent.name == "blobs" and there.parent.parent.name.startswith("models--")
 
 
 def read_object(file: Path) -> dict[str, Any]:

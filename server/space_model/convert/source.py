@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from space_common.files import is_contained
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -91,6 +92,9 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
             f"{index} names {missing[0]}, which is not there ({len(missing)} of {len(names)} files are missing). "
             "Was the download finished?"
         )
+    for name in names:
+        if not is_contained(index.parent / name, index.parent):
+            raise ConvertError(f"{index.parent / name} is a link out of its folder. Copy the file that it leads to.")
     return tuple(index.parent / name for name in names)
 
 

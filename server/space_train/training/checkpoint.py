@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save_file
+from space_common.files import is_contained, is_local_name
 from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.checkpoint import (
     PEFT_CONFIG,
@@ -21,8 +22,6 @@ from space_model.checkpoint.checkpoint import (
     PEFT_WEIGHTS,
     TEXT_CONFIGS,
     Checkpoint,
-    is_contained,
-    is_local_name,
 )
 from space_model.checkpoint.quantized_formats import BlockFp8, read_format
 from space_model.checkpoint.space_section import DraftHeadSection, SpaceSection

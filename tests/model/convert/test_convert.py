@@ -246,6 +246,11 @@ def test_an_index_cannot_reach_out_of_its_folder(released, tmp_path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     with pytest.raises(ConvertError, match="not a file beside it"):
         convert(source, tmp_path / "dst", RELEASED)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "inside.safetensors"}}))
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    (source / "inside.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with pytest.raises(ConvertError, match="is a link out of its folder"):
+        convert(source, tmp_path / "dst", RELEASED)
 
 
 def test_a_config_of_another_checkpoint_is_noticed(released, tmp_path) -> None:

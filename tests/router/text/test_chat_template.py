@@ -573,3 +573,20 @@ def test_a_template_for_tools_adds_its_ends() -> None:
     tools = ChatTemplate(LOOP + "{{ m.content }}<|eot_id|>{% endfor %}", {})
     both = ChatTemplate(LOOP + "{{ m.content }}<|end|>{% endfor %}", {}, with_tools=tools)
     assert {INNER.id_to_token(id_) for id_ in turn_end_ids(both, TOKENIZER)} == {"<|end|>", "<|eot_id|>"}
+
+
+def test_a_template_that_is_a_link_out_of_its_folder_is_not_shown_to_clients(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    secret.write_text("the key")
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ConfigError, match=r"is a link to .*secret, outside its folder") as refused:
+            find(folder, None, {})
+        assert "the key" not in str(refused.value)
+        (folder / name).unlink()
+    (folder / "own").write_text("own")
+    (folder / "chat_template.jinja").symlink_to("own")
+    own = find(folder, None, {})
+    assert own is not None
+    assert own.render(TALK) == "own"
