@@ -67,6 +67,7 @@ class SequenceRequest:
     adapter: str = ""  # that drafts
     lora: str = ""  # hash of the LoRA, which the worker has loaded; "": none
     prediction: tuple[int, ...] = ()  # what the output is expected to be
+    pooling: pb.Pooling.ValueType = pb.POOLING_NONE  # of the prompt, in place of tokens
     traceparent: str = ""
     slots_ahead: int = 10  # an automatic client grants them behind the known ids; few shorten the chain
 
@@ -222,6 +223,7 @@ class WorkerClient:
             adapter=request.adapter,
             lora=request.lora,
             prediction=request.prediction,
+            pooling=request.pooling,
             traceparent=request.traceparent,
             load_state=load_state,
             keep_states=[pb.KeptState(position=at, slot=slot) for at, slot in (keep_states or {}).items()],

@@ -276,6 +276,12 @@ class WorkerSettings:
         "id, as EAGLE, SpecForge and speculators publish them; on a CPU only",
         metavar="HEAD",
     )
+    embedding_model: str | None = flag(
+        None,
+        "an encoder or a cross-encoder beside the model, in float32, for /v1/embeddings, /v1/rerank and /v1/score: a "
+        "folder or a hub id with safetensors and tokenizer.json, as sentence-transformers saves it",
+        metavar="MODEL",
+    )
     steps: Steps = flag(
         "auto",
         "device: sequences whose prompt is read keep their state on the device, which begins the next step before "

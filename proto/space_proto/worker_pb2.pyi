@@ -24,6 +24,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_NONE: _Pooling.ValueType  # 0
+    """they do not: the sequence generates"""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """the last id's"""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """the mean over all ids"""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the hidden states of a prompt's ids become one vector."""
+
+POOLING_NONE: Pooling.ValueType  # 0
+"""they do not: the sequence generates"""
+POOLING_LAST: Pooling.ValueType  # 1
+"""the last id's"""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""the mean over all ids"""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _GrammarKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -182,6 +206,8 @@ class Command(_message.Message):
     UNLOAD_LORA_FIELD_NUMBER: _builtins.int
     OFFLOAD_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORE_BLOCKS_FIELD_NUMBER: _builtins.int
+    ENCODE_FIELD_NUMBER: _builtins.int
+    STOP_ENCODING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___Start:
         """exactly once, first: accepts the worker's Hello"""
@@ -218,6 +244,14 @@ class Command(_message.Message):
     def restore_blocks(self) -> Global___CopyBlocks:
         """bring them back"""
 
+    @_builtins.property
+    def encode(self) -> Global___Encode:
+        """what the encoder makes of these texts"""
+
+    @_builtins.property
+    def stop_encoding(self) -> Global___StopEncoding:
+        """of texts that nobody waits for any more"""
+
     def __init__(
         self,
         *,
@@ -230,12 +264,14 @@ class Command(_message.Message):
         unload_lora: Global___UnloadLora | None = ...,
         offload_blocks: Global___CopyBlocks | None = ...,
         restore_blocks: Global___CopyBlocks | None = ...,
+        encode: Global___Encode | None = ...,
+        stop_encoding: Global___StopEncoding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "encode", b"encode", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "stop_encoding", b"stop_encoding", "unload_lora", b"unload_lora"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "unload_lora", b"unload_lora"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "drain", b"drain", "encode", b"encode", "extend", b"extend", "load_lora", b"load_lora", "offload_blocks", b"offload_blocks", "release", b"release", "restore_blocks", b"restore_blocks", "start", b"start", "stop_encoding", b"stop_encoding", "unload_lora", b"unload_lora"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain", "load_lora", "unload_lora", "offload_blocks", "restore_blocks"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["start", "admit", "extend", "release", "drain", "load_lora", "unload_lora", "offload_blocks", "restore_blocks", "encode", "stop_encoding"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -324,6 +360,7 @@ class Admit(_message.Message):
     LORA_FIELD_NUMBER: _builtins.int
     LOAD_STATE_FIELD_NUMBER: _builtins.int
     KEEP_STATES_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """never reused on one stream; a re-admission gets a new one"""
@@ -347,6 +384,8 @@ class Admit(_message.Message):
     """hash of the LoRA that acts on all its rows, loaded before; "": none. Keys and values depend on it"""
     load_state: _builtins.int
     """slot of recurrent states, kept before, that is the one behind `num_cached` ids; set if and only if that is not 0 and layers are recurrent"""
+    pooling: Global___Pooling.ValueType
+    """if set: report the hidden state of the prompt in place of a token, then FINISH_LENGTH; POOLING_MEAN needs num_cached = 0"""
     traceparent: _builtins.str
     """W3C trace context of the span that the worker's own is to be under; "": nobody follows this sequence"""
     @_builtins.property
@@ -393,11 +432,12 @@ class Admit(_message.Message):
         lora: _builtins.str = ...,
         load_state: _builtins.int | None = ...,
         keep_states: _abc.Iterable[Global___KeptState] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_load_state", b"_load_state", "_num_prompt_logprobs", b"_num_prompt_logprobs", "limits", b"limits", "load_state", b"load_state", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_state", b"_load_state", "_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "keep_states", b"keep_states", "limits", b"limits", "load_state", b"load_state", "lora", b"lora", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_state", b"_load_state", "_num_prompt_logprobs", b"_num_prompt_logprobs", "adapter", b"adapter", "ids", b"ids", "keep_states", b"keep_states", "limits", b"limits", "load_state", b"load_state", "lora", b"lora", "max_draft_length", b"max_draft_length", "num_cached", b"num_cached", "num_forced_drafts", b"num_forced_drafts", "num_logprobs", b"num_logprobs", "num_prompt", b"num_prompt", "num_prompt_logprobs", b"num_prompt_logprobs", "pages", b"pages", "pooling", b"pooling", "prediction", b"prediction", "sampling", b"sampling", "seq_id", b"seq_id", "traceparent", b"traceparent", "want_logprobs", b"want_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_state: _TypeAlias = _typing.Literal["load_state"]  # noqa: Y015
     _WhichOneofArgType__load_state: _TypeAlias = _typing.Literal["_load_state", b"_load_state"]  # noqa: Y015
@@ -735,6 +775,86 @@ class CopyBlocks(_message.Message):
 Global___CopyBlocks: _TypeAlias = CopyBlocks  # noqa: Y015
 
 @_typing.final
+class Encode(_message.Message):
+    """Texts for the encoder of Hello.encoder. The worker answers in StepReport.encoded, each text once, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENCODE_ID_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    encode_id: _builtins.int
+    """never reused on one stream"""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderInput]:
+        """at least one"""
+
+    def __init__(
+        self,
+        *,
+        encode_id: _builtins.int = ...,
+        inputs: _abc.Iterable[Global___EncoderInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encode_id", b"encode_id", "inputs", b"inputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encode: _TypeAlias = Encode  # noqa: Y015
+
+@_typing.final
+class EncoderInput(_message.Message):
+    """The ids of one text, or of two that are scored together, with the special tokens of the encoder's tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    TYPE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at least one, at most Hello.encoder.window"""
+
+    @_builtins.property
+    def type_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """which of two texts each id is of; empty: all of the first"""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        type_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "type_ids", b"type_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncoderInput: _TypeAlias = EncoderInput  # noqa: Y015
+
+@_typing.final
+class StopEncoding(_message.Message):
+    """Compute no more of these texts. Those that were not reported never are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENCODE_ID_FIELD_NUMBER: _builtins.int
+    encode_id: _builtins.int
+    """unknown, or reported in full: ignored"""
+    def __init__(
+        self,
+        *,
+        encode_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encode_id", b"encode_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StopEncoding: _TypeAlias = StopEncoding  # noqa: Y015
+
+@_typing.final
 class Drain(_message.Message):
     """Finish all sequences, then exit 0. New Admits are handed back: FINISH_RETURNED."""
 
@@ -831,6 +951,7 @@ class Hello(_message.Message):
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NUM_HEAD_DRAFTS_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    ENCODER_FIELD_NUMBER: _builtins.int
     HEAD_KIND_FIELD_NUMBER: _builtins.int
     protocol_major: _builtins.int
     """incompatible changes"""
@@ -910,6 +1031,10 @@ class Hello(_message.Message):
     def loras(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lora]:
         """ordinary LoRAs that were loaded at start"""
 
+    @_builtins.property
+    def encoder(self) -> Global___Encoder:
+        """the second model, beside the decoder, that encodes or scores texts; not set: there is none"""
+
     def __init__(
         self,
         *,
@@ -946,11 +1071,12 @@ class Hello(_message.Message):
         state_bytes_per_sequence: _builtins.int = ...,
         num_head_drafts: _builtins.int = ...,
         proof: _builtins.bytes = ...,
+        encoder: Global___Encoder | None = ...,
         head_kind: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["encoder", b"encoder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "proof", b"proof", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "encoder", b"encoder", "eos_ids", b"eos_ids", "has_draft_head", b"has_draft_head", "head_kind", b"head_kind", "incarnation", b"incarnation", "instruction_set", b"instruction_set", "lays_out_masks", b"lays_out_masks", "loras", b"loras", "mask_format", b"mask_format", "mask_ids", b"mask_ids", "max_draft_length", b"max_draft_length", "max_sequences", b"max_sequences", "model_hash", b"model_hash", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_head_drafts", b"num_head_drafts", "num_host_blocks", b"num_host_blocks", "num_masks", b"num_masks", "num_state_slots", b"num_state_slots", "proof", b"proof", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "state_bytes_per_sequence", b"state_bytes_per_sequence", "step_cost_reason", b"step_cost_reason", "step_cost_source", b"step_cost_source", "synthetic_acceptance", b"synthetic_acceptance", "takes_grammars", b"takes_grammars", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -993,6 +1119,56 @@ class Adapter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
+class Encoder(_message.Message):
+    """An encoder: what it makes of a text depends on that text alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_TYPES_FIELD_NUMBER: _builtins.int
+    NUM_VALUES_FIELD_NUMBER: _builtins.int
+    SCORES_PAIRS_FIELD_NUMBER: _builtins.int
+    IS_NORMALISED_FIELD_NUMBER: _builtins.int
+    hash: _builtins.str
+    """over its configuration and its weights' headers"""
+    tokenizer_hash: _builtins.str
+    """sha256 of its tokenizer.json"""
+    window: _builtins.int
+    """most ids of an input"""
+    vocab_size: _builtins.int
+    """ids are below it"""
+    num_types: _builtins.int
+    """type ids are below it; 0: it has none"""
+    num_values: _builtins.int
+    """of each input: the size of a vector, or the scores of a pair"""
+    scores_pairs: _builtins.bool
+    """it scores two texts together; else it makes a vector of one"""
+    is_normalised: _builtins.bool
+    """its vectors have length 1"""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.str = ...,
+        tokenizer_hash: _builtins.str = ...,
+        window: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
+        num_types: _builtins.int = ...,
+        num_values: _builtins.int = ...,
+        scores_pairs: _builtins.bool = ...,
+        is_normalised: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "is_normalised", b"is_normalised", "num_types", b"num_types", "num_values", b"num_values", "scores_pairs", b"scores_pairs", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encoder: _TypeAlias = Encoder  # noqa: Y015
 
 @_typing.final
 class Lora(_message.Message):
@@ -1063,6 +1239,7 @@ class StepReport(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     ENERGY_FIELD_NUMBER: _builtins.int
     LORAS_FIELD_NUMBER: _builtins.int
+    ENCODED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     report_no: _builtins.int
     """1, 2, 3, ... on this stream, without gaps"""
@@ -1090,6 +1267,10 @@ class StepReport(_message.Message):
     def loras(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoraReport]:
         """answers to LoadLora"""
 
+    @_builtins.property
+    def encoded(self) -> _containers.RepeatedCompositeFieldContainer[Global___Encoded]:
+        """answers to Encode"""
+
     def __init__(
         self,
         *,
@@ -1100,11 +1281,12 @@ class StepReport(_message.Message):
         stats: Global___StepStats | None = ...,
         energy: _abc.Iterable[Global___Energy] | None = ...,
         loras: _abc.Iterable[Global___LoraReport] | None = ...,
+        encoded: _abc.Iterable[Global___Encoded] | None = ...,
         leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["energy", b"energy", "leaving", b"leaving", "loras", b"loras", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded", b"encoded", "energy", b"energy", "leaving", b"leaving", "loras", b"loras", "released", b"released", "report_no", b"report_no", "sequences", b"sequences", "stats", b"stats", "stepped", b"stepped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1171,6 +1353,70 @@ class LoraReport(_message.Message):
 Global___LoraReport: _TypeAlias = LoraReport  # noqa: Y015
 
 @_typing.final
+class Encoded(_message.Message):
+    """What the encoder made of some texts of one Encode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENCODE_ID_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
+    encode_id: _builtins.int
+    """which"""
+    error: _builtins.str
+    """why the inputs cannot be encoded, for all that are not reported; "": they can"""
+    returned: _builtins.bool
+    """not begun, for the worker drains: encode them elsewhere"""
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of these inputs, counted from 0"""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___Values]:
+        """one for each"""
+
+    def __init__(
+        self,
+        *,
+        encode_id: _builtins.int = ...,
+        numbers: _abc.Iterable[_builtins.int] | None = ...,
+        values: _abc.Iterable[Global___Values] | None = ...,
+        error: _builtins.str = ...,
+        returned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encode_id", b"encode_id", "error", b"error", "numbers", b"numbers", "returned", b"returned", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Encoded: _TypeAlias = Encoded  # noqa: Y015
+
+@_typing.final
+class Values(_message.Message):
+    """A vector, or scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """float32 in little-endian order: Encoder.num_values of an encoder; the hidden size of the decoder"""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Values: _TypeAlias = Values  # noqa: Y015
+
+@_typing.final
 class SequenceReport(_message.Message):
     """One sequence in one step."""
 
@@ -1189,6 +1435,7 @@ class SequenceReport(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     NUM_MASK_DRAFTS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     NUM_PREDICTED_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """which"""
@@ -1223,6 +1470,10 @@ class SequenceReport(_message.Message):
         """for prompt ids computed in this step, where asked for; the first prompt id has none"""
 
     @_builtins.property
+    def embedding(self) -> Global___Values:
+        """for Admit.pooling, with its finish: not normalised"""
+
+    @_builtins.property
     def num_predicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """by emitted id: ids of Admit.prediction found in the output with it, each counted once in the life of a sequence; empty where there are none"""
 
@@ -1242,11 +1493,12 @@ class SequenceReport(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         draft_source: Global___DraftSource.ValueType = ...,
         num_mask_drafts: _builtins.int = ...,
+        embedding: Global___Values | None = ...,
         num_predicted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoded", b"decoded", "draft_source", b"draft_source", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_computed", b"num_computed", "num_drafted", b"num_drafted", "num_mask_drafts", b"num_mask_drafts", "num_predicted", b"num_predicted", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoded", b"decoded", "draft_source", b"draft_source", "embedding", b"embedding", "error", b"error", "finish", b"finish", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_computed", b"num_computed", "num_drafted", b"num_drafted", "num_mask_drafts", b"num_mask_drafts", "num_predicted", b"num_predicted", "paused", b"paused", "prompt_logprobs", b"prompt_logprobs", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

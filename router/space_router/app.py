@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Match, Route
 from space_router.api.anthropic import messages
 from space_router.api.openai import chat, completions, responses
 from space_router.api.ops import loras, operating, pages, tokens
+from space_router.api.pooling import embeddings, scores
 from space_router.api.schema import DocumentedApp
 from space_router.api.service import HttpAccess, Service, Traced
 from space_router.api.tgi import generate
@@ -47,7 +48,7 @@ def create_app(service: Service) -> DocumentedApp:
     )
     app.keyed = bool(service.config.api_keys)
     parts = [completions.routes, chat.routes, responses.routes, messages.routes, operating.model_routes]
-    parts += [generate.routes, tokens.routes, operating.routes, loras.routes]
+    parts += [embeddings.routes, scores.routes, generate.routes, tokens.routes, operating.routes, loras.routes]
     routers = [routes(service) for routes in parts]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:

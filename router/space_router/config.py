@@ -85,6 +85,10 @@ class ServeConfig:
     """names clients use in `model`, separated by commas, the first in what the server says of itself; * takes every
     name that is no adapter's or LoRA's, as coding agents with a fixed model name need. Default: the last part of
     --model, without .gguf; of RUN/model, which training writes, RUN"""
+    embedding_model: str | None = _model(None, text("PATH|HF_ID"))
+    """an encoder, or a cross-encoder, beside the model: /v1/embeddings, /v1/rerank and /v1/score ask it, by the last
+    part of its name. A folder or a Hugging Face id with safetensors and tokenizer.json, as sentence-transformers saves
+    it; computed in float32 by the same workers, between steps. Without it these routes ask the model itself"""
     revision: str | None = _model(None, text("REVISION"))
     """branch, tag or commit of a Hugging Face id; default: main. A commit is never looked up again, so what is served
     cannot change"""
@@ -381,6 +385,11 @@ class ServeConfig:
         return tuple(dict.fromkeys((self.model_name, *(name for name in self.served_model_name if name != ANY_NAME))))
 
     @property
+    def embedding_model_name(self) -> str | None:
+        """The name of the encoder in the API; None: there is none."""
+        return None if self.embedding_model is None else self.embedding_model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
     def ignores_unknown_fields(self) -> bool:
         """Whether unknown fields of a request get a warning instead of 400, unless the request says otherwise."""
         return self.ignore_unknown_fields == "on" or self.compat == "openai"
@@ -532,6 +541,11 @@ def build(flags: Mapping[str, str | None], environment: Mapping[str, str]) -> Se
             "give one shared id, or one per mask."
         )
     check_lora_names(config)
+    if (encoder := config.embedding_model_name) in (*config.model_names, *dict(config.adapter), *dict(config.lora)):
+        raise ConfigError(
+            f"--embedding-model={config.embedding_model!r}: {encoder} is the name of something else that is served. "
+            "Name that differently: --served-model-name, --adapter or --lora."
+        )
     if config.is_strict and config.ignore_unknown_fields == "on":
         raise ConfigError("--compat strict refuses unknown fields: leave out --ignore-unknown-fields, or --compat.")
     if config.kv_offload is not None and config.tensor_parallel > 1:

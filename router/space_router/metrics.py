@@ -82,7 +82,7 @@ _WHOLE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17)
 _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
-OUTCOMES = ("eos", "stop", "length", "cancelled", "deadline", "error")
+OUTCOMES = ("eos", "stop", "length", "embedded", "cancelled", "deadline", "error")
 """How an admitted request ended: label `outcome` of `requests_total`."""
 
 SOURCES = ("masks", "lookup", "prediction", "grammar", "head", "model", "mtp", "eagle")

@@ -32,6 +32,7 @@ from space_router.grpc_api.server import GrpcServer
 from space_router.http_server.http_connection import FLUSH_SECONDS, uvicorn_config
 from space_router.http_server.listening import GUARD, curl, is_open_to_others, listening, room_for, url
 from space_router.metrics import Metrics
+from space_router.text.encoder_text import EncoderText
 from space_router.text.model_text import ModelText, with_default_model
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def run(config: ServeConfig) -> int:
     for line in config.notices:
         log.info("%s", line)
     config = with_default_model(config)
-    text = ModelText.load(config)
+    text, encoder = ModelText.load(config), EncoderText.load(config)
     if (room := room_for(config.max_connections)) < config.max_connections:
         log.warning("only %d connections fit into this process's open files: raise `ulimit -n`", room)
     if config.grpc_port is not None:
@@ -70,23 +71,34 @@ def run(config: ServeConfig) -> int:
         warn_of_plain_keys(config.api_keys, config.api_key_file)
         if is_open_to_others(bound) and not config.api_keys:
             log.warning("any client that reaches %s may use this server: it asks for no key. %s", config.host, GUARD)
-        code = runner.run(serve(config, text, bound, _say))
+        code = runner.run(serve(config, text, bound, _say, encoder))
     drop_unwritable_output()
     return code
 
 
-async def serve(config: ServeConfig, text: ModelText, bound: socket.socket, say: Callable[[str], None]) -> int:
+async def serve(
+    config: ServeConfig,
+    text: ModelText,
+    bound: socket.socket,
+    say: Callable[[str], None],
+    encoder: EncoderText | None = None,
+) -> int:
     """Start the workers and serve on the socket; return the exit code. `say` gets one line per stage."""
     metrics = Metrics()
     async with AsyncExitStack() as face_scope, AsyncExitStack() as engine_scope:
         try:
-            engine = Engine(config, metrics, tokenizer_hash=text.tokenizer.content_hash)
+            engine = Engine(
+                config,
+                metrics,
+                tokenizer_hash=text.tokenizer.content_hash,
+                encoder_hash=None if encoder is None else encoder.content_hash,
+            )
         except LoraNotFound as missing:
             raise ConfigError(f"{missing}.") from None
         tracer = None
         if config.tracing == "on":
             tracer = face_scope.enter_context(exporting("spaceserve", os.environ))
-        service = Service(config, text, engine, metrics, tracer=tracer)
+        service = Service(config, text, engine, metrics, tracer=tracer, encoder=encoder)
         face = None if config.grpc_port is None else GrpcServer(service, config.host, config.grpc_port)
         stopping: list[asyncio.Task[None]] = []
 

@@ -59,6 +59,7 @@ from space_model.checkpoint.weight_files import give_back
 from space_model.draft_networks import mtp
 from space_model.draft_networks.draft_model import load_draft_model
 from space_model.draft_networks.eagle import load_eagle
+from space_model.encoder.text_encoder import load_encoder
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.malloc import keep_freed_memory, use_one_heap
@@ -86,6 +87,7 @@ from space_server.machine.memory import (
 from space_server.machine.sensors import GpuLoad, LoadWatch, Meter, find_sensors
 from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread
 from space_server.model_runner import StepModel
+from space_server.pooling.encodings import Encodings
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, label
 from space_server.startup.attention_choice import choose_ops
@@ -240,6 +242,8 @@ def build_worker(
     watch = watch or LoadWatch(_gpu_load(config))
     source = source or ModelSource(config)
     model: StepModel = _load(config, source) if lead is None else lead
+    encoder = source.encoder_checkpoint()
+    encodings = None if encoder is None else Encodings(load_encoder(encoder, model.facts.device))
     keep_freed_memory()
     facts = model.facts
     size = config.block_size
@@ -339,6 +343,7 @@ def build_worker(
         grammars=_grammars(source.checkpoint(), facts),
         loras=model.loras if isinstance(model, SpaceModel) else None,
         num_host_blocks=host_blocks,
+        encodings=encodings,
     )
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s head=%s "

@@ -15,6 +15,7 @@ from space_kernels.paging.step_rows import Ints
 from space_kernels.sampling.noise import request_key
 from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams
+from space_model.encoder.prompt_pooling import PromptPooling
 from space_model.lora import LoadedLora
 from space_model.model_facts import ModelFacts
 from space_proto import worker_pb2 as pb
@@ -120,6 +121,7 @@ class RunningSequence:
     drafter: Drafter | None = None  # proposes drafts from the text; None: only masks draft
     grammar: GrammarState | None = None  # state of its grammar; None: unconstrained
     waits: bool = False  # for its grammar to be compiled
+    pooling: PromptPooling | None = None  # of its prompt, in place of tokens; None: it generates
     num_emitted: int = 0  # ids emitted since admission
     paused: bool = False  # has no free slot, and was reported so
     most_ids: int = field(init=False)  # upper bound on len(ids)
@@ -382,6 +384,8 @@ def admit(
         )
     if message.HasField("num_prompt_logprobs") and message.num_cached:
         raise AdmissionError("Prompt log-probabilities need num_cached = 0.")
+    if message.pooling == pb.POOLING_MEAN and message.num_cached:
+        raise AdmissionError("The mean of a prompt needs num_cached = 0.")
     eos_ids = frozenset(message.limits.eos_ids)
     if message.sampling.HasField("grammar") and not eos_ids:
         eos_ids = frozenset(facts.eos_ids)  # EOS must stay possible where the grammar is complete
@@ -438,6 +442,7 @@ def admit(
         num_head_drafts=num_head_drafts,
         drafter=drafter,
         waits=in_grammar,
+        pooling=PromptPooling(message.pooling == pb.POOLING_MEAN) if message.pooling else None,
     )
 
 

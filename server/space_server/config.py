@@ -44,6 +44,7 @@ class ModelSource:
     def __init__(self, config: WorkerSettings) -> None:
         self._model = config.model
         self._draft_model, self._draft_head = config.draft_model, config.draft_head
+        self._embedding_model = config.embedding_model
         self._adapters = config.adapter
         self._hub = Hub(config.revision, config.token_file, config.download_folder, config.offline, say)
         self._folders: dict[str, Path] = {}
@@ -66,6 +67,10 @@ class ModelSource:
         if self._draft_model is not None:
             raise InvalidSetting("--draft-model and --draft-head draft in place of each other: leave one of them out.")
         return EagleFiles.open(self._draft_head, self.fetch)
+
+    def encoder_checkpoint(self) -> Checkpoint | None:
+        """Open the encoder, fetching it if needed; None: there is none. Raises ModelError."""
+        return None if self._embedding_model is None else Checkpoint.open(self._embedding_model, self.fetch)
 
     def adapters(self) -> dict[str, str]:
         """Return each adapter's folder by name, fetching it if needed. Raises ModelError."""

@@ -25,6 +25,7 @@ from space_proto import worker_pb2_grpc
 from space_server.machine.memory import is_lost
 from space_server.machine.sensors import Meter
 from space_server.worker import ProtocolError, Worker
+from space_server.worker_messages import says_something
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -174,8 +175,7 @@ class RouterSession:
 
     def sent(self, message: pb.WorkerMessage) -> None:
         """Record that this message was sent."""
-        report = message.report
-        if report.stepped or report.sequences or report.released or report.loras:
+        if says_something(message.report):
             with self._news:
                 self._num_unsent -= 1
                 self._news.notify()

@@ -25,7 +25,7 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
-from space_server.batch import RunningSequence
+from space_server.batch import RunningSequence, SequenceEnd
 from space_server.drafts import BY_MASKS, HEAD_ORIGINS, DraftSource, Proposal, chances_of
 from space_server.machine.memory import give_back_unused, is_lost
 from space_server.mask_drafter import MaskDrafter, MaskRows, MaskRun, SamplingGroup, SamplingGroups, Stopwatch, bounded
@@ -190,6 +190,8 @@ class HostRunner(ModelRunner):
         if closing:
             self._verify(closing, logits)
         for number, output in enumerate(outputs):
+            if output.plan.sequence.pooling is not None:
+                _pool(output, hidden, batch.chain_rows[number])
             if output.plan.sequence.num_prompt_logprobs is not None:
                 with self._sampling:
                     output.prompt_logprobs = self._prompt_logprobs(output.plan, hidden, batch.chain_rows[number])
@@ -338,6 +340,15 @@ class HostRunner(ModelRunner):
                 output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
             elif output.origin is BY_MASKS:
                 self._proposing.join(output, proposal)
+
+
+def _pool(output: SequenceOutput, hidden: Tensor, rows: range) -> None:
+    """Pool the prompt rows of this step; where they are the last, the sequence ends without a token."""
+    plan, pooling = output.plan, output.plan.sequence.pooling
+    assert pooling is not None
+    output.pooling = pooling.with_rows(hidden[rows.start : rows.start + plan.num_pending])
+    if plan.closes and output.error is None:
+        output.tokens, output.num_accepted, output.end = [], 0, SequenceEnd.LENGTH
 
 
 def no_choice(sequence: RunningSequence, *, is_finite: bool = False) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from space_kernels.sampling.sampler import IdLogprobs
 from space_model.draft_network import DraftNetwork
+from space_model.encoder.prompt_pooling import PromptPooling
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
@@ -38,6 +39,7 @@ class SequenceOutput:
     num_predicted: Sequence[int] = ()  # ids of the client's prediction that appeared with each token
     logprobs: Sequence[IdLogprobs] = ()
     prompt_logprobs: Sequence[IdLogprobs] = ()
+    pooling: PromptPooling | None = None  # with this step's rows, where the sequence is pooled
     error: str | None = None  # the sequence cannot go on
 
     @property
@@ -70,6 +72,7 @@ class SequenceOutput:
         sequence = self.plan.sequence
         if self.error is not None:
             return
+        sequence.pooling = self.pooling
         if self.plan.closes:
             sequence.emit(
                 self.tokens, self.num_accepted, self.drafts, self.draft_depth, self.origin, self.offered_chances

@@ -31,6 +31,7 @@ from space_server.host_runner import HostRunner
 from space_server.kv_offload import HostBlocks
 from space_server.machine.memory import give_back_unused, is_lost
 from space_server.model_runner import SequenceOutput, StepModel, StepOutput
+from space_server.pooling.encodings import Encodings
 from space_server.scheduled_batch import PrefillBudget
 from space_server.speculation.controller import Controller
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
@@ -40,8 +41,10 @@ from space_server.worker_messages import (
     PROTOCOL_MINOR,
     commit,
     count_steps,
+    encoder_message,
     failure_message,
     report_paused,
+    says_something,
 )
 
 MAX_PREFILL_ROWS = 512  # prompt tokens per step (the prefill chunk) until a router's Start sets it
@@ -97,6 +100,7 @@ class Worker:
         loras: LoadedLoras | None = None,
         num_host_blocks: int = 0,
         num_state_slots: int = 0,
+        encodings: Encodings | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_draft_length`: most drafts per sequence and step; None: the checkpoint's number of masks.
@@ -107,7 +111,8 @@ class Worker:
         device, and their next step is launched before the last one is read. `eager`: no CUDA graphs. `grammars`: the
         grammar compiler; None: requests with a grammar are refused. `loras`: of the model; None: it takes none.
         `num_host_blocks`: blocks of host memory that keep what leaves the KV cache. `num_state_slots`: recurrent states
-        that an own KV cache can keep for sequences to come.
+        that an own KV cache can keep for sequences to come. `encodings`: of the encoder beside the model; None: there
+        is none.
         """
         facts = model.facts
         self.facts = facts
@@ -126,6 +131,7 @@ class Worker:
         self.cost = cost or StepCost.typical(facts.device.type)
         self._prefill_seconds = prefill_seconds
         self._loras = loras
+        self._encodings = encodings
         # By LoRA and by whether a grammar constrains the text, whose drafts are then accepted more often.
         self._shapes: dict[tuple[str, bool], tuple[Shapes, Shapes]] = {}
         self.waiting = Waiting(grammars)
@@ -165,6 +171,8 @@ class Worker:
         self._leaving: list[int] = []  # released, but still used by a step in flight
         self.waiting.clear()
         self.batch = RunningBatch()
+        if self._encodings is not None:
+            self._encodings.clear()
         if self._loras is not None:
             self._loras.unload_unnamed()
         self._started = False
@@ -207,6 +215,7 @@ class Worker:
             step_cost_reason=self.cost.origin.reason,
             mask_format=next((adapter.format for adapter in facts.adapters if not adapter.name), ""),
             loras=[pb.Lora(name=one.name, hash=digest, rank=one.rank) for digest, one in self._loaded_loras.items()],
+            encoder=None if self._encodings is None else encoder_message(self._encodings.facts),
             adapters=[
                 pb.Adapter(
                     name=adapter.name,
@@ -240,6 +249,11 @@ class Worker:
                 self._load_lora(command.load_lora)
             case "unload_lora":
                 self._unload_lora(command.unload_lora.hash)
+            case "encode":
+                self._encode(command.encode)
+            case "stop_encoding":
+                if self._encodings is not None:
+                    self._encodings.stop(command.stop_encoding.encode_id)
             case "offload_blocks":
                 self._check_copy(command.offload_blocks)
                 self._host_blocks.offload(command.offload_blocks.blocks, command.offload_blocks.host_blocks)
@@ -362,6 +376,11 @@ class Worker:
             _log.warning("LoRA %s is not loaded: %s", message.hash[:12], report.error)
         self.batch.lora_loaded(report)
 
+    def _encode(self, command: pb.Encode) -> None:
+        if self._encodings is None:
+            raise ProtocolError("The router sent texts to encode, and this worker has no encoder.")
+        self._encodings.add(command, draining=self.draining)
+
     def _unload_lora(self, digest: str) -> None:
         number = self._loaded_loras[digest].number if digest in self._loaded_loras else None
         if number is not None and any(sequence.lora == number for sequence in self.batch):
@@ -405,11 +424,16 @@ class Worker:
         return sum(runner.num_replays for runner in self.engine.runners)
 
     @property
+    def _runs(self) -> bool:
+        """Whether a sequence can run a step."""
+        return any(not (sequence.paused or sequence.waits) for sequence in self.batch)
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would run a step or report something."""
-        runs = any(not (sequence.paused or sequence.waits) for sequence in self.batch)
         is_under_way = any(runner.num_in_flight for runner in self.engine.runners)
-        return is_under_way or runs or self.batch.has_news or self.waiting.is_over_for_some
+        encodes = self._encodings is not None and self._encodings.has_work
+        return is_under_way or self._runs or self.batch.has_news or self.waiting.is_over_for_some or encodes
 
     @property
     def drained(self) -> bool:
@@ -442,12 +466,13 @@ class Worker:
         report.stepped = any(step.outputs for step in steps)
         if report.stepped:
             count_steps(report.stats, steps, self.cost)
-        ended = self._clock()
-        self._ended = ended if steps and self.has_work else None
         if report.stepped:
             waited = sum(runner.waited for runner in runners) - waited
-            report.stats.host_seconds = max(0.0, ended - started - waited)
-        return report if report.stepped or report.sequences or report.released or report.loras else None
+            report.stats.host_seconds = max(0.0, self._clock() - started - waited)
+        if self._encodings is not None and self._encodings.has_work:
+            report.encoded.extend(self._encodings.step(beside=bool(steps) or self._runs))
+        self._ended = self._clock() if steps and self.has_work else None
+        return report if says_something(report) else None
 
     def interrupted(self) -> None:
         """Exclude the time until the next step from the measured pauses between steps."""

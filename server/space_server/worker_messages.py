@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from space_kernels.sampling.sampler import IdLogprobs
+from space_model.encoder.text_encoder import EncoderFacts
 from space_proto import worker_pb2 as pb
+from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
 from space_server.drafts import BY_MASKS, DraftOrigin
@@ -25,7 +27,7 @@ def failure_message(what: str, error: Exception) -> str:
 
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 18
+PROTOCOL_MINOR = 19
 
 _FINISH = {SequenceEnd.EOS: pb.FINISH_EOS, SequenceEnd.STOP_ID: pb.FINISH_STOP_ID, SequenceEnd.LENGTH: pb.FINISH_LENGTH}
 
@@ -65,10 +67,36 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
         part.logprobs.extend(map(_logprobs, output.logprobs))
     if output.prompt_logprobs:
         part.prompt_logprobs.extend(map(_logprobs, output.prompt_logprobs))
+    if output.pooling is not None and output.end is not None:
+        part.embedding.values = vector_bytes(output.pooling.vector())
     if any(output.num_predicted):
         part.num_predicted.extend(output.num_predicted)
     if num_drafted and origin is not BY_MASKS and origin.source is not DraftOrigin.MASKS:
         part.draft_source, part.num_mask_drafts = _SOURCE[origin.source], min(by_masks, num_drafted)
+
+
+def vector_bytes(vector: Tensor) -> bytes:
+    """Return a vector on the CPU as float32 in little-endian order."""
+    return vector.detach().float().numpy().astype("<f4").tobytes()
+
+
+def says_something(report: pb.StepReport) -> bool:
+    """Whether the report is more than a heartbeat."""
+    return bool(report.stepped or report.sequences or report.released or report.loras or report.encoded)
+
+
+def encoder_message(facts: EncoderFacts) -> pb.Encoder:
+    """Return what a router needs to know of the encoder."""
+    return pb.Encoder(
+        hash=facts.hash,
+        tokenizer_hash=facts.tokenizer_hash,
+        window=facts.window,
+        vocab_size=facts.vocab_size,
+        num_types=facts.num_types,
+        num_values=facts.num_values,
+        scores_pairs=facts.scores_pairs,
+        is_normalised=facts.is_normalised,
+    )
 
 
 def report_paused(sequence: RunningSequence, report: pb.StepReport) -> None:

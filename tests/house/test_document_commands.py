@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.encoders import write_encoder
 from processes import free_port
 from safetensors.torch import save_file
 from space_eval.bench.command import COMMANDS as BENCHMARKS
@@ -134,6 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (there / "keys.txt").write_text("sk-0123456789 name=team-a requests-per-minute=60\n")
     shutil.copytree(EMBEDDED, there / "vicuna-v1.3-7b-space", ignore=shutil.ignore_patterns("*.safetensors", "__*"))
     publish(there / "vicuna-v1.3-7b-space")
+    write_encoder(there / "all-MiniLM-L6-v2")
     return there
 
 

@@ -121,6 +121,7 @@ DATES = {
     "router/space_router/api_keys.py",  # keys expire at a date
     "router/space_router/api/openai/stream.py",  # `created`
     "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
+    "router/space_router/api/pooling/sources.py",  # `created`
     "router/space_router/api/service.py",  # `created` of a model
     "router/space_router/text/chat_template.py",  # `strftime_now`
     "server/space_server/startup/calibration.py",  # the day on which a file was written

@@ -227,6 +227,12 @@ class RequestBuilder:
         chosen = without_base(name, names)
         if chosen in known:
             return chosen
+        if name == self.config.embedding_model_name:
+            raise InvalidRequest(
+                f"`{name}` makes no text: it is for /v1/embeddings, /v1/rerank and /v1/score. Name another model.",
+                param=param,
+                code="unsupported_model",
+            )
         if param == "model" and (name in NAMELESS or self.config.takes_any_name):
             return ""
         raise model_not_found(chosen, (*names, *known), param)

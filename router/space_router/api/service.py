@@ -28,7 +28,9 @@ from space_router.engine.workers.worker_pool import RollingRestart
 from space_router.errors import ApiError, Unauthorized
 from space_router.http_server.body import BodyT, Neutral, ignoring_unknown_fields, read_object, validate
 from space_router.http_server.responses import (
+    EMBEDDING_PATHS,
     GENERATING_PATHS,
+    LIMITED_PATHS,
     TOKENIZING_PATHS,
     EventStream,
     as_api_error,
@@ -43,6 +45,7 @@ from space_router.http_server.responses import (
 from space_router.http_server.warnings import collect_warnings, warning_headers
 from space_router.metrics import Metrics
 from space_router.response_store import ResponseStore
+from space_router.text.encoder_text import EncoderText
 from space_router.text.model_text import ModelText
 from space_router.text.text_pool import LONG_BODY, NeedsThread, TextPool
 
@@ -81,6 +84,7 @@ class Service:
     keys: ApiKeys = field(init=False)
     rate_limits: RateLimits = field(init=False)
     restart: RollingRestart = field(init=False)
+    encoder: EncoderText | None = None  # the text side of the encoder beside the model; None: there is none
     text_pool: TextPool = field(default_factory=TextPool)
     responses: ResponseStore | None = field(init=False)  # None: responses are not stored
 
@@ -224,14 +228,14 @@ class HttpAccess:
 
     def _is_lenient(self, scope: Scope) -> bool:
         """Return whether unknown fields of the body get a warning instead of 400: as the client or the server says."""
-        if scope["path"] not in GENERATING_PATHS | TOKENIZING_PATHS:
+        if scope["path"] not in LIMITED_PATHS:
             return False
         asked = Headers(scope=scope).get(IGNORE_HEADER, "").strip().lower()
         return asked in _YES or (asked not in _NO and self._service.config.ignores_unknown_fields)
 
     def _more_headers(self, scope: Scope, message: Message, client_id: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield the request's id, and how much of its key's limits is left."""
-        if scope["path"] in GENERATING_PATHS | TOKENIZING_PATHS:
+        if scope["path"] in LIMITED_PATHS:
             known = any(name == b"x-request-id" for name, _ in message.get("headers", ()))
             if client_id or not known:
                 yield b"x-request-id", (client_id or f"req-{uuid.uuid4().hex}").encode()
@@ -249,7 +253,9 @@ class HttpAccess:
         scope["spaceserve.key"] = name or ""
         if name is None and not is_open(scope["path"], scope["method"]):
             raise Unauthorized
-        if name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
+        if name is not None and scope["method"] == "POST" and scope["path"] in EMBEDDING_PATHS:
+            taken.enter_context(self._service.rate_limits[name].request())
+        elif name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
             self._service.check_room()
             taken.enter_context(self._service.rate_limits[name].request())
         elif name is not None and scope["method"] == "POST" and scope["path"] in TOKENIZING_PATHS:

@@ -31,7 +31,9 @@ from space_router.engine.queueing.admission import (
     resolve_max_tokens,
     should_follow,
 )
+from space_router.engine.queueing.encoding_queue import EncodingQueue
 from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.request.encoding import Encoding, EncodingText
 from space_router.engine.request.request import ServedLora, Stream, ValidRequest
 from space_router.engine.request.request_state import CallLater, Phase, RequestState, SequenceUpdate, call_later_on_loop
 from space_router.engine.request.worker_messages import WorkerModelFacts
@@ -63,6 +65,7 @@ class Engine:
         metrics: Metrics,
         *,
         tokenizer_hash: str | None = None,
+        encoder_hash: str | None = None,
         worker_argv: Callable[[ServeConfig, str], Sequence[str]] = worker_command,
         sources: Sequence[RemoteWorker | Supervisor] | None = None,
         max_lag: int = MAX_LAG,
@@ -71,7 +74,8 @@ class Engine:
     ) -> None:
         """Create an engine that is not started yet.
 
-        `tokenizer_hash`: sha256 of tokenizer.json that a worker's Hello must have, None accepts any. `worker_argv`:
+        `tokenizer_hash`: sha256 of tokenizer.json that a worker's Hello must have, None accepts any; `encoder_hash`:
+        that of its encoder, None: it needs none. `worker_argv`:
         returns the argument list that starts a worker on an address. `sources`: of workers; None uses those of the
         config, an empty sequence waits for `worker_pool.follow`. `max_lag`: unread tokens after which a request gets no
         more pages. `clock`: returns seconds. `call_later`: schedules a call on that clock; None uses the running loop.
@@ -82,12 +86,14 @@ class Engine:
         self._clock = clock
         self._call_later = call_later or call_later_on_loop
         self._max_lag = max_lag
+        self._encoder_hash = encoder_hash
         self._metrics, self._engine_metrics = metrics, EngineMetrics(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
         self.full = self._queue.refusal
         self._throughput = ThroughputEstimator(config.max_prefill_rows)
         self._admission = QueueAdmission(self._queue, self._throughput)
         self._quarantine = CrashQuarantine(self._queue, self._admission)
+        self.encodings = EncodingQueue(config.max_queue, config.max_queue_tokens, clock=clock)
         self._open: dict[Stream, RequestState] = {}  # requests that have not ended
         self._by_name: dict[str, set[RequestState]] = {}  # the same, by request id
         self._num_submitted = 0
@@ -118,6 +124,7 @@ class Engine:
         self._draining = True
         for live in list(self._open.values()):
             self._terminate(live, RequestFailed("The server has stopped before this request was done."))
+        self.encodings.end_all(RequestFailed("The server has stopped before this request was done."))
         await self.worker_pool.__aexit__()
         self.loras.close()
 
@@ -192,6 +199,27 @@ class Engine:
         self._flush()
         return stream
 
+    async def encode(self, request_id: str, texts: Sequence[EncodingText], key: str = "") -> list[Sequence[float]]:
+        """Return what the workers' encoder makes of texts, in their order; a cancellation stops it.
+
+        Raises QueueFull, NotReady, Draining, RequestFailed, WorkerFailed.
+        """
+        if self._draining:
+            raise Draining("The server is stopping and takes no new requests.")
+        if self.facts is None:
+            raise NotReady("No worker is up yet. Try again when /health says so.")
+        encoding = Encoding(request_id, key, texts, asyncio.get_running_loop().create_future())
+        self.encodings.push(encoding)
+        self._flush()
+        try:
+            await encoding.done
+        finally:
+            self.encodings.end(encoding, RequestCancelled(f"Request {request_id} was left by its client."))
+            for scheduler in self._schedulers():
+                scheduler.stop_encoding(encoding)
+            self._flush()
+        return [values for values in encoding.values if values is not None]
+
     def cancel(self, request_id: str, key: str | None = None) -> bool:
         """End the requests with this id with RequestCancelled; return False if there is none.
 
@@ -260,8 +288,8 @@ class Engine:
         pools = [scheduler.pool for scheduler in self._schedulers()]
         offloads = [scheduler.offload for scheduler in self._schedulers()]
         return LoadFigures(
-            num_queued=len(self._queue),
-            num_running=len(self._open) - len(self._queue),
+            num_queued=len(self._queue) + self.encodings.num_queued,
+            num_running=len(self._open) - len(self._queue) + self.encodings.num_running,
             blocks_free=sum(pool.num_free for pool in pools),
             blocks_held=sum(pool.num_held for pool in pools),
             blocks_cached=sum(pool.num_cached for pool in pools),
@@ -278,7 +306,9 @@ class Engine:
         """Refuse new requests and wait up to `seconds` for the streams to end; return whether all did."""
         self._draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+                await self.encodings.idle.wait()
         except TimeoutError:
             return False
         return True
@@ -287,6 +317,7 @@ class Engine:
         """Raise ValueError unless free + held + cached pages add up on every worker. For tests."""
         for scheduler in self._schedulers():
             scheduler.check()
+        self.encodings.check()
 
     # Events of the worker pool and of its connections (WorkerListener).
 
@@ -297,10 +328,17 @@ class Engine:
         self._up.set()
         for live in list(self._open.values()):
             self._terminate(live, WorkerFailed("No worker can be started any more."))
+        self.encodings.end_all(WorkerFailed("No worker can be started any more."))
         self._flush()
 
     def check_compatible(self, facts: WorkerModelFacts) -> None:
         """Raise WorkerMismatch unless this worker can continue the requests of the workers before it."""
+        found = None if facts.encoder is None else facts.encoder.tokenizer_hash
+        if self._encoder_hash is not None and found != self._encoder_hash:
+            raise WorkerMismatch(
+                f"A worker's encoder has tokenizer {found}, this router's {self._encoder_hash}. Give both the same "
+                "--embedding-model."
+            )
         if self.facts is not None and (difference := facts.difference(self.facts)):
             raise WorkerMismatch(difference)
         for other in (scheduler.facts for scheduler in self._schedulers()):
@@ -337,6 +375,8 @@ class Engine:
         num_preemptions = connection.scheduler.num_preemptions
         outcome = connection.scheduler.report(report)
         now = self._clock()
+        for part in outcome.encoded:
+            self.encodings.encoded(part)
         for update in outcome.updates:
             self._deliver(update, now)
             self._quarantine.update(update.live, connection.scheduler, now)
@@ -361,6 +401,8 @@ class Engine:
                 self._terminate(live, failure)
             else:
                 self._requeue(live)
+        for chunk in lost.encodings.values():
+            self.encodings.requeue(chunk, has_crashed=cause is ExitCause.CRASHED)
         self._engine_metrics.worker_lost(connection, len(self._schedulers()))
         self._schedule()
         self._flush()
@@ -383,7 +425,8 @@ class Engine:
                 self._engine_metrics.admitted(live)
 
     def _flush(self) -> None:
-        """Grant pages and send the collected commands. Ends every change of state."""
+        """Grant pages, give texts to encoders, and send the collected commands. Ends every change of state."""
+        self.encodings.dispatch(self._schedulers())
         for connection in self.connections:
             if connection.scheduler is not None:
                 connection.scheduler.grant_pages()

@@ -12,6 +12,7 @@ from space_router.engine.errors import ProtocolViolation
 from space_router.engine.kv_offload import KVOffload, PrefixBlock
 from space_router.engine.pages import PagePool
 from space_router.engine.request import worker_messages
+from space_router.engine.request.encoding import Chunk, EncodedPart, Encoding
 from space_router.engine.request.request import Delta, Grammar, ServedLora
 from space_router.engine.request.request_state import (
     MAX_BLOCKS_AHEAD,
@@ -63,6 +64,8 @@ def check_sequence(
         wrong = f"has computed {num_computed} ids after {sequence.computed}"
     elif delta.accepted > delta.drafted or (delta.decoded and num_tokens > delta.accepted + 1):
         wrong = f"emitted {num_tokens} ids where {delta.accepted} of {delta.drafted} drafts were accepted"
+    elif (live.request.pooling is not None and part.finish == worker_pb2.FINISH_LENGTH) != bool(delta.embedding):
+        wrong = "has an embedding" if delta.embedding else "has no embedding"
     elif live.request.want_logprobs and len(delta.logprobs) != num_tokens:
         wrong = f"has {len(delta.logprobs)} logprobs for {num_tokens} ids"
     if wrong is not None:
@@ -88,7 +91,7 @@ class PendingPrefixes:
 
     def find(self, live: RequestState) -> PendingPrefix | None:
         """Return the pending prefix that `live` could share beyond the cached one, or None."""
-        if not self._by_key or not live.request.share_prefix or live.wants_prompt_logprobs:
+        if not self._by_key or not live.request.share_prefix or live.reads_whole_prompt:
             return None
         num_whole = (len(live.ids) - 1) // self._block_size
         keys = live.keys(self._block_size, num_whole)
@@ -158,6 +161,8 @@ class Scheduler:
         self._blocked: RequestState | None = None  # found no room; no resources were freed since
         self._grammars: OrderedDict[Grammar | None, None] = OrderedDict()  # of sequences that have begun to compute
         self._commands: list[worker_pb2.Command] = []
+        self.encodings: dict[int, Chunk] = {}  # texts at the encoder, by encode_id
+        self._last_encode_id = 0
         self.loras = {digest for _, digest in facts.loras}  # loaded, or being loaded, by hash
         self.lora_answers = dict.fromkeys(self.loras, "")  # by hash: why it could not be loaded; "": it is
 
@@ -199,7 +204,7 @@ class Scheduler:
     def _placement(self, live: RequestState) -> Placement | None:
         size, num_ids = self.facts.block_size, len(live.ids)
         prefix: list[PrefixBlock] = []
-        if self._shares(live) and not live.wants_prompt_logprobs:
+        if self._shares(live) and not live.reads_whole_prompt:
             # The last id is always computed, into an unshared block: its row gives the next token.
             num_whole = (num_ids - 1) // size
             keys = live.keys(size, num_whole)[:num_whole]
@@ -305,6 +310,33 @@ class Scheduler:
             self.lora_answers.pop(digest, None)
             self._commands.append(worker_messages.unload_lora(digest))
 
+    def encode(self, chunk: Chunk) -> None:
+        """Have the worker's encoder encode texts."""
+        self._last_encode_id += 1
+        self.encodings[self._last_encode_id] = chunk
+        self._commands.append(worker_messages.encode(self._last_encode_id, chunk))
+
+    def stop_encoding(self, encoding: Encoding) -> None:
+        """Have the worker forget the texts of an encoding that has ended."""
+        for encode_id in [one for one, chunk in self.encodings.items() if chunk.encoding is encoding]:
+            del self.encodings[encode_id]
+            self._commands.append(worker_messages.stop_encoding(encode_id))
+
+    def _encoded(self, part: worker_pb2.Encoded) -> EncodedPart | None:
+        """Return what is news of an encoding here; None: it was stopped. Raises ProtocolViolation."""
+        chunk = self.encodings.get(part.encode_id)
+        if chunk is None and not 1 <= part.encode_id <= self._last_encode_id:
+            raise ProtocolViolation(f"texts are encoded that were not sent: {part.encode_id}")
+        if chunk is None:
+            return None
+        num_values = 0 if self.facts.encoder is None else self.facts.encoder.num_values
+        if len(part.numbers) != len(part.values) or any(number >= len(chunk.numbers) for number in part.numbers):
+            raise ProtocolViolation(f"encoding {part.encode_id} has no texts {list(part.numbers)[:20]}")
+        vectors = [worker_messages.vector(one) for one in part.values]
+        if any(len(one) != num_values for one in vectors):
+            raise ProtocolViolation(f"encoding {part.encode_id} has other than {num_values} values")
+        return EncodedPart(chunk, part, vectors)
+
     # Reports.
 
     def report(self, report: worker_pb2.StepReport) -> ReportResult:
@@ -329,6 +361,12 @@ class Scheduler:
             if seq_id not in self.sequences or self.sequences[seq_id].step is not SequenceStep.RELEASED:
                 raise ProtocolViolation(f"sequence {seq_id} is acknowledged as released, but was not to be")
         outcome = ReportResult()
+        outcome.encoded = [found for part in report.encoded if (found := self._encoded(part)) is not None]
+        for chunk, encoded, _ in outcome.encoded:
+            chunk.num_reported += len(encoded.numbers)
+            if encoded.error or encoded.returned or chunk.num_reported >= len(chunk.numbers):
+                self.encodings.pop(encoded.encode_id, None)
+            self.closing = self.closing or encoded.returned
         for sequence, delta, part in parts:
             if part.finish == worker_pb2.FINISH_RETURNED:
                 self.closing = True
@@ -512,10 +550,11 @@ class Scheduler:
 
     @property
     def is_step_due(self) -> bool:
-        """Whether the worker must report soon: a sequence can run a step, or a release is unacknowledged."""
+        """Whether the worker must report soon: a sequence can run a step, a release is unacknowledged, or texts are
+        encoded."""
         running = (s for s in self.sequences.values() if s.step is not SequenceStep.RELEASED)
         waits = (s.out_of_slots or s.awaits_grammar for s in running)
-        return not all(waits) or self.num_running < len(self.sequences)
+        return not all(waits) or self.num_running < len(self.sequences) or bool(self.encodings)
 
     @property
     def awaits_grammar(self) -> bool:

@@ -42,6 +42,13 @@ TOKENIZING_PATHS = frozenset({"/tokenize", "/chat_tokenize", "/detokenize", "/v1
 """A POST to these paths does the text side of the work only. API key limits apply."""
 
 
+EMBEDDING_PATHS = frozenset({"/v1/embeddings", "/embed", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
+"""A POST to these paths makes vectors or scores of texts. API key limits apply."""
+
+LIMITED_PATHS = GENERATING_PATHS | TOKENIZING_PATHS | EMBEDDING_PATHS
+"""Paths with the headers of API key limits, and of the request's id."""
+
+
 def is_open(path: str, method: str) -> bool:
     """Return whether the path needs no API key. The web page (`GET /`) asks for a key itself; `POST /` needs one."""
     return path in OPEN_PATHS or (method in ("GET", "HEAD") and path in PAGE_FILES)

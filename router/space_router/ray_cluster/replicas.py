@@ -24,6 +24,7 @@ from space_router.engine.engine import Engine
 from space_router.engine.workers.supervisor import Supervisor, WorkerDidNotStart, worker_command
 from space_router.metrics import Metrics
 from space_router.ray_cluster.scaling import FIGURE
+from space_router.text.encoder_text import EncoderText
 from space_router.text.model_text import ModelText
 
 logger = logging.getLogger(__name__)
@@ -189,12 +190,19 @@ class RouterReplica:
     async def start(self) -> DocumentedApp:
         """Start and return the application; /health is 503 until the first worker is up. Raises ConfigError."""
         text = await asyncio.to_thread(ModelText.load, self.config)
+        encoder = await asyncio.to_thread(EncoderText.load, self.config)
         metrics = Metrics()
-        engine = Engine(self.config, metrics, tokenizer_hash=text.tokenizer.content_hash, sources=())
+        engine = Engine(
+            self.config,
+            metrics,
+            tokenizer_hash=text.tokenizer.content_hash,
+            encoder_hash=None if encoder is None else encoder.content_hash,
+            sources=(),
+        )
         tracer = None
         if self.config.tracing == "on":
             tracer = self._exit.enter_context(exporting("spaceserve", os.environ))
-        self._service = Service(self.config, text, engine, metrics, tracer=tracer)
+        self._service = Service(self.config, text, engine, metrics, tracer=tracer, encoder=encoder)
         await self._exit.enter_async_context(engine)
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._note_start())]
         return create_app(self._service)

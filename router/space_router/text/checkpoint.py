@@ -15,18 +15,19 @@ from space_common.tokenizer.tokenizer_files import published_tokenizer
 from space_router.errors import ConfigError
 
 
-def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
+def locate(model: str, hub: Hub = Hub(), flag: str = "--model") -> Path:  # noqa: B008  # frozen
     """Return the folder for `demo`, a path, or a Hugging Face id (downloads its small files). Raises ConfigError.
 
     For a gated adapter, the folder is that of its base, which config.json names. For a GGUF file, the folder holds the
-    files extracted from its header.
+    files extracted from its header. `flag`: that names the model, for messages.
     """
-    folder = _folder(model, hub)
+    folder = _folder(model, hub, flag)
     section = read_json(folder, "config.json").get("space")
     base = section.get("base") if isinstance(section, dict) else None
     if isinstance(base, str) and base:
         try:
-            folder = _folder(str(folder / base) if (folder / base).exists() else base, replace(hub, revision=None))
+            place = str(folder / base) if (folder / base).exists() else base
+            folder = _folder(place, replace(hub, revision=None), flag)
         except ConfigError as error:
             raise ConfigError(f"{folder} is a gated adapter whose base cannot be had: {error}") from error
     for name, is_there in (
@@ -36,29 +37,29 @@ def locate(model: str, hub: Hub = Hub()) -> Path:  # noqa: B008  # frozen
         if not is_there:
             cure = "`spaceserve convert` makes a folder that has."
             if is_hub_id(model) and not Path(model).exists():
-                cure += f" If the repository has GGUF files, name one of them: --model {model}:FILE.gguf"
-            raise ConfigError(f"--model={model!r}: {folder} has no {name}; {cure}")
+                cure += f" If the repository has GGUF files, name one of them: {flag} {model}:FILE.gguf"
+            raise ConfigError(f"{flag}={model!r}: {folder} has no {name}; {cure}")
     return folder
 
 
-def _folder(model: str, hub: Hub) -> Path:
+def _folder(model: str, hub: Hub, flag: str) -> Path:
     if (packaged := default_model.packaged(model)) is not None:
         return packaged
     place = Path(model).expanduser()
     if not place.exists():
         if model != DEFAULT_BASE and not is_hub_id(model):
             raise ConfigError(
-                f"--model={model!r}: there is no such folder or file; give `smollm2`, `demo`, a folder, a GGUF file or "
+                f"{flag}={model!r}: there is no such folder or file; give `smollm2`, `demo`, a folder, a GGUF file or "
                 "a Hugging Face id."
             )
         try:
             place = default_model.fetch(hub) if model == DEFAULT_BASE else hub.fetch(model, weights=False)
         except HubError as error:
-            raise ConfigError(f"--model={model!r} is no folder, and: {error}") from error
+            raise ConfigError(f"{flag}={model!r} is no folder, and: {error}") from error
     try:
         return _view_of(place) or place
     except GgufError as error:
-        raise ConfigError(f"--model={model!r}: {error}") from error
+        raise ConfigError(f"{flag}={model!r}: {error}") from error
 
 
 def _view_of(place: Path) -> Path | None:

@@ -279,7 +279,7 @@ def _read_weights(
     form = read_format(checkpoint.config, checkpoint.name)
     if weights == "fp8":
         check_plain(form)
-    with _reading(checkpoint):
+    with reading(checkpoint):
         packed = None
         # transformers' quantizers know the modules of the whole model, not those of its text part.
         if form is not None and stays_packed(form, device) and family.key_mapping(checkpoint, config) is None:
@@ -316,13 +316,13 @@ def check_tensors(path: str | Path | Checkpoint) -> None:
     only the headers are read; quantised weights are read one at a time. Raises a ModelError that names the tensor."""
     checkpoint = Checkpoint.open(path)
     config = family.read_config(checkpoint)
-    with _reading(checkpoint):
+    with reading(checkpoint):
         model, found = stream_model(checkpoint, config, torch.float32, torch.device("meta"))
     check_found(checkpoint, model, found)
 
 
 @contextmanager
-def _reading(checkpoint: Checkpoint) -> Iterator[None]:
+def reading(checkpoint: Checkpoint) -> Iterator[None]:
     """Convert transformers' errors while reading weights to ModelErrors that name the checkpoint, and silence its
     progress bars and warnings: missing or unexpected weights are reported as our errors."""
     level = transformers_logging.get_verbosity()

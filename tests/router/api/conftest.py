@@ -21,6 +21,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.engine.queueing.admission import LoadFigures
 from space_router.metrics import Metrics
+from space_router.text.encoder_text import EncoderText
 from space_router.text.tokenizer import Tokenizer
 from starlette.types import ASGIApp
 
@@ -77,6 +78,7 @@ async def running(
     ready: bool = True,
     tokenizer: Tokenizer = TOKENIZER,
     tracer: Tracer | None = None,
+    encoder_text: EncoderText | None = None,
 ) -> AsyncIterator[Router]:
     """A router in front of a worker that follows the script; at the end every page must be free or cached."""
     text = model_text(chat, tokenizer)
@@ -84,7 +86,7 @@ async def running(
     async with ScriptedWorker(script) as worker:
         served = replace(config or ServeConfig(), worker_address=(worker.address,))
         async with Engine(served, metrics) as engine:
-            service = Service(served, text, engine, metrics, tracer=tracer)
+            service = Service(served, text, engine, metrics, tracer=tracer, encoder=encoder_text)
             app = create_app(service)
             if ready:
                 await engine.wait_ready()
@@ -167,10 +169,12 @@ def start() -> Start:
 
     def begin(reply: str | None = None, *, config: ServeConfig | None = None, chat: str | None = "chatml",
               ready: bool = True, tokenizer: Tokenizer = TOKENIZER, tracer: Tracer | None = None,
+              encoder_text: EncoderText | None = None,
               **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
         return running(
-            script(reply, **changes), config=config, chat=chat, ready=ready, tokenizer=tokenizer, tracer=tracer
-        )
+            script(reply, **changes), config=config, chat=chat, ready=ready, tokenizer=tokenizer, tracer=tracer,
+            encoder_text=encoder_text,
+        )  # fmt: skip
 
     return begin
 

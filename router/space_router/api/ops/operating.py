@@ -213,6 +213,10 @@ def model_routes(service: Service) -> APIRouter:
         loras = service.engine.loras.named.values()
         adapters |= {lora.name: card | {"id": lora.name, "root": lora.root, "parent": name} for lora in loras}
         own = {one: card | {"id": one, "root": service.config.model, "parent": None} for one in service.names}
+        if service.encoder is not None:
+            window = None if facts is None or facts.encoder is None else facts.encoder.window
+            names = {"id": service.encoder.name, "root": service.config.embedding_model, "parent": None}
+            adapters[service.encoder.name] = card | names | {"max_model_len": window}
         return own | adapters
 
     @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))

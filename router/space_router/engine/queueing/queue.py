@@ -204,7 +204,8 @@ class RequestQueue:
     def ended(self, live: RequestState) -> None:
         """Correct the charge of an ended request's key to the tokens it really used."""
         if live.num_charged is not None:
-            self._answer += 0.05 * (live.num_generated - self._answer)
+            if live.request.pooling is None:
+                self._answer += 0.05 * (live.num_generated - self._answer)
             tenant = self._tenant_of_key(live.request.key)
             used = live.request.charge(live.num_generated, live.statistics.num_steps)
             self._charge(tenant, live.num_prompt - live.statistics.num_cached + used - live.num_charged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -113,6 +113,9 @@ class SamplingOptions:
     min_tokens: int = 0
 
 
+Pooling = Literal["last", "mean"]
+"""How the hidden states of a prompt become one vector."""
+
 _LORA_SALT = "lora "
 
 
@@ -149,6 +152,7 @@ class ValidRequest:
     lora: ServedLora | None = None  # acts on the whole sequence; prefixes are shared only under the same content
     share_prefix: bool = True  # False: neither reads nor fills the prefix cache
     key: str = ""  # name of the API key, never the key itself; "": none. Keys share the server fairly
+    pooling: Pooling | None = None  # its prompt becomes one vector in place of an output; None: it generates
     stops_on_text: bool = False  # a stop string may end it before max_tokens
     trace: RequestTrace | None = field(default=None, compare=False, repr=False)  # its spans; None: not traced
 
@@ -201,6 +205,7 @@ class Delta(NamedTuple):
     accepted: int = 0  # of these, accepted and not cut off by a stop condition
     decoded: bool = False  # True: a decode step; False: prefill
     predicted: tuple[int, ...] = ()  # per token, ids of the request's prediction that were matched; empty: none
+    embedding: Sequence[float] | None = None  # of a request with `pooling`, in its last delta
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from space_proto import worker_pb2
 
 from space_router.engine.pages import BlockKeys
+from space_router.engine.request.encoding import EncodedPart
 from space_router.engine.request.request import Delta, Statistics, Stream, ValidRequest
 from space_router.engine.state_cache import HeldState
 
@@ -101,6 +102,11 @@ class RequestState:
         """Whether requested prompt logprobs are still missing; the first prompt id has none."""
         return self.request.num_prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1
 
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether all ids of its prompt must be computed, even where keys and values are cached."""
+        return self.wants_prompt_logprobs or self.request.pooling == "mean"
+
     def keys(self, block_size: int, num_blocks: int) -> list[bytes]:
         """Return the prefix cache keys of at least the first `num_blocks` full blocks of `ids`."""
         if block_size not in self._keys:
@@ -122,6 +128,7 @@ class ReportResult:
 
     updates: list[SequenceUpdate] = field(default_factory=list)
     decoded: list[int] = field(default_factory=list)  # number of tokens of each update that is a decode step
+    encoded: list[EncodedPart] = field(default_factory=list)
     readmit: list[RequestState] = field(default_factory=list)  # preempted and released: to be queued again
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from space_proto import worker_pb2
 
 from space_router.engine.errors import ProtocolViolation
+from space_router.engine.request.encoding import Chunk
 from space_router.engine.request.request import (
     Delta,
     Finish,
@@ -19,6 +22,27 @@ from space_router.engine.request.request import (
 )
 from space_router.engine.request.request_state import RequestState
 from space_router.engine.state_cache import HeldState
+
+
+@dataclass(frozen=True)
+class ServedEncoder:
+    """The encoder beside a worker's model."""
+
+    hash: str
+    tokenizer_hash: str
+    window: int  # most ids of a text or a pair
+    vocab_size: int
+    num_types: int
+    num_values: int  # of a text or a pair
+    scores_pairs: bool  # a cross-encoder; else it makes vectors
+    is_normalised: bool
+
+    @classmethod
+    def from_hello(cls, hello: worker_pb2.Hello) -> ServedEncoder | None:
+        """Return what a Hello says of its encoder; None: there is none."""
+        if not hello.HasField("encoder"):
+            return None
+        return cls(**{name: getattr(hello.encoder, name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,7 @@ class WorkerModelFacts:
     state_bytes_per_sequence: int = 0  # of recurrent layers, beside pages; 0: there are none
     step_cost_source: str = ""  # file, measured or learned; "": the worker does not say
     step_cost_reason: str = ""  # why they are learned
+    encoder: ServedEncoder | None = None  # the encoder beside the model; None: there is none
 
     @property
     def num_slots(self) -> int:
@@ -105,6 +130,9 @@ class WorkerModelFacts:
         if self.text_depends_on != before.text_depends_on:
             theirs, ours = (" ".join(one.text_depends_on) for one in (self, before))
             return f"A worker has {theirs}, the one before it {ours}. Give all the same model and dtype."
+        if self.encoder != before.encoder:
+            theirs, ours = ("none" if one.encoder is None else one.encoder.hash[:12] for one in (self, before))
+            return f"A worker has the encoder {theirs}, the one before it {ours}. Give all the same --embedding-model."
         if set(self.adapters) != set(before.adapters):
             theirs, ours = (", ".join(one.adapters) or "none" for one in (self, before))
             return f"A worker has the adapters {theirs}, the one before it {ours}. Give all the same."
@@ -126,6 +154,7 @@ class WorkerModelFacts:
             "adapter_head_drafts": tuple(adapter.num_head_drafts for adapter in hello.adapters),
             "adapter_formats": tuple(adapter.format for adapter in hello.adapters),
             "loras": tuple((lora.name, lora.hash) for lora in hello.loras),
+            "encoder": ServedEncoder.from_hello(hello),
         }
         values = of_each | {name: getattr(hello, name) for name in cls.__dataclass_fields__ if name not in of_each}
         lists = {name: tuple(values[name]) for name in ("mask_ids", "eos_ids", "synthetic_acceptance")}
@@ -133,6 +162,13 @@ class WorkerModelFacts:
 
 
 FINISH = {worker_pb2.Finish.Value(f"FINISH_{finish.name}"): finish for finish in Finish}
+
+
+POOLING = {
+    None: worker_pb2.POOLING_NONE,
+    "last": worker_pb2.POOLING_LAST,
+    "mean": worker_pb2.POOLING_MEAN,
+}
 
 
 def admit(
@@ -166,6 +202,7 @@ def admit(
             adapter=request.adapter,
             lora="" if request.lora is None else request.lora.digest,
             prediction=request.prediction or (),
+            pooling=POOLING[request.pooling],
             load_state=load_state,
             keep_states=[worker_pb2.KeptState(position=one.position, slot=one.slot) for one in keep_states],
             traceparent="" if request.trace is None else request.trace.admitted(),
@@ -179,6 +216,16 @@ def load_lora(lora: ServedLora) -> worker_pb2.Command:
 
 def unload_lora(digest: str) -> worker_pb2.Command:
     return worker_pb2.Command(unload_lora=worker_pb2.UnloadLora(hash=digest))
+
+
+def encode(encode_id: int, chunk: Chunk) -> worker_pb2.Command:
+    texts = (chunk.encoding.texts[number] for number in chunk.numbers)
+    inputs = [worker_pb2.EncoderInput(ids=text.ids, type_ids=text.type_ids) for text in texts]
+    return worker_pb2.Command(encode=worker_pb2.Encode(encode_id=encode_id, inputs=inputs))
+
+
+def stop_encoding(encode_id: int) -> worker_pb2.Command:
+    return worker_pb2.Command(stop_encoding=worker_pb2.StopEncoding(encode_id=encode_id))
 
 
 def extend(seq_id: int, pages: Sequence[int]) -> worker_pb2.Command:
@@ -204,7 +251,20 @@ def delta(part: worker_pb2.SequenceReport) -> Delta:
         part.num_accepted,
         part.decoded,
         tuple(predicted) if predicted else (),
+        vector(part.embedding) if part.HasField("embedding") else None,
     )
+
+
+def vector(message: worker_pb2.Values) -> Sequence[float]:
+    """Return the numbers of a vector. Raises ProtocolViolation if bytes are missing."""
+    values = array("f")
+    try:
+        values.frombytes(message.values)
+    except ValueError as error:
+        raise ProtocolViolation(f"a vector has {len(message.values)} bytes, no multiple of 4") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 def _logprobs(

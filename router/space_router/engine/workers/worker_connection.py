@@ -467,9 +467,10 @@ class WorkerConnection:
                 self._mark_healthy()
             if report.stepped:
                 watchdog.stepped(step_seconds(report.stats))
-            if report.stepped or report.released or not scheduler.is_step_due:
+            is_progress = report.stepped or report.released or report.encoded
+            if is_progress or not scheduler.is_step_due:
                 last_step = now
-            if report.stepped or report.released or not (scheduler.is_step_due or scheduler.awaits_grammar):
+            if is_progress or not (scheduler.is_step_due or scheduler.awaits_grammar):
                 last_grammar = now
             if now - last_step > watchdog.stall or now - last_grammar > watchdog.stall + GRAMMAR_SECONDS:
                 raise LinkStalled(f"no step for {now - last_grammar:.3g} s, though one is due")

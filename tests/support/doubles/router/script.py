@@ -47,6 +47,12 @@ class FixedReply:
         return self.reply[(len(ids) - num_prompt) % len(self.reply)]
 
 
+def made_up_vector(ids: Sequence[int], size: int = 8) -> bytes:
+    """A vector that depends on all of these ids, as a worker reports it."""
+    digest = hashlib.blake2b(array("I", ids).tobytes(), digest_size=size).digest()
+    return array("f", [byte / 128.0 - 1.0 for byte in digest]).tobytes()
+
+
 Accepts: TypeAlias = Callable[[int, int, int], int]
 """(seq_id, number of the decode step in its sequence, live drafts d) -> accepted drafts, 0..d."""
 
@@ -111,6 +117,9 @@ class Script:
     state_bytes_per_sequence: int = 0  # of recurrent layers, which share no prefixes
     step_cost_source: str = ""  # what Hello says of them
     step_cost_reason: str = ""
+
+    encoder: worker_pb2.Encoder | None = None  # beside the model; None: there is none
+    encoder_texts: int = 4  # that the encoder encodes at each step
 
     step_seconds: float = 0.0  # sleep before each step
     plain_step_seconds: float = 0.001  # what it reports as the cost of plain decoding

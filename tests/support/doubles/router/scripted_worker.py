@@ -17,7 +17,7 @@ import grpc.aio
 from space_common.worker_port.secret import NotProven, SecretFile, WorkerSide
 from space_proto import worker_pb2, worker_pb2_grpc
 
-from doubles.router.script import Script
+from doubles.router.script import Script, made_up_vector
 
 
 class Violation(AssertionError):
@@ -137,6 +137,8 @@ class ScriptedSequence:
             raise Violation(f"sequence {self.seq_id}: num_cached {admit.num_cached} of {len(self.ids)} ids")
         if admit.HasField("num_prompt_logprobs") and admit.num_cached:
             raise Violation(f"sequence {self.seq_id}: prompt logprobs with cached ids")
+        if admit.pooling == worker_pb2.POOLING_MEAN and admit.num_cached:
+            raise Violation(f"sequence {self.seq_id}: the mean of a prompt with cached ids")
         num_shared = admit.num_cached // size
         if len(self.pages) < num_shared:
             raise Violation(f"sequence {self.seq_id}: {admit.num_cached} cached ids in {len(self.pages)} pages")
@@ -212,7 +214,11 @@ class ScriptedSequence:
             # row i predicts id i+1
             foreseen = self.ids[start + 1 : min(self.computed + 1, self._admit.num_prompt)]
             report.prompt_logprobs.extend(self._logprobs(token, num_top) for token in foreseen)
-        if self.computed == len(self.ids):
+        if self.computed == len(self.ids) and self._admit.pooling:
+            self.computed, self.ended = self.computed - 1, True
+            report.num_computed, report.finish = self.computed, worker_pb2.FINISH_LENGTH
+            report.embedding.values = made_up_vector([self._admit.pooling, *self.ids])
+        elif self.computed == len(self.ids):
             self._emit(report, num_ids=1)
         return report, num_rows
 
@@ -292,6 +298,7 @@ def hello_of(script: Script, incarnation: str) -> worker_pb2.Hello:
         num_state_slots=script.num_state_slots, state_bytes_per_sequence=script.state_bytes_per_sequence,
         step_cost_source=script.step_cost_source, step_cost_reason=script.step_cost_reason,
         loras=[worker_pb2.Lora(name=name, hash=digest, rank=4) for name, digest in script.loras],
+        encoder=script.encoder,
         adapters=[
             worker_pb2.Adapter(name=name, num_masks=script.draft_length, format="space") for name in script.adapters
         ],
@@ -310,6 +317,7 @@ class Figures:
     num_cached_ids: int = 0  # over all admits
     num_restored_blocks: int = 0  # from host memory
     num_computed_prompt_ids: int = 0  # rows of prefill
+    num_texts: int = 0  # that were encoded
     num_admits_by_adapter: Counter[str] = field(default_factory=Counter)
     num_admits_by_forced: Counter[int] = field(default_factory=Counter)  # drafts that the request commands
 
@@ -331,6 +339,8 @@ class ScriptedBatch:
         self.loras = {digest for _, digest in script.loras}  # loaded, by hash
         self._lora_reports: list[worker_pb2.LoraReport] = []
         self._states: dict[int, Any] = {}
+        self._texts: list[tuple[int, int, worker_pb2.EncoderInput]] = []  # by encode_id and number
+        self._encoded: list[worker_pb2.Encoded] = []
         self._report_no = 0
 
     def hello(self) -> worker_pb2.Hello:
@@ -338,7 +348,7 @@ class ScriptedBatch:
 
     @property
     def has_work(self) -> bool:
-        return any(
+        return bool(self._texts) or any(
             sequence.releasing is not None or not (sequence.ended or sequence.paused)
             for sequence in self.sequences.values()
         )
@@ -375,8 +385,36 @@ class ScriptedBatch:
                 ):
                     raise Violation(f"the LoRA {command.unload_lora.hash} is unloaded, and used")
                 self.loras.discard(command.unload_lora.hash)
+            case "encode":
+                self._encode(command.encode)
+            case "stop_encoding":
+                self._texts = [one for one in self._texts if one[0] != command.stop_encoding.encode_id]
             case "drain":
                 self.draining = True
+
+    def _encode(self, command: worker_pb2.Encode) -> None:
+        if self.script.encoder is None or not command.inputs:
+            raise Violation(f"{len(command.inputs)} texts are to be encoded, and there is no encoder or none of them")
+        if self.draining:
+            self._encoded.append(worker_pb2.Encoded(encode_id=command.encode_id, returned=True))
+            return
+        if any(not 1 <= len(one.ids) <= self.script.encoder.window for one in command.inputs):
+            raise Violation("a text is to be encoded that is empty, or longer than the encoder's window")
+        self._texts += [(command.encode_id, number, one) for number, one in enumerate(command.inputs)]
+
+    def _encode_some(self) -> None:
+        """Encode the next texts; one with `failing_id` fails with the others of its command, `deadly_id` kills."""
+        size = 0 if self.script.encoder is None else self.script.encoder.num_values
+        taken, self._texts = self._texts[: self.script.encoder_texts], self._texts[self.script.encoder_texts :]
+        for encode_id, number, text in taken:
+            self.is_dead = self.is_dead or self.script.deadly_id in text.ids
+            if self.script.failing_id in text.ids:
+                self._encoded.append(worker_pb2.Encoded(encode_id=encode_id, error="the script says this one fails"))
+                self._texts = [one for one in self._texts if one[0] != encode_id]
+                continue
+            self.figures.num_texts += 1
+            values = [worker_pb2.Values(values=made_up_vector([*text.ids, *text.type_ids], size))]
+            self._encoded.append(worker_pb2.Encoded(encode_id=encode_id, numbers=[number], values=values))
 
     def _admit(self, admit: worker_pb2.Admit) -> None:
         assert self._start is not None
@@ -411,7 +449,7 @@ class ScriptedBatch:
     @property
     def has_news(self) -> bool:
         """There is something to report even without a step."""
-        return bool(self._released or self._failed or self._lora_reports)
+        return bool(self._released or self._failed or self._lora_reports or self._encoded)
 
     def step(self) -> worker_pb2.StepReport:
         """One step of everything that can go on, or a report without one."""
@@ -439,6 +477,7 @@ class ScriptedBatch:
                 stats.chain_rows += 1 + report.num_drafted
                 stats.mask_rows += report.num_drafted
                 lengths[report.num_drafted] += 1
+        self._encode_some()
         self._report_no += 1
         self.figures.num_steps += stepped
         result = worker_pb2.StepReport(
@@ -447,8 +486,9 @@ class ScriptedBatch:
             sequences=reports,
             released=self._released,
             loras=self._lora_reports,
+            encoded=self._encoded,
         )
-        self._released, self._lora_reports = [], []
+        self._released, self._lora_reports, self._encoded = [], [], []
         if stepped:
             stats.draft_length_counts.extend(lengths)
             stats.forward_seconds, stats.sample_seconds, stats.draft_seconds = 0.001, 0.0001, 0.0001

@@ -1,0 +1,1 @@
+"""Vectors and scores of texts, by the encoder beside the model."""
