@@ -62,6 +62,9 @@ _own_process = partial(_process, own_workers=True)
 TOOL_CALL_PARSERS = (
     "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "kimi_k2",
     "openai", "granite", "phi4_mini_json", "functools", "nemotron_json", "lfm2", "seed_oss", "minimax_m2",
+    "gemma4", "functiongemma", "deepseek_v32", "deepseek_v4", "cohere_command3", "command_r", "minimax_m3", "minimax",
+    "hunyuan_a13b", "apertus", "olmo3", "xlam", "gigachat3", "solar_open2", "longcat", "internlm", "functionary_v31",
+    "muse_glimmer",
 )  # fmt: skip
 """Names of `space_router.text.tool_parsers.formats.FORMATS`."""
 
@@ -153,7 +156,9 @@ class ServeConfig:
     tool_call_parser: str = _model("auto", one_of("auto", "off", *TOOL_CALL_PARSERS, metavar="auto|off|NAME"))
     """format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]),
     pythonic ([f(a=1)]), qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, openai (harmony), granite,
-    phi4_mini_json, functools, nemotron_json, lfm2, seed_oss, minimax_m2; auto takes the one that the chat template
+    phi4_mini_json, functools, nemotron_json, lfm2, seed_oss, minimax_m2, gemma4, functiongemma, deepseek_v32,
+    deepseek_v4, cohere_command3, command_r, minimax_m3, minimax, hunyuan_a13b, apertus, olmo3, xlam, gigachat3,
+    solar_open2, longcat, internlm, functionary_v31, muse_glimmer; auto takes the one that the chat template
     tells the model; off leaves calls in the text"""
     reasoning_parser: str = _model("auto", one_of("auto", "off", *REASONING_PARSERS, metavar="auto|off|NAME"))
     """format of the model's reasoning, by vLLM's names: deepseek_r1, deepseek_v3, glm45, hunyuan_a13b, kimi_k2,

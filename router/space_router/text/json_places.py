@@ -56,8 +56,7 @@ def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, s
         text = builder.append(PlaceState(((_units(layout.parameter.behind_value, special_id), call),)))
         targets = []
         for key, value in _parameters(schema).items():
-            head = layout.parameter.before_key + key + layout.parameter.behind_key
-            targets.append((_units(head, special_id), JSON if is_json(value) else text))
+            targets.append((_units(layout.parameter.head(key, value), special_id), JSON if is_json(value) else text))
         if not targets:
             targets.append((_units(layout.parameter.before_key, special_id), text))
         builder.set(call, PlaceState((*targets, (end, calls)), then=call))

@@ -244,9 +244,9 @@ def _start_of(marker: str, text: str, at: int) -> int:
     return len(text)
 
 
-NAME_KEYS = frozenset({"name", "function"})
+NAME_KEYS = frozenset({"name", "function", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-OTHER_KEYS = frozenset({"type", "id"})
+OTHER_KEYS = frozenset({"type", "id", "tool_call_id"})
 
 MAX_UNCERTAIN = 16 * 1024  # A candidate that is still not known to be a call after this many characters is content
 
@@ -273,13 +273,13 @@ def call_object(cursor: Cursor, output: CallCollector, tools: Tools, *, needs_ar
         return False
     while True:
         yield from cursor.skip()
-        key = yield from _string(cursor, None if reported else limit)
+        key = yield from string(cursor, None if reported else limit)
         yield from cursor.skip()
         if not (yield from cursor.takes(":")):
             return reported
         yield from cursor.skip()
         if key in NAME_KEYS and name is None:
-            name = yield from _string(cursor, limit)
+            name = yield from string(cursor, limit)
             if name not in tools:
                 return False
             if early is not None:
@@ -296,7 +296,7 @@ def call_object(cursor: Cursor, output: CallCollector, tools: Tools, *, needs_ar
                     return False
                 if name is not None:
                     report(early)
-        elif key not in OTHER_KEYS or (yield from _string(cursor, None if reported else limit)) is None:
+        elif key not in OTHER_KEYS or (yield from string(cursor, None if reported else limit)) is None:
             return reported
         yield from cursor.skip()
         if (yield from cursor.takes("}")):
@@ -348,12 +348,12 @@ def _arguments(cursor: Cursor, limit: int) -> Reading[str | None]:
         pieces: list[str] = []
         return "".join(pieces) if (yield from brackets(cursor, pieces.append, limit)) else None
     if char == '"':
-        text = yield from _string(cursor, limit)
+        text = yield from string(cursor, limit)
         return text if text is not None and text.lstrip().startswith("{") else None
     return "{}" if (yield from cursor.takes("null")) else None
 
 
-def _string(cursor: Cursor, limit: int | None) -> Reading[str | None]:
+def string(cursor: Cursor, limit: int | None) -> Reading[str | None]:
     """Parse a JSON string; None if there is none."""
     if not (yield from cursor.takes('"')):
         return None
@@ -485,14 +485,8 @@ def pythonic(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[Non
 def python_calls(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """Parse `f(a=1), g()]`; the cursor returns to the start of anything that is not a call."""
     while True:
-        yield from cursor.skip()
-        name = yield from cursor.run(_in_name, 64)
-        written = yield from _parentheses(cursor)
-        arguments = None if name not in tools or written is None else _keywords(written)
-        if arguments is None:
+        if not (yield from python_call(cursor, output, tools)):
             return cursor.back()
-        cursor.let_go()
-        output.call(name, whole_characters(json.dumps(arguments, ensure_ascii=False)))
         yield from cursor.skip()
         if (yield from cursor.takes("]")):
             yield from cursor.skip()
@@ -501,6 +495,19 @@ def python_calls(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading
         cursor.keep()
         if not (yield from cursor.takes(",")):
             return cursor.let_go()
+
+
+def python_call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
+    """Parse `f(a=1)`. Returns False if it is no call; the caller then returns to the mark."""
+    yield from cursor.skip()
+    name = yield from cursor.run(_in_name, 64)
+    written = yield from _parentheses(cursor)
+    arguments = None if name not in tools or written is None else _keywords(written)
+    if arguments is None:
+        return False
+    cursor.let_go()
+    output.call(name, whole_characters(json.dumps(arguments, ensure_ascii=False)))
+    return True
 
 
 def _parentheses(cursor: Cursor) -> Reading[str | None]:
@@ -564,6 +571,11 @@ class ParameterLayout:
     before_key: str
     behind_key: str
     behind_value: str
+    behind_json_key: str = ""  # in place of `behind_key` where the value is JSON
+
+    def head(self, key: str, value: Any) -> str:
+        """Return what stands before the value of an argument with this schema."""
+        return self.before_key + key + ((is_json(value) and self.behind_json_key) or self.behind_key)
 
 
 @dataclass(frozen=True)
@@ -585,7 +597,7 @@ SpecialId = Callable[[str], int | None]  # Maps a text to the id of its special 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by name of tool
 
 _SPACED = {"x-guidance": {**AS_ANY_OF, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-_CALL_KEYS = "name|function|type|id|parameters|arguments"
+_CALL_KEYS = "|".join(sorted(NAME_KEYS | OTHER_KEYS | ARGUMENT_KEYS))
 
 
 def calls_only(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> str:
@@ -651,7 +663,7 @@ def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], 
     for place, key in enumerate(order):
         value = known.get(key)
         parts.append(f"parameter_{index}_{place}" + ("" if key in names else "?"))
-        head = _terminal(layout.before_key + key + layout.behind_key, special_id)
+        head = _terminal(layout.head(key, value), special_id)
         rules.append(f"parameter_{index}_{place}: {head} {_value(value, schema, end)}")
     if not known:
         key = _joined(_terminal(layout.before_key, special_id), "KEY", _terminal(layout.behind_key, special_id))

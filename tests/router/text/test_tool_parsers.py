@@ -247,12 +247,47 @@ def test_wherever_a_text_is_cut_its_calls_are_parts_of_the_whole_ones(name: str,
         ("<|tool_call_start|>", "lfm2"),
         ("<seed:tool_call>\\n<function=", "seed_oss"),
         ("<minimax:tool_call>", "minimax_m2"),
+        ("{%- set ns_token = ']<]minimax[>[' -%}{%- set begin = ns_token ~ '<tool_call>' -%}", "minimax_m3"),
+        ("'\\nin this format:\\n<{start_tag}={function_name}>{parameters}{end_tag}' <|python_tag|>", "functionary_v31"),
+        ('function_call="<|function_call|>" {{- \'{"name": "\' ~ call[\'name\'] ~ \'", "arguments": \'', "gigachat3"),
+        ("{'role': 'function call', 'content': '{\"name\": \"'}", "gigachat3"),
+        (
+            '<|START_ACTION|>[ {"tool_call_id": "0", "tool_name": "x", "parameters": {}} ]<|END_ACTION|>',
+            "cohere_command3",
+        ),
+        ("'\\nAction:\\n```json\\n[\\n'", "command_r"),
+        ("'<atem:function_calls>\\n<atem:invoke name='", "muse_glimmer"),
+        ("set dsml_token = '｜DSML｜' '<' + dsml_token + 'function_calls>'", "deepseek_v32"),
+        ("set dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>'", "deepseek_v4"),
+        ("'<|tool_call>call:' + function['name'] + '{'", "gemma4"),
+        ("<start_function_call>call:", "functiongemma"),
+        ("set tool_calls_token = '<|tools_prefix|>'", "apertus"),
+        ('<tool_calls>\\n{"name": <tool-name>', "minimax"),
+        ('<tool_calls>[{"name": <function-name-1>', "hunyuan_a13b"),
+        ("<function_calls>", "olmo3"),
+        ("<|tool_call:begin|>", "solar_open2"),
+        ("<longcat_tool_call>", "longcat"),
+        ("<|action_start|><|plugin|>", "internlm"),
+        ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama3_json"),
     ],
 )
 def test_the_format_is_recognised_by_the_template(template: str, name: str) -> None:
     known = recognised(template)
     assert known is not None
     assert known.name == name
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        '{"name": "{{ tool.name }}", "description": "{{ tool.description }}", "parameters": {{ tool.parameters }}}',
+        "{{ tools | tojson }}",
+        "<|tool_list_begin|>{%- for call in message.tool_calls %}>>>{{ call.function.name }}",
+        "'<function name=\"' ~ tool_call.name ~ '\">'",
+    ],
+)
+def test_tools_that_are_listed_tell_of_no_format(template: str) -> None:
+    assert recognised(template) is None
 
 
 def test_the_flag_has_every_format() -> None:

@@ -15,7 +15,7 @@ from space_router.text.tool_calls import calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, ToolFormat
 from space_server.grammar import GrammarState, TokenVocabulary, ids_of
 
-EOS, FIRST = 0, 64
+EOS, FIRST = 0, 128
 MARKERS = sorted(
     {marker for one in FORMATS.values() for marker in one.markers}
     | {marker for one in REASONING.values() for marker in one.markers if " " not in marker}
@@ -70,7 +70,7 @@ def calls_of(known: ToolFormat) -> tuple[Sequence[str], Sequence[str]]:
         repeated = [f'{head}{{"count": {{"a": 1, "a', f'{other}{{"a": 1, "b": 2, "a', f'{other}{{"count": {{}}, "count']
         return repeated, [f'{head}{{"count": {{"a": 1, "b', f'{other}{{"a": 1, "b": {{"a', f'{other}{{"count']
     part = layout.parameter
-    note, count = (f"{part.before_key}{key}{part.behind_key}" for key in ("note", "count"))
+    note, count = (part.head(key, TOOLS["f"]["properties"][key]) for key in ("note", "count"))
     head = f"{start}{layout.before_name}f{layout.before_arguments}"
     text = f'{head}{note}Say {count}{{"a": 1, "a'
     counted = f'{head}{note}"a": "a{part.behind_value}{count}'

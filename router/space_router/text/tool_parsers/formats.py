@@ -24,8 +24,16 @@ from space_router.text.tool_calls import (
 )
 from space_router.text.tool_parsers import marked_calls as marked
 from space_router.text.tool_parsers import xml_calls as xml
+from space_router.text.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA_4, gemma
 from space_router.text.tool_parsers.glm import KEY, KEY_END, VALUE, VALUE_END, glm
-from space_router.text.tool_parsers.listed_calls import listed_calls, marked_python
+from space_router.text.tool_parsers.listed_calls import (
+    list_at_start,
+    listed_calls,
+    marked_python,
+    named_objects,
+    python_lines,
+)
+from space_router.text.tool_parsers.minimax_m3 import SPACE_NAME, minimax_m3
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,128 @@ _LFM2 = ToolFormat(
 )
 
 
+_COMMAND = ToolFormat(
+    "cohere_command3",
+    listed_calls("<|START_ACTION|>", "<|END_ACTION|>"),
+    ("<|START_ACTION|>", "<|END_ACTION|>"),
+    ToolCallLayout(
+        '{"tool_call_id": "0", "tool_name": "',
+        '", "parameters": ',
+        "}",
+        trigger="<|START_ACTION|>",
+        opening="[\n    ",
+        between=",\n    ",
+        closing="\n]<|END_ACTION|>",
+    ),
+)
+_COMMAND_R = ToolFormat(
+    "command_r",
+    listed_calls("Action:\n```json", "```"),
+    (),
+    ToolCallLayout(
+        '{"tool_name": "',
+        '", "parameters": ',
+        "}",
+        trigger="Action:\n```json",
+        opening="\n[\n    ",
+        between=",\n    ",
+        closing="\n]\n```",
+    ),
+)
+_HUNYUAN = ToolFormat(
+    "hunyuan_a13b",
+    listed_calls("<tool_calls>", "</tool_calls>"),
+    ("<tool_calls>", "</tool_calls>"),
+    replace(_LISTED, trigger="<tool_calls>", closing="]</tool_calls>"),
+)
+_MINIMAX_1 = replace(
+    _HUNYUAN,
+    name="minimax",
+    layout=ToolCallLayout(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        trigger="<tool_calls>",
+        opening="\n",
+        between="\n",
+        closing="\n</tool_calls>",
+    ),
+)
+_GIGACHAT = ToolFormat(
+    "gigachat3",
+    listed_calls("<|function_call|>"),
+    ("<|function_call|>",),
+    ToolCallLayout('{"name": "', '", "arguments": ', "}", trigger="<|function_call|>", between="<|function_call|>"),
+)
+_GIGACHAT_ROLE = "function call<|role_sep|>"
+_GIGACHAT_3 = replace(
+    _GIGACHAT, form=listed_calls(f"<|message_sep|>\n\n{_GIGACHAT_ROLE}"), markers=("<|message_sep|>", "<|role_sep|>"),
+    layout=None,
+)  # fmt: skip
+_APERTUS = ToolFormat(
+    "apertus",
+    named_objects("<|tools_prefix|>", "<|tools_suffix|>"),
+    ("<|tools_prefix|>", "<|tools_suffix|>"),
+    ToolCallLayout(
+        '{"', '": ', "}", trigger="<|tools_prefix|>", opening="[", between=", ", closing="]<|tools_suffix|>"
+    ),
+)
+_XLAM = ToolFormat("xlam", list_at_start, (), None)
+_OLMO = ToolFormat(
+    "olmo3", python_lines("<function_calls>", "</function_calls>"), ("<function_calls>", "</function_calls>"), None
+)
+_LONGCAT = ToolFormat(
+    "longcat",
+    listed_calls("<longcat_tool_call>", "</longcat_tool_call>"),
+    ("<longcat_tool_call>", "</longcat_tool_call>"),
+    ToolCallLayout(
+        '\n{"name": "',
+        '", "arguments": ',
+        "}\n</longcat_tool_call>",
+        trigger="<longcat_tool_call>",
+        between="\n<longcat_tool_call>",
+    ),
+)
+_INTERN = ToolFormat(
+    "internlm",
+    listed_calls("<|action_start|><|plugin|>", "<|action_end|>"),
+    ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    ToolCallLayout(
+        '\n{"name": "',
+        '", "parameters": ',
+        "}<|action_end|>",
+        trigger="<|action_start|>",
+        opening="<|plugin|>",
+        between="\n<|action_start|><|plugin|>",
+    ),
+)
+_GEMMA_4 = ToolFormat("gemma4", gemma(GEMMA_4), GEMMA_4, None)
+_FUNCTION_GEMMA = ToolFormat("functiongemma", gemma(FUNCTION_GEMMA), FUNCTION_GEMMA, None)
+_MINIMAX_3 = ToolFormat("minimax_m3", minimax_m3, (SPACE_NAME, OPEN, CLOSE), None)
+_SOLAR = ToolFormat(
+    "solar_open2",
+    marked.solar,
+    (marked.SOLAR_CALL, marked.SOLAR_NAME, marked.SOLAR_ARGUMENTS, marked.SOLAR_END),
+    ToolCallLayout(
+        f"0{marked.SOLAR_NAME}",
+        marked.SOLAR_ARGUMENTS,
+        marked.SOLAR_END,
+        trigger=marked.SOLAR_CALL,
+        between=marked.SOLAR_CALL,
+    ),
+)
+_FUNCTIONARY = ToolFormat(
+    "functionary_v31",
+    marked.functionary,
+    (),
+    ToolCallLayout("", ">", marked.FUNCTION_END, trigger=marked.FUNCTION, between=marked.FUNCTION),
+)
+
+
 def _xml(name: str, tags: xml.Tags, *, trim: str = "\n") -> ToolFormat:
     """`trim`: what stands before and behind a value."""
-    parameter = ParameterLayout(tags.parameter, tags.key_end + trim, f"{trim}{tags.parameter_end}\n")
+    text_key, json_key = tags.typed or (tags.key_end + trim, "")
+    parameter = ParameterLayout(tags.parameter, text_key, f"{trim}{tags.parameter_end}\n", json_key)
     layout = ToolCallLayout(
         f"\n{tags.function}",
         f"{tags.name_end}\n",
@@ -98,6 +225,9 @@ def _xml(name: str, tags: xml.Tags, *, trim: str = "\n") -> ToolFormat:
 _QWEN_CODER = _xml("qwen3_coder", xml.QWEN)
 _SEED = _xml("seed_oss", xml.SEED, trim="")
 _MINIMAX = _xml("minimax_m2", xml.MINIMAX, trim="")
+_DEEPSEEK_32 = _xml("deepseek_v32", xml.DEEPSEEK_32, trim="")
+_DEEPSEEK_4 = _xml("deepseek_v4", xml.DEEPSEEK_4, trim="")
+_GLIMMER = _xml("muse_glimmer", xml.GLIMMER, trim="")
 _GLM = ToolFormat(
     "glm45",
     glm,
@@ -161,14 +291,35 @@ FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
         _HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC, _QWEN_CODER, _GLM, _DEEPSEEK, _DEEPSEEK_31, _KIMI, _HARMONY, _GRANITE,
-        _PHI_4, _FUNCTOOLS, _NEMOTRON, _LFM2, _SEED, _MINIMAX,
+        _PHI_4, _FUNCTOOLS, _NEMOTRON, _LFM2, _SEED, _MINIMAX, _GEMMA_4, _FUNCTION_GEMMA, _DEEPSEEK_32, _DEEPSEEK_4,
+        _COMMAND, _COMMAND_R, _MINIMAX_3, _MINIMAX_1, _HUNYUAN, _APERTUS, _OLMO, _XLAM, _GIGACHAT, _SOLAR, _LONGCAT,
+        _INTERN, _FUNCTIONARY, _GLIMMER,
     )
 }  # fmt: skip
 """Formats by their `--tool-call-parser` name, which is vLLM's where it has one."""
 
 _PYTHON_CALL = re.compile(r"\[\s*\w+\(\w+\s*=")
 
+_LLAMA_CALL = re.compile(r"""\{"name": [^"{}]{1,40}, "parameters": """)
+"""How Llama's templates say what a call is. Others list tools as JSON with the same keys, and want other calls."""
+
 _SIGNS = (
+    (SPACE_NAME, _MINIMAX_3),
+    ("<atem:function_calls>", _GLIMMER),
+    ("<|tool_call>", _GEMMA_4),
+    ("<start_function_call>", _FUNCTION_GEMMA),
+    ("<|START_ACTION|>", _COMMAND),
+    ("<|tools_prefix|>", _APERTUS),
+    ("<|function_call|>", _GIGACHAT),
+    (marked.SOLAR_CALL, _SOLAR),
+    ("<longcat_tool_call>", _LONGCAT),
+    ("<|action_start|>", _INTERN),
+    ("'role': 'function call'", _GIGACHAT_3),
+    ("{start_tag}={function_name}", _FUNCTIONARY),
+    ("Action:\\n```json", _COMMAND_R),
+    ("<tool_calls>\\n{", _MINIMAX_1),
+    ("<tool_calls>", _HUNYUAN),
+    ("<function_calls>", _OLMO),
     (TOOL_CALLS, _MISTRAL),
     ("<|channel|>commentary", _HARMONY),
     (marked.SECTION, _KIMI),
@@ -179,6 +330,7 @@ _SIGNS = (
     ("<|tool_call|>", _GRANITE),
     ("<TOOLCALL>", _NEMOTRON),
     ("<|tool_call_start|>", _LFM2),
+    ("<|tool_list_start|>", _LFM2),
     ("functools[", _FUNCTOOLS),
 )
 """What the template of each format has, and those of the formats before have not."""
@@ -191,6 +343,8 @@ def named(name: str, template: str) -> ToolFormat:
 
 def recognised(template: str) -> ToolFormat | None:
     """Return the format that a chat template instructs the model to use, or None if it is not supported."""
+    if "｜DSML｜" in template:
+        return _DEEPSEEK_4 if "tool_calls>" in template else _DEEPSEEK_32
     for sign, known in _SIGNS:
         if sign in template:
             return named(known.name, template)
@@ -200,6 +354,4 @@ def recognised(template: str) -> ToolFormat | None:
         return _QWEN_CODER if "<function=" in template else _HERMES
     if PYTHON_START in template or _PYTHON_CALL.search(template):
         return _PYTHONIC
-    if PYTHON_TAG in template or ('"parameters"' in template and '"name"' in template):
-        return _LLAMA_3
-    return None
+    return _LLAMA_3 if PYTHON_TAG in template or _LLAMA_CALL.search(template) else None

@@ -1,4 +1,4 @@
-"""Calls between marker tokens, with arguments in JSON: DeepSeek V3, V3.1 and R1, and Kimi K2."""
+"""Calls between marker tokens, with arguments in JSON: DeepSeek V3, V3.1 and R1, Kimi K2, Solar, Functionary."""
 
 from space_router.text.tool_calls import CallCollector, Cursor, Reading, Tools, brackets, content_until, no_call
 
@@ -8,6 +8,10 @@ FENCE, FENCE_END = "```json", "```"
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_END, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+
+SOLAR_CALL, SOLAR_NAME = "<|tool_call:begin|>", "<|tool_call:name|>"
+SOLAR_ARGUMENTS, SOLAR_END = "<|tool_call:args|>", "<|tool_call:end|>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 
 
 def deepseek(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -55,6 +59,40 @@ def kimi(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
         for behind in (KIMI_END, SECTION_END):
             yield from cursor.skip()
             yield from cursor.takes(behind)
+
+
+def solar(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """An id, a name and arguments, each behind a marker of its own."""
+    while (yield from content_until(cursor, output, (SOLAR_CALL,))):
+        cursor.keep()
+        cursor.at += len(SOLAR_CALL)
+        yield from cursor.run(_in_line, 128)
+        yield from cursor.takes(SOLAR_NAME)
+        name = (yield from cursor.run(_in_line, 128)).strip()
+        yield from cursor.takes(SOLAR_ARGUMENTS)
+        yield from cursor.skip()
+        if name not in tools or (yield from cursor.peek()) != "{":
+            no_call(cursor, output, SOLAR_CALL)
+            continue
+        yield from _call(cursor, output, name)
+        yield from cursor.skip()
+        yield from cursor.takes(SOLAR_END)
+
+
+def functionary(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """`<function=f>{...}</function>`, any number."""
+    while (yield from content_until(cursor, output, (FUNCTION,))):
+        cursor.keep()
+        cursor.at += len(FUNCTION)
+        name = yield from cursor.run(lambda char: char not in "<>\r\n{", 128)
+        closed = yield from cursor.takes(">")
+        yield from cursor.skip()
+        if not closed or name not in tools or (yield from cursor.peek()) != "{":
+            no_call(cursor, output, FUNCTION)
+            continue
+        yield from _call(cursor, output, name)
+        yield from cursor.skip()
+        yield from cursor.takes(FUNCTION_END)
 
 
 def _call(cursor: Cursor, output: CallCollector, name: str) -> Reading[None]:

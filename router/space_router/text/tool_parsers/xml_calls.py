@@ -1,7 +1,7 @@
-"""Calls in XML-like tags with a tag for each parameter: Qwen3-Coder, Seed-OSS, MiniMax-M2."""
+"""Calls in XML-like tags with a tag for each parameter: Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2 and V4."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, Tools, content_until, no_call
 from space_router.text.tool_parsers.values import kinds_of, value_until
@@ -19,12 +19,36 @@ class Tags:
     parameter: str  # its name follows
     key_end: str
     parameter_end: str = "</parameter>"
+    typed: tuple[str, str] | None = None  # in place of `key_end`: before a text, and before JSON
 
 
 QWEN = Tags("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
 SEED = Tags("<seed:tool_call>", "</seed:tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
 MINIMAX = Tags(
     "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>", '<parameter name="', '">'
+)
+_DSML = ('" string="true">', '" string="false">')
+DEEPSEEK_32 = Tags(
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    '<｜DSML｜invoke name="',
+    '">',
+    "</｜DSML｜invoke>",
+    '<｜DSML｜parameter name="',
+    '"',
+    "</｜DSML｜parameter>",
+    typed=_DSML,
+)
+DEEPSEEK_4 = replace(DEEPSEEK_32, opening="<｜DSML｜tool_calls>", closing="</｜DSML｜tool_calls>")
+GLIMMER = Tags(
+    "<atem:function_calls>",
+    "</atem:function_calls>",
+    '<atem:invoke name="',
+    '">',
+    "</atem:invoke>",
+    '<atem:parameter name="',
+    '">',
+    "</atem:parameter>",
 )
 
 
@@ -86,12 +110,15 @@ def _parameters(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools,
             cursor.at += 1  # text between parameters has no meaning
             continue
         key = yield from cursor.run(lambda char: char not in tags.key_end + "\n", 256)
-        if not (yield from cursor.takes(tags.key_end)):
+        kinds = kinds_of(tools[name], key)
+        if tags.typed is not None and (yield from cursor.takes(tags.typed[0])):
+            kinds = kinds or frozenset({"string"})
+        elif not (yield from cursor.takes(tags.typed[1] if tags.typed else tags.key_end)):
             return False
         output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         ends = (tags.parameter_end, tags.parameter, tags.function_end)
-        if not (yield from value_until(cursor, output, kinds_of(tools[name], key), ends, trim=True)):
+        if not (yield from value_until(cursor, output, kinds, ends, trim=tags.typed is None)):
             return False
         yield from cursor.takes(tags.parameter_end)
     output.arguments("}")
