@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients page dashboard real clean-root bench crowd faults hosts soak gpu-check fuzz audit lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak gpu-check fuzz audit lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ matrix: install  ## the slow tests: exactness over the whole product of models, 
 
 clients: install  ## real clients (OpenAI, Hugging Face, LangChain, LiteLLM, lm-eval), each in an environment of its own (ONLY="openai …")
 	@$(PYTHON_IN_VENV) tests/clients/run.py $(ONLY)
+
+schemas: install  ## texts under every schema of JSONSchemaTestSuite, schemastore, zod and pydantic (FLAGS="--texts 20000")
+	@$(PYTHON_IN_VENV) tests/schemas $(FLAGS)
 
 page: install  ## the page in headless Chromium, in front of a real server (Debian: apt-get install chromium)
 	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page
