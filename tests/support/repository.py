@@ -194,7 +194,7 @@ class Repository:
             for word, pattern in words.items():
                 found[module.package, word] += len(pattern.findall(text))
         for path in self.root.rglob("*.md"):
-            if not {".venv", ".git"} & set(path.relative_to(self.root).parts):
+            if not {".venv", ".git", ".clients"} & set(path.relative_to(self.root).parts):
                 text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
                 for word, pattern in words.items():
                     found[DOCUMENTS, word] += len(pattern.findall(text))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from space_common.worker_settings import parse_amount
 from space_model.free_memory import FreeMemory
 from space_model.testing import tiny_checkpoint
-from space_model.verification.layer_reference import CONTEXT
+from space_model.verification.layer_reference import CONTEXT, NUM_ROWS
 from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
@@ -203,7 +203,7 @@ def test_memory_is_not_given_back_between_two_tensors() -> None:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
 
-LAYERS, HIDDEN, INNER, VOCABULARY = 6, 768, 3072, 1024
+LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 6, 768, 12, 3072, 1024
 SHARD = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2
 """Bytes of a layer in bfloat16, which is one file: 19 MB."""
 
@@ -266,8 +266,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
     small = tiny_checkpoint(tmp_path_factory.mktemp("small"), dtype="bfloat16", **sizes)  # type: ignore[arg-type]
     large = tmp_path_factory.mktemp("large")
     config = json.loads((small / "config.json").read_text())
-    more = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // 12}
-    config |= more | {"num_attention_heads": 12, "num_key_value_heads": 12}
+    more = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "head_dim": HIDDEN // HEADS}
+    config |= more | {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     (large / "config.json").write_text(json.dumps(config))
     shapes = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
     shapes |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER)}
@@ -311,9 +311,10 @@ def test_beside_the_model_there_is_a_shard_at_most(how: str, size: float, peaks:
 def test_the_check_at_load_takes_one_layer_in_wide_numbers(
     how: str, size: float, peaks: dict[str, tuple[int, int]]
 ) -> None:
-    """Twice as wide as served. With it its context: keys and values of CONTEXT positions, as made and in pages."""
+    """Twice as wide as served. With it its context: keys and values of CONTEXT positions, as made and in pages; and
+    the scores of the rows with these, and what the softmax makes of them."""
     most, held = peaks[how]
     wide_layer = 2 * size * SHARD
-    context = 2 * 2 * CONTEXT * HIDDEN * 4 * size
+    context = 2 * 2 * CONTEXT * HIDDEN * 4 * size + 2 * HEADS * NUM_ROWS * (CONTEXT + NUM_ROWS) * 4 * size
     assert 0.9 * size * LAYERS * SHARD < held < 1.2 * size * LAYERS * SHARD, (most, held)
     assert most < held + wide_layer + context + 0.25 * size * SHARD, (most / SHARD, held / SHARD)
