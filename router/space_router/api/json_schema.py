@@ -75,7 +75,15 @@ _ANNOTATIONS = frozenset({"default", "example", "examples", "title", "descriptio
 """Keywords that restrict nothing; beside a `$ref` to an outer schema the grammar library takes them for restrictions.
 What they hold is data."""
 
+_OF_OBJECTS = frozenset(
+    {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+)
+"""Keywords that say nothing of values other than objects."""
+
+_TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
+
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _DATA = frozenset({"const", "enum"})
 _MOST_EXACT = 2**53  # the grammar's numbers are doubles
 
@@ -142,6 +150,8 @@ class _SchemaWalk:
                 self._open(f"$ref: {short_repr(inner)}", inner)  # nothing is fetched
             elif key not in _DATA | _ANNOTATIONS and isinstance(inner, Mapping):
                 kept[key] = self.object(inner)  # a place of schemas that a `$ref` may name
+            elif key in _SIZES and isinstance(inner, float) and inner.is_integer():
+                kept[key] = int(inner)
             elif key in _BOUNDS and isinstance(inner, int | float) and abs(inner) > _MOST_EXACT:
                 self._open(f"{key}: {inner}", inner)
             else:
@@ -152,8 +162,10 @@ class _SchemaWalk:
             kept = {key: inner for key, inner in kept.items() if key not in _ANNOTATIONS}
         self._patterns(kept)
         self._sizes(kept)
-        if isinstance(kept.get("oneOf"), list) and not _are_disjoint(kept["oneOf"]):
-            self._open("oneOf", None)  # the grammar takes it for `anyOf`
+        if isinstance(kept.get("oneOf"), list):
+            kept["oneOf"] = _of_objects(kept["oneOf"])
+            if not _are_disjoint(kept["oneOf"]):
+                self._open("oneOf", None)  # the grammar takes it for `anyOf`
         return kept
 
     def _open(self, keyword: str, value: Any) -> None:
@@ -229,6 +241,21 @@ def _matches(pattern: str, name: str) -> bool:
         return True
 
 
+def _of_objects(branches: Sequence[Any]) -> list[Any]:
+    """Return the branches of a `oneOf`. Those that say something of objects alone, and name no type, allow every other
+    value, too; if there are several, such a value matches all of them and so is none of the `oneOf`'s."""
+    say_of_objects = [
+        isinstance(branch, Mapping)
+        and bool(branch.keys() & _OF_OBJECTS)
+        and branch.keys() <= _OF_OBJECTS | _ANNOTATIONS
+        for branch in branches
+    ]
+    if sum(say_of_objects) < 2:
+        return list(branches)
+    pairs = zip(branches, say_of_objects, strict=True)
+    return [{"type": "object", **branch} if of_objects else branch for branch, of_objects in pairs]
+
+
 def _are_disjoint(branches: Sequence[Any]) -> bool:
     """Return whether no value matches two branches: they are of different types, or a property tells them apart."""
     if len(branches) < 2:
@@ -241,6 +268,8 @@ def _are_disjoint(branches: Sequence[Any]) -> bool:
     values = [_values(branch) for branch in branches]
     if None not in values:
         return not _repeats(values)
+    if _repeats([_TYPES - {"object"} if kinds is None else kinds - {"object"} for kinds in types]):
+        return False
     names = frozenset.intersection(*(_strings(branch.get("required")) for branch in branches))
     return any(_tells_apart(name, branches) for name in names)
 

@@ -93,6 +93,29 @@ def test_branches_that_a_property_tells_apart_are_exclusive() -> None:
     assert opened({"oneOf": [branch("a"), branch("a")]})[1] == ["oneOf"]
 
 
+def test_what_only_branches_without_a_type_allow_is_none_of_the_exclusive_ones() -> None:
+    def branch(kind: str, **more: Any) -> dict[str, Any]:
+        return {"properties": {"kind": {"const": kind}}, "required": ["kind"], **more}
+
+    kept, named = opened({"oneOf": [branch("a"), branch("b", description="B"), {"type": "string"}]})
+    assert kept["oneOf"] == [
+        branch("a", type="object"),
+        branch("b", description="B", type="object"),
+        {"type": "string"},
+    ]
+    assert named == ["oneOf"]  # the string has no kind
+    assert opened({"oneOf": [branch("a"), branch("b")]})[1] == []
+    assert opened({"oneOf": [branch("a"), branch("b", type="object")]})[1] == []  # a number is the first alone
+    assert opened({"oneOf": [branch("a", minimum=3), branch("b", minimum=5)]})[1] == ["oneOf"]
+    assert opened({"oneOf": [branch(k, type=["object", "null"]) for k in "ab"]})[1] == ["oneOf"]
+
+
+def test_sizes_may_be_written_as_whole_floats() -> None:
+    kept, named = opened({"type": "array", "minItems": 1.0, "maxItems": 2e0, "items": {"minLength": 3.0}})
+    assert json.dumps(kept) == '{"type": "array", "minItems": 1, "maxItems": 2, "items": {"minLength": 3}}'
+    assert named == []
+
+
 def test_a_property_without_a_schema_may_be_anything() -> None:
     kept, named = opened({"type": "object", "properties": {"x": None, "const": {"type": "string"}}})
     assert kept["properties"] == {"x": True, "const": {"type": "string"}}
