@@ -8,7 +8,7 @@ from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import TOOL_CALL_PARSERS
-from space_router.text.tool_calls import ToolCallReader, calls_only, calls_or
+from space_router.text.tool_calls import CallPiece, ToolCallReader, calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, recognised
 
 
@@ -337,3 +337,13 @@ def test_calls_are_required_as_the_family_writes_them(name: str, text: str) -> N
     assert allows(grammar, text)
     assert not allows(grammar, "It is hot.")
     assert not allows(grammar, text.replace("Dallas", '"'))
+
+
+def test_however_deep_arguments_are_they_are_read() -> None:
+    depth = 5_000
+    text = "<|tool_call>call:f{a:" + "[{b:" * depth + "1" + "}]" * depth + "}<tool_call|>done"
+    reader = ToolCallReader(FORMATS["gemma4"].form, ["f"])
+    pieces = [*reader.push(text[:7_000]).parts, *reader.push(text[7_000:], ended=True).parts]
+    arguments = "".join(part.arguments for part in pieces if isinstance(part, CallPiece))
+    assert arguments == '{"a": ' + '[{"b": ' * depth + "1" + "}]" * depth + "}"
+    assert [part for part in pieces if isinstance(part, str)] == ["done"]

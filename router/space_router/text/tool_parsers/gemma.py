@@ -49,36 +49,56 @@ def gemma(markers: tuple[str, str, str]) -> Form:
 
 
 def _object(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
-    """Parse what follows `{`, to `}`. Returns False if the text ends before it."""
+    """Parse what follows `{`, to its `}`, with the objects and lists in it, however deep. Returns False if the text
+    ends before it."""
     output.arguments("{")
-    separator = ""
-    while True:
+    closings, separator = ["}"], ""
+    while closings:
         yield from cursor.skip(" \t\r\n,")
-        if (yield from cursor.takes("}")):
-            output.arguments("}")
-            return True
+        if (yield from cursor.takes(closings[-1])):
+            output.arguments(closings.pop())
+            separator = ", "
+            continue
         if not (yield from cursor.peek()):
             return False
-        if (yield from cursor.takes(quote)):
-            parts: list[str] = []
-            if not (yield from content_until(cursor, output, (quote,), give=parts.append, all_text=False)):
-                return False
-            yield from cursor.takes(quote)
-            key = "".join(parts)
-            yield from cursor.skip()
+        if closings[-1] == "]":
+            output.arguments(separator)
         else:
-            key = (yield from cursor.run(lambda char: char not in ":}", 256)).strip()
-        if not (yield from cursor.takes(":")):
+            key = yield from _key(cursor, output, quote)
+            if key is None:
+                return False
+            output.arguments(f"{separator}{key}: ")
+        yield from cursor.skip()
+        opening = yield from cursor.peek()
+        if opening and opening in "{[":
+            cursor.at += 1
+            output.arguments(opening)
+            closings.append("}" if opening == "{" else "]")
+            separator = ""
+        elif (yield from _scalar(cursor, output, quote)):
+            separator = ", "
+        else:
             return False
-        output.arguments(f"{separator}{json.dumps(whole_characters(key), ensure_ascii=False)}: ")
-        separator = ", "
-        if not (yield from _value(cursor, output, quote)):
-            return False
+    return True
 
 
-def _value(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
-    """Parse one value. Returns False if the text ends before it does."""
-    yield from cursor.skip()
+def _key(cursor: Cursor, output: CallCollector, quote: str) -> Reading[str | None]:
+    """Parse a key and its colon. Returns it as JSON; None if there is none."""
+    if (yield from cursor.takes(quote)):
+        parts: list[str] = []
+        if not (yield from content_until(cursor, output, (quote,), give=parts.append, all_text=False)):
+            return None
+        yield from cursor.takes(quote)
+        key = "".join(parts)
+        yield from cursor.skip()
+    else:
+        key = (yield from cursor.run(lambda char: char not in ":}", 256)).strip()
+    found = yield from cursor.takes(":")
+    return json.dumps(whole_characters(key), ensure_ascii=False) if found else None
+
+
+def _scalar(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
+    """Parse a text, a number or a word. Returns False if the text ends before it does."""
     if (yield from cursor.takes(quote)):
         output.arguments('"')
 
@@ -90,29 +110,9 @@ def _value(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
         yield from cursor.takes(quote)
         output.arguments('"')
         return True
-    if (yield from cursor.takes("{")):
-        return (yield from _object(cursor, output, quote))
-    if (yield from cursor.takes("[")):
-        return (yield from _list(cursor, output, quote))
     word = (yield from cursor.run(lambda char: char not in ",}]", 4096)).strip()
     if not (yield from cursor.peek()):
         return False  # it may go on
     known = _WORDS.get(word.lower()) or (word if _NUMBER.fullmatch(word) else None)
     output.arguments(known or json.dumps(whole_characters(word), ensure_ascii=False))
     return True
-
-
-def _list(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
-    output.arguments("[")
-    separator = ""
-    while True:
-        yield from cursor.skip(" \t\r\n,")
-        if (yield from cursor.takes("]")):
-            output.arguments("]")
-            return True
-        if not (yield from cursor.peek()):
-            return False
-        output.arguments(separator)
-        separator = ", "
-        if not (yield from _value(cursor, output, quote)):
-            return False

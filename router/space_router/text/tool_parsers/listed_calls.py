@@ -21,28 +21,51 @@ from space_router.text.tool_calls import (
 )
 
 
-def listed_calls(marker: str, end: str = "") -> Form:
-    """Return the parser of `marker [{"name": "f", "arguments": {...}}, ...] end`."""
+def behind_marker(marker: str, calls: Form, end: str = "") -> Form:
+    """Return the parser of `marker`, what `calls` reads, and `end`. A marker without a call behind it is content."""
 
     def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
         while (yield from content_until(cursor, output, (marker,))):
             cursor.keep()
             cursor.at += len(marker)
             yield from cursor.skip()
-            listed = yield from cursor.takes("[")
-            yield from cursor.skip()
-            if not (yield from call_object(cursor, output, tools, needs_arguments=False)):
+            num_before = output.num_calls
+            yield from calls(cursor, output, tools)
+            if output.num_calls == num_before:
                 no_call(cursor, output, marker)
-                continue
-            if listed:
-                yield from rest_of_list(cursor, output, tools)
-            else:
-                yield from _further_lines(cursor, output, tools)
-            if end:
+            elif end:
                 yield from cursor.skip()
                 yield from cursor.takes(end)
 
     return form
+
+
+def listed_calls(marker: str, end: str = "") -> Form:
+    """Return the parser of `marker [{"name": "f", "arguments": {...}}, ...] end`, also without brackets."""
+    return behind_marker(marker, _objects, end)
+
+
+def named_objects(marker: str, end: str) -> Form:
+    """Return the parser of `marker [{"f": {...}}, {"g": {}}] end`."""
+    return behind_marker(marker, _named_objects, end)
+
+
+def python_lines(marker: str, end: str) -> Form:
+    """Return the parser of `marker f(a=1)`, further calls on lines of their own, and `end`."""
+    return behind_marker(marker, _python_lines, end)
+
+
+def marked_python(marker: str, end: str) -> Form:
+    """Return the parser of `marker [f(a=1), g()] end`."""
+    return behind_marker(marker, _python_list, end)
+
+
+def _objects(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """`[{...}, {...}]`, or `{...}` and more of them on lines of their own."""
+    listed = yield from cursor.takes("[")
+    yield from cursor.skip()
+    if (yield from call_object(cursor, output, tools, needs_arguments=False)):
+        yield from (rest_of_list if listed else _further_lines)(cursor, output, tools)
 
 
 def _further_lines(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -54,31 +77,19 @@ def _further_lines(cursor: Cursor, output: CallCollector, tools: Tools) -> Readi
             return cursor.back()
 
 
-def named_objects(marker: str, end: str) -> Form:
-    """Return the parser of `marker [{"f": {...}}, {"g": {}}] end`."""
-
-    def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
-        while (yield from content_until(cursor, output, (marker,))):
-            cursor.keep()
-            cursor.at += len(marker)
-            yield from cursor.skip()
-            yield from cursor.takes("[")
-            num_before = output.num_calls
-            while (yield from _named_object(cursor, output, tools)):
-                cursor.keep()
-                yield from cursor.skip()
-                if not (yield from cursor.takes(",")):
-                    break
-            if output.num_calls == num_before:
-                no_call(cursor, output, marker)
-                continue
-            cursor.let_go()
-            yield from cursor.skip()
-            yield from cursor.takes("]")
-            yield from cursor.skip()
-            yield from cursor.takes(end)
-
-    return form
+def _named_objects(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    yield from cursor.takes("[")
+    is_call = False
+    while (yield from _named_object(cursor, output, tools)):
+        is_call = True
+        cursor.keep()
+        yield from cursor.skip()
+        if not (yield from cursor.takes(",")):
+            break
+    if is_call:
+        cursor.let_go()
+        yield from cursor.skip()
+        yield from cursor.takes("]")
 
 
 def _named_object(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
@@ -103,71 +114,33 @@ def _named_object(cursor: Cursor, output: CallCollector, tools: Tools) -> Readin
 
 def list_at_start(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
     """`[{"name": "f", "arguments": {...}}, ...]` at the start of the text or of a fenced block."""
-    fence = "```json"
     cursor.keep()
     yield from cursor.skip()
-    yield from cursor.takes(fence)
-    if (yield from _list(cursor, output, tools)):
-        yield from cursor.skip()
-        yield from cursor.takes("```")
-    else:
+    yield from _list(cursor, output, tools)
+    if not output.num_calls:
         cursor.back()
-    while (yield from content_until(cursor, output, (fence,))):
+    yield from _FENCED(cursor, output, tools)
+
+
+def _list(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    if (yield from cursor.takes("[")):
+        yield from cursor.skip()
+        if (yield from call_object(cursor, output, tools, needs_arguments=False)):
+            yield from rest_of_list(cursor, output, tools)
+
+
+_FENCED = behind_marker("```json", _list, "```")
+
+
+def _python_lines(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    is_call = False
+    while (yield from python_call(cursor, output, tools)):
+        is_call = True
         cursor.keep()
-        cursor.at += len(fence)
-        if (yield from _list(cursor, output, tools)):
-            yield from cursor.skip()
-            yield from cursor.takes("```")
-        else:
-            no_call(cursor, output, fence)
+    if is_call:
+        cursor.back()
 
 
-def _list(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
-    yield from cursor.skip()
-    if not (yield from cursor.takes("[")):
-        return False
-    yield from cursor.skip()
-    if not (yield from call_object(cursor, output, tools, needs_arguments=False)):
-        return False
-    yield from rest_of_list(cursor, output, tools)
-    return True
-
-
-def python_lines(marker: str, end: str) -> Form:
-    """Return the parser of `marker f(a=1)`, further calls on lines of their own, and `end`."""
-
-    def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
-        while (yield from content_until(cursor, output, (marker,))):
-            cursor.keep()
-            cursor.at += len(marker)
-            num_before = output.num_calls
-            while (yield from python_call(cursor, output, tools)):
-                cursor.keep()
-            if output.num_calls == num_before:
-                no_call(cursor, output, marker)
-                continue
-            cursor.back()
-            yield from cursor.skip()
-            yield from cursor.takes(end)
-
-    return form
-
-
-def marked_python(marker: str, end: str) -> Form:
-    """Return the parser of `marker [f(a=1), g()] end`."""
-
-    def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
-        while (yield from content_until(cursor, output, (marker,))):
-            cursor.keep()
-            cursor.at += len(marker)
-            yield from cursor.skip()
-            num_before = output.num_calls
-            if (yield from cursor.takes("[")):
-                yield from python_calls(cursor, output, tools)
-            if output.num_calls == num_before:
-                no_call(cursor, output, marker)
-                continue
-            yield from cursor.skip()
-            yield from cursor.takes(end)
-
-    return form
+def _python_list(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    if (yield from cursor.takes("[")):
+        yield from python_calls(cursor, output, tools)

@@ -32,13 +32,7 @@ def deepseek(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[Non
             yield from cursor.skip()
             yield from cursor.takes(FENCE)
             yield from cursor.skip()
-        if name not in tools or (yield from cursor.peek()) != "{":
-            no_call(cursor, output, word)
-            continue
-        yield from _call(cursor, output, name)
-        for behind in (FENCE_END, CALL_END, CALLS_END):
-            yield from cursor.skip()
-            yield from cursor.takes(behind)
+        yield from _call(cursor, output, tools, name, word, (FENCE_END, CALL_END, CALLS_END))
 
 
 def kimi(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -52,13 +46,7 @@ def kimi(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
         name = written.removeprefix("functions.").rpartition(":")[0] or written.removeprefix("functions.")
         yield from cursor.takes(KIMI_ARGUMENTS)
         yield from cursor.skip()
-        if name not in tools or (yield from cursor.peek()) != "{":
-            no_call(cursor, output, word)
-            continue
-        yield from _call(cursor, output, name)
-        for behind in (KIMI_END, SECTION_END):
-            yield from cursor.skip()
-            yield from cursor.takes(behind)
+        yield from _call(cursor, output, tools, name, word, (KIMI_END, SECTION_END))
 
 
 def solar(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -71,12 +59,7 @@ def solar(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
         name = (yield from cursor.run(_in_line, 128)).strip()
         yield from cursor.takes(SOLAR_ARGUMENTS)
         yield from cursor.skip()
-        if name not in tools or (yield from cursor.peek()) != "{":
-            no_call(cursor, output, SOLAR_CALL)
-            continue
-        yield from _call(cursor, output, name)
-        yield from cursor.skip()
-        yield from cursor.takes(SOLAR_END)
+        yield from _call(cursor, output, tools, name, SOLAR_CALL, (SOLAR_END,))
 
 
 def functionary(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -85,20 +68,25 @@ def functionary(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[
         cursor.keep()
         cursor.at += len(FUNCTION)
         name = yield from cursor.run(lambda char: char not in "<>\r\n{", 128)
-        closed = yield from cursor.takes(">")
-        yield from cursor.skip()
-        if not closed or name not in tools or (yield from cursor.peek()) != "{":
+        if not (yield from cursor.takes(">")):
             no_call(cursor, output, FUNCTION)
             continue
-        yield from _call(cursor, output, name)
         yield from cursor.skip()
-        yield from cursor.takes(FUNCTION_END)
+        yield from _call(cursor, output, tools, name, FUNCTION, (FUNCTION_END,))
 
 
-def _call(cursor: Cursor, output: CallCollector, name: str) -> Reading[None]:
+def _call(
+    cursor: Cursor, output: CallCollector, tools: Tools, name: str, word: str, ends: tuple[str, ...]
+) -> Reading[None]:
+    """Parse arguments and any of `ends` behind them. `word`, at the mark, is content if this is no call of a tool."""
+    if name not in tools or (yield from cursor.peek()) != "{":
+        return no_call(cursor, output, word)
     output.call(name)
     cursor.let_go()
     output.is_whole = yield from brackets(cursor, output.arguments)
+    for behind in ends:
+        yield from cursor.skip()
+        yield from cursor.takes(behind)
 
 
 def _in_line(char: str) -> bool:
