@@ -1211,7 +1211,7 @@ class Refusal(_message.Message):
     reason: _builtins.str
     """names both sides' values"""
     challenge: _builtins.bytes
-    """not empty: the call had no proof of the port's secret; one for this challenge, in another call's metadata, is taken (space_common/worker_port/secret.py)"""
+    """not empty: the call had no proof of the port's secret; one for this challenge, in another call's metadata, is taken (space_common/worker/secret.py)"""
     def __init__(
         self,
         *,

@@ -2,7 +2,7 @@
 
 Each field is a flag `--field-name` and an environment variable `SPACESERVE_FIELD_NAME`. Its `setting` has the default
 and how its text is read; the docstring below it is its help, with unit and reason of the default. Fields that workers
-share have the names of `space_common.worker_settings.WorkerSettings`.
+share have the names of `space_common.worker.settings.WorkerSettings`.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
 from space_common.visible_gpus import gpus_of, num_workers_for, visible_gpus
-from space_common.worker_port.secret import SecretError, SecretFile, is_local
+from space_common.worker.secret import SecretError, SecretFile, is_local
 
 from space_router.api_keys import ApiKey, KeySource
 from space_router.errors import ConfigError
@@ -250,8 +250,8 @@ class ServeConfig:
     --ignore-unknown-fields, and hosted tools left out, each with a `Warning` header; strict: both get 400, and unknown
     fields of Anthropic's betas too. Without it: unknown fields get 400, and hosted tools are left out"""
     drop_in: str | None = _http(None, one_of("tgi", "vllm", "llama.cpp"))
-    """the engine in whose place this server starts: its variables are read (TGI's MODEL_ID, llama-server's LLAMA_ARG_*,
-    vLLM's VLLM_API_KEY), and its address and port are the default (TGI 0.0.0.0:3000, vLLM 0.0.0.0:8000); in an image
+    """the engine that this server replaces: its variables are read (TGI's MODEL_ID, llama-server's LLAMA_ARG_*, vLLM's
+    VLLM_API_KEY), and its address and port are the default (TGI 0.0.0.0:3000, vLLM 0.0.0.0:8000); in an image
     tgi also takes port 80 and models in /data. Its flags are taken without this, too"""
     response_store: str | None = _http(None, text("memory|FILE"))
     """where /v1/responses keeps responses for `previous_response_id`, each for the API key that made it: in memory, or
@@ -292,8 +292,8 @@ class ServeConfig:
     draft_head: str | None = _own_speculation(None, text("HEAD"))
     """an EAGLE head that was trained for the model (EAGLE-3, EAGLE-2 or EAGLE, as their authors, SpecForge and
     speculators publish them): a folder or a hub id. It makes up to 5 drafts, one after the other, from hidden states of
-    inner layers, so a step verifies up to 6 rows and has no mask rows; like --draft-model otherwise, in whose place it
-    stands. On a CPU only. The text is the same with and without"""
+    inner layers, so a step verifies up to 6 rows and has no mask rows; it is given instead of --draft-model.
+    On a CPU only. The text is the same with and without"""
     steps: str = _own_speculation("auto", one_of("auto", "device", "eager", "host"))
     """where decoding requests are kept between steps: on the device, where the next step is launched before the host
     has read the last, as a CUDA graph (device) or kernel by kernel (eager), or on the host; auto is device on a GPU and
@@ -447,7 +447,7 @@ class ServeConfig:
         return self._files("worker_tls_cert", "worker_tls_key", "worker_tls_ca")
 
     def unproven_workers(self) -> list[str]:
-        """Return the addresses on other machines whose workers prove neither a secret nor a certificate."""
+        """Return the addresses of workers on other machines without a secret and without a certificate."""
         if self.worker_secret_file is not None or self.worker_tls_ca is not None:
             return []
         return [address for address in self.worker_address if not is_local(address, resolve=False)]

@@ -50,7 +50,7 @@ from space_common.hub import Hub
 from space_common.nvml import Nvml
 from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr
 from space_common.tracing import exporting
-from space_common.worker_settings import Steps, StepsHere, WorkerSettings
+from space_common.worker.settings import Steps, StepsHere, WorkerSettings
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder
 from space_model import uncompiled  # noqa: F401  # before anything else imports transformers

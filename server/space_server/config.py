@@ -13,7 +13,7 @@ from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.hub import Hub, HubError, is_hub_id
 from space_common.visible_gpus import VISIBLE
-from space_common.worker_settings import WorkerSettings
+from space_common.worker.settings import WorkerSettings
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
 from space_model.checkpoint.checkpoint import Checkpoint

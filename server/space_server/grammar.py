@@ -22,7 +22,7 @@ from space_common.json_places import JsonPlaces
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer_json
-from space_common.worker_errors import GRAMMAR, GRAMMARS_BUSY
+from space_common.worker.errors import GRAMMAR, GRAMMARS_BUSY
 from space_kernels.sampling.sampling_params import IdBits
 from space_model.checkpoint.checkpoint import read_object
 from space_model.model_error import ModelError

@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from space_common.certificate import CertificateFiles, server_credentials
 from space_common.tracing import parent_of
-from space_common.worker_port.secret import NotProven, SecretFile, WorkerSide
+from space_common.worker.secret import NotProven, SecretFile, WorkerSide
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 

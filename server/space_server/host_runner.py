@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
 
 import torch
-from space_common.worker_errors import CONTRADICTION, GRAMMAR
+from space_common.worker.errors import CONTRADICTION, GRAMMAR
 from space_kernels.paging.attention_plan import AttentionPlan, PlanKey
 from space_kernels.sampling.sampler import IdLogprobs, log_probabilities, sample_rows
 from space_kernels.sampling.sampling_params import (
@@ -26,14 +26,22 @@ from space_model.networks.network import PagedKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
+from space_server.drafters.mask_drafter import (
+    MaskDrafter,
+    MaskRows,
+    MaskRun,
+    SamplingGroup,
+    SamplingGroups,
+    Stopwatch,
+    bounded,
+)
+from space_server.drafters.network_drafter import NetworkDrafter
+from space_server.drafters.recurrent_drafter import RecurrentDrafter
+from space_server.drafters.sequential_drafts import HeadRun
 from space_server.drafts import BY_MASKS, HEAD_ORIGINS, DraftSource, Proposal, chances_of
 from space_server.machine.memory import give_back_unused, is_lost
-from space_server.mask_drafter import MaskDrafter, MaskRows, MaskRun, SamplingGroup, SamplingGroups, Stopwatch, bounded
 from space_server.model_runner import ModelRunner, Proposing, SequenceOutput, StepModel, StepOutput, StepTimes
-from space_server.network_drafter import NetworkDrafter
-from space_server.recurrent_drafter import RecurrentDrafter
 from space_server.scheduled_batch import PrefillBudget, ScheduledBatch, ScheduledSequence, plan_step
-from space_server.sequential_drafts import HeadRun
 from space_server.speculation.controller import Controller, SpeculationController
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.step_cost import StepCost

@@ -34,7 +34,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 from space_common.process import module_command, safe_environment
-from space_common.worker_settings import WorkerSettings
+from space_common.worker.settings import WorkerSettings
 from space_kernels.paging.step_rows import Ints
 from space_model.draft_network import DraftNetwork
 from space_model.geometry.draft_layout import DraftLayout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from space_common.worker_port.secret import (
+from space_common.worker.secret import (
     CHALLENGE_SECONDS,
     MAX_CHALLENGES,
     METADATA_KEY,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from exactness_matrix import Subject, make_worker
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb

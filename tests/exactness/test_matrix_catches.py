@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
-from space_common.worker_client import WorkerClientError
+from space_common.worker.client import WorkerClientError
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.paging.step_rows import Ints, StepRows
 from space_kernels.sampling import sampler

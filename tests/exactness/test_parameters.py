@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 from exactness_matrix import Mismatch, Subject, describe_difference, make_worker
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_common.worker_errors import CONTRADICTION
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.errors import CONTRADICTION
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_difference, half_right
 from space_model.loading.load import load_model
 from space_model.testing import tiny_checkpoint

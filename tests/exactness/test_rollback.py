@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from exactness_matrix import Subject, WatchedModel, make_worker
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import PagedKV

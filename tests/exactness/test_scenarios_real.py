@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from doubles.router.scenario import Performance, RuleBroken, Scenario
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle, NotEqual, Tie
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.testing import FAMILIES, MORE_FAMILIES
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 from overhead_arms import Arm
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
-from space_common.worker_settings import StepsHere
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.settings import StepsHere
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.model_facts import ModelFacts

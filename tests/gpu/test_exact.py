@@ -18,7 +18,7 @@ import torch
 from exactness_matrix import AXES, Cell, Mismatch, Subject, check_cell, make_worker
 from greedy_oracle import GreedyOracle
 from pairwise import covering_cases
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import DRAFTS, RIGHT, Future, ScriptedDrafts
 from space_kernels.dispatch import ops_for
 from space_model.geometry.draft_layout import DraftLayout

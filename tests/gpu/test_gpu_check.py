@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from overhead_arms import full
-from space_common.worker_settings import NAMED_CHANCES, StepsHere
+from space_common.worker.settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import ops_for
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb

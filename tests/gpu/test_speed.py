@@ -12,7 +12,7 @@ import pytest
 import torch
 from exactness_matrix import without_draft_head
 from overhead_arms import auto, by_head, full, plain, pruned
-from space_common.worker_settings import NAMED_CHANCES, StepsHere
+from space_common.worker.settings import NAMED_CHANCES, StepsHere
 from space_kernels.dispatch import Ops
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.networks.network import PagedKV

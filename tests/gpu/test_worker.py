@@ -16,7 +16,7 @@ import pytest
 import torch
 from exactness_matrix import Subject
 from space_common.process import WorkerProcess
-from space_common.worker_client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_batch import why_on_host

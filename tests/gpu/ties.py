@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from exactness_matrix import Subject, describe_difference, make_worker
 from greedy_oracle import TIE_FACTOR, GreedyOracle
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import RIGHT, Future, ScriptedDrafts, first_difference
 from space_kernels.sampling.noise import gumbel, request_key
 from space_model.space_model import SpaceModel

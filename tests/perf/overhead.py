@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms, plain
-from space_common.worker_client import WorkerClient
-from space_common.worker_settings import parse_chances
+from space_common.worker.client import WorkerClient
+from space_common.worker.settings import parse_chances
 from space_eval.data import built_in
 from space_eval.flags import whole_from
 from space_eval.report import Ratio

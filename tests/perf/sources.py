@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_eval.data import load_conversations
 from space_eval.flags import whole_from
 from space_model.loading.load import load_model

@@ -32,7 +32,7 @@ import grpc
 import grpc.aio
 from processes import ProcessFigures
 from space_common.process import cpu_seconds
-from space_common.worker_client import PROTOCOL_MAJOR
+from space_common.worker.client import PROTOCOL_MAJOR
 from space_eval.bench.server_process import ServerProcess
 from space_eval.flags import whole_from
 from space_eval.report import percentile

@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 from doubles.worker import ScriptedModel
 from overhead_arms import arms, full
-from space_common.worker_settings import parse_chances
+from space_common.worker.settings import parse_chances
 from space_eval.bench.command import MOVED
 from space_eval.bench.command import main as bench
 from space_eval.report import Spread

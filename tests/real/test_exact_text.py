@@ -6,7 +6,7 @@ Every cell fails unless drafts were accepted and rejected in it. The whole run c
 from collections.abc import Sequence
 
 import pytest
-from space_common.worker_client import ClientSequence, SequenceRequest
+from space_common.worker.client import ClientSequence, SequenceRequest
 from space_eval.acceptance.equivalence import all_right, half_right, none_right
 from space_model.space_model import SpaceModel
 from space_router.text.model_text import ModelText

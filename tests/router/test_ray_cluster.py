@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 from doubles.router import Script, ScriptedWorker
-from space_common.worker_port.secret import SecretFile
+from space_common.worker.secret import SecretFile
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import WorkerDidNotStart, worker_command
 from space_router.engine.workers.worker_connection import Link, LinkRefused, Watchdog

@@ -148,7 +148,7 @@ def _chosen(ids: list[int], chance: random.Random, *, ends: bool) -> int:
 
 
 def tried(schema: Mapping[str, Any], count: int, seed: int = 0) -> Outcome:
-    """Take a schema, make `count` texts under it, and judge them."""
+    """Take a schema, make `count` texts under it, and validate them."""
     found = taken(schema, _process.known())
     if found is None:
         _process.end()
@@ -156,8 +156,8 @@ def tried(schema: Mapping[str, Any], count: int, seed: int = 0) -> Outcome:
     if isinstance(found, str):
         return Outcome(refusal=found)
     outcome = Outcome(open=found.open)
-    enforced = _judge(_as_any_of(found.enforced) if "oneOf" in found.open else found.enforced)
-    whole = _judge(dict(schema))
+    enforced = _validator(_as_any_of(found.enforced) if "oneOf" in found.open else found.enforced)
+    whole = _validator(dict(schema))
     for text in texts(found.source, count, seed):
         outcome.num_texts += 1
         if isinstance(text, Exception):
@@ -185,7 +185,7 @@ def _finite(written: str) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, float(written)))
 
 
-def _judge(schema: dict[str, Any]) -> Any:
+def _validator(schema: dict[str, Any]) -> Any:
     """Return a validator, or None if it cannot use the schema."""
     try:
         return jsonschema_rs.validator_for(schema, validate_formats=True, offline=True)

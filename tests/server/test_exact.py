@@ -11,7 +11,7 @@ import pytest
 import torch
 from doubles.worker import PROMPTS, ScriptedDrafts
 from quantized_testing import write_quantized
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_common.worker_client import SequenceRequest, WorkerClient
+from space_common.worker.client import SequenceRequest, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model

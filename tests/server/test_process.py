@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_common.worker_client import GrpcWorker, WorkerClient
+from space_common.worker.client import GrpcWorker, WorkerClient
 from space_model.model_error import ModelError
 from space_router.config import ServeConfig
 from space_router.engine.workers.supervisor import worker_command

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_kernels.sampling.sampler import SampledTokens, process
 from space_kernels.sampling.sampling_params import SamplingRows
 from space_model.space_model import SpaceModel

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from pairwise import covering_cases
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import DRAFTS, RIGHT, Future, ScriptedDrafts, first_difference
 from space_eval.acceptance.equivalence import describe_difference as describe
 from space_kernels.fp8 import FORMAT, NAN, as_kept

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from space_common.worker_client import ClientSequence, SequenceRequest, WorkerClient
+from space_common.worker.client import ClientSequence, SequenceRequest, WorkerClient
 from space_eval.acceptance.equivalence import Future, Right, ScriptedDrafts
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb

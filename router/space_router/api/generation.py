@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
+from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from starlette.requests import Request
 
 from space_router import errors

@@ -63,6 +63,15 @@ FLAGS: tuple[ForeignFlag, ...] = (
         variable="LLAMA_ARG_UBATCH",
     ),
     _llama.nothing(
+        "--embedding --embeddings",
+        "/v1/embeddings is always there",
+        value=Value.NONE,
+        variable="LLAMA_ARG_EMBEDDINGS",
+    ),
+    _llama.nothing(
+        "--reranking --rerank", "/v1/rerank is always there", value=Value.NONE, variable="LLAMA_ARG_RERANKING"
+    ),
+    _llama.nothing(
         "-fa --flash-attn", "attention is chosen by --attention", value=Value.OPTIONAL, variable="LLAMA_ARG_FLASH_ATTN"
     ),
     _llama.row(

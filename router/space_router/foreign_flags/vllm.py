@@ -7,6 +7,7 @@ from space_router.foreign_flags.flag import ForeignFlag, OtherEngine, Rows, Valu
 
 _vllm = Rows((OtherEngine.VLLM,))
 
+_EVERY_TASK = "a model generates and makes embeddings; an encoder beside it is --embedding-model"
 _TEXT_ONLY = "this server takes text only"
 _PREFIXES = "prefixes are always shared, and the text is the same"
 _PIECES = "prompts always go in pieces of --max-prefill-rows"
@@ -37,8 +38,8 @@ FLAGS: tuple[ForeignFlag, ...] = (
     _vllm.refused("--hf-overrides", "the configuration is the checkpoint's own. Edit its config.json", allowed="{}"),
     _vllm.refused("--hf-token", "other processes can read a command line. Set HF_TOKEN, or give --token-file FILE"),
     _vllm.same("--download-dir", "download_folder"),
-    _vllm.nothing("--task", "what a model does is in its configuration", only="auto generate"),
-    _vllm.nothing("--runner", "what a model does is in its configuration", only="auto generate"),
+    _vllm.nothing("--task", _EVERY_TASK, only="auto generate embed embedding score"),
+    _vllm.nothing("--runner", _EVERY_TASK, only="auto generate pooling"),
     _vllm.nothing("--model-impl", "families with networks of our own are in server/MODELS.md", only="auto vllm"),
     _vllm.row(
         "--max-model-len",

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class _TemplateProcess:
-    """One process. It may owe answers to jobs whose results are not needed any more."""
+    """One process. It may still send answers to jobs that were given up."""
 
     def __init__(self, *, is_slow: bool) -> None:
         memory = SLOW_MEMORY if is_slow else QUICK_MEMORY

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from space_common.nvml import Gpu, Nvml, NvmlError
-from space_common.worker_settings import POWERCAP
+from space_common.worker.settings import POWERCAP
 from space_proto import worker_pb2 as pb
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

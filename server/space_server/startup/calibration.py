@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from space_common.version import version
-from space_common.worker_settings import StepsHere
+from space_common.worker.settings import StepsHere
 from space_kernels.attention_backends import installed_version
 from space_kernels.build.cpu_library import cpu_fact, cpu_library
 from space_model.geometry.draft_layout import DraftLayout

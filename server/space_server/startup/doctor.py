@@ -23,7 +23,7 @@ from space_common import default_model
 from space_common.finding import Finding
 from space_common.hub import Hub, HubError, Missing, is_hub_id, size_text, split_hub_file
 from space_common.nvml import Nvml, NvmlError
-from space_common.worker_settings import WorkerSettings
+from space_common.worker.settings import WorkerSettings
 from space_kernels.attention_backends import AttentionNeed, UnusableAttention, available_backends, backend_named
 from space_kernels.build import cpu_library
 from space_kernels.build.cache_folder import cache_folder

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from space_common.worker_client import WorkerClient
-from space_common.worker_settings import WorkerSettings
+from space_common.worker.client import WorkerClient
+from space_common.worker.settings import WorkerSettings
 from space_kernels.linear.group_weights import INT4, INT4_HEAD, SHARED
 from space_kernels.linear.rounded_inputs import GROUP
 from space_model.checkpoint import family

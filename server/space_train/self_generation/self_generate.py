@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 from space_common.process import WorkerLost, WorkerProcess
-from space_common.worker_client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
-from space_common.worker_settings import worker_argv
+from space_common.worker.client import ClientSequence, GrpcWorker, SequenceRequest, WorkerClient
+from space_common.worker.settings import worker_argv
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm

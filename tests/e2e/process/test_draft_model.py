@@ -22,16 +22,20 @@ def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield ready
 
 
-def test_the_text_is_the_same_off_by_choice_and_with_three_drafts_a_step(served: Live) -> None:
+def assert_drafts_change_no_text(live: Live, source: str, most: int) -> None:
+    """Texts are the same with drafts off, chosen and commanded; of those of `source` some are accepted, not all."""
     for fields in ({}, {"temperature": 0.8, "seed": 7}):
-        plain = served.ids(PROMPT, speculation="off", **fields)
-        assert served.ids(PROMPT, **fields) == plain
-        assert served.ids(PROMPT, speculation=3, **fields) == plain
-        assert served.ids(PROMPT, speculation=8, **fields) == plain
-    found = served.metrics()
-    drafted = found["spaceserve_drafted_tokens_by_source_total{source=model}"]
-    accepted = found["spaceserve_accepted_tokens_by_source_total{source=model}"]
-    assert 0 < accepted < drafted
+        plain = live.ids(PROMPT, speculation="off", **fields)
+        assert live.ids(PROMPT, **fields) == plain
+        assert live.ids(PROMPT, speculation=3, **fields) == plain
+        assert live.ids(PROMPT, speculation=most, **fields) == plain
+    found = live.metrics()
+    drafted = found[f"spaceserve_drafted_tokens_by_source_total{{source={source}}}"]
+    assert 0 < found[f"spaceserve_accepted_tokens_by_source_total{{source={source}}}"] < drafted
+
+
+def test_the_text_is_the_same_off_by_choice_and_with_three_drafts_a_step(served: Live) -> None:
+    assert_drafts_change_no_text(served, "model", 8)
 
 
 def test_the_server_says_what_drafts(served: Live) -> None:
@@ -50,14 +54,7 @@ def test_an_eagle_head_drafts_for_the_model_that_it_was_trained_for(tmp_path: Pa
     with ServerProcess([*model, "--num-blocks", "512", "--dtype", "float32"]) as server, closing(Live(server)) as ready:
         speculation = ready.get("/info")["speculation"]
         assert (speculation["head"], speculation["head_drafts"], speculation["max_request"]) == ("eagle", 5, 5)
-        for fields in ({}, {"temperature": 0.8, "seed": 7}):
-            plain = ready.ids(PROMPT, speculation="off", **fields)
-            assert ready.ids(PROMPT, **fields) == plain
-            assert ready.ids(PROMPT, speculation=3, **fields) == plain
-            assert ready.ids(PROMPT, speculation=5, **fields) == plain
-        found = ready.metrics()
-        drafted = found["spaceserve_drafted_tokens_by_source_total{source=eagle}"]
-        assert 0 < found["spaceserve_accepted_tokens_by_source_total{source=eagle}"] < drafted
+        assert_drafts_change_no_text(ready, "eagle", 5)
 
 
 def test_the_mtp_layer_of_a_checkpoint_drafts_for_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from doubles.scripted_http import Reply, ScriptedServer, jumping, openai_answer, tgi_answer
-from space_common.worker_settings import NAMED_CHANCES
+from space_common.worker.settings import NAMED_CHANCES
 from space_eval.bench import command as bench
 from space_eval.bench.arms import APIS, Arm, Exchange, TokenEvent
 from space_eval.bench.client import Endpoint, PowerMeter, energy_figure

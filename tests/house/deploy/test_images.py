@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from space_common.default_model import SMOLLM2
-from space_common.worker_port.secret import SecretFile
+from space_common.worker.secret import SecretFile
 from space_kernels.attention_backends import BACKENDS
 from space_router.commands.programs import PROGRAMS
 from space_router.config import build, settings

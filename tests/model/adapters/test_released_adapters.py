@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.adapters import GatedLora
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment

@@ -44,7 +44,7 @@ def test_vectors_are_those_of_sentence_transformers_whatever_is_beside_them(name
     assert made.facts.is_normalised == FAMILIES[name].is_normalised
     torch.testing.assert_close(together, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(alone, wanted, rtol=0, atol=1e-5)
-    assert (wanted[0] - wanted[1]).abs().max() > 0.01  # they are told apart
+    assert (wanted[0] - wanted[1]).abs().max() > 0.01  # different texts
 
 
 @pytest.mark.parametrize("name", FAMILIES)

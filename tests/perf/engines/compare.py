@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from space_common.worker_settings import parse_chances
+from space_common.worker.settings import parse_chances
 from space_eval.acceptance.generation import encode_conversations
 from space_eval.data import load_conversations, long_text
 from space_eval.flags import whole_from

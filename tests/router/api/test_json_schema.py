@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from space_common.grammar import lark
-from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
+from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_router.api.generation import translate
 from space_router.api.json_schema import enforceable
 from space_router.engine.errors import RequestFailed

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from doubles.router import Script, ScriptedWorker
-from space_common.worker_port.secret import SecretFile
+from space_common.worker.secret import SecretFile
 from space_proto import worker_pb2, worker_pb2_grpc
 from space_router.config import ServeConfig, build
 from space_router.engine.engine import Engine

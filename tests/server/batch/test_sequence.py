@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from doubles.worker import ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server import worker
 from space_server.batch import SequenceEnd, SequenceLimits, appended, begins_with

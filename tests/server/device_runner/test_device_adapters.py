@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.worker import PROMPTS, ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.worker import ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_kernels.sampling.sampler import log_probabilities
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from doubles.worker import ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_kernels.sampling.sampling_params import SamplingParams
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from doubles.worker import PROMPTS, ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb

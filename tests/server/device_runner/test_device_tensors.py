@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_kernels.attention.attention import QKV, AttentionSpec, KVPages
 from space_kernels.dispatch import Ops
 from space_kernels.layers import layers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from doubles import worker
 from doubles.worker import PROMPTS, ScriptedModel
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model

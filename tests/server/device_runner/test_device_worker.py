@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doubles import worker
 from doubles.worker import ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_kernels.sampling import sampler as processors
 from space_kernels.sampling.sampler import TokenCounts
 from space_kernels.sampling.sampling_params import SamplingParams

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.draft_model import check_tokenizer, load_draft_model
 from space_model.draft_networks.place import check_place
@@ -18,8 +18,8 @@ from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
 from space_model.testing import perturbed, tiny_checkpoint
 from space_proto import worker_pb2 as pb
+from space_server.drafters.network_drafter import FEW_UNREAD, MOST_UNREAD
 from space_server.drafts import DraftSources
-from space_server.network_drafter import FEW_UNREAD, MOST_UNREAD
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
 from space_server.worker import Worker
 

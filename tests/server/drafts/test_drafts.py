@@ -7,7 +7,7 @@ import random
 
 import pytest
 from doubles.worker import ScriptedModel
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server.drafts import (
     JUDGED_EVERY,

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import drafted_reports
 from eagle_heads import DenseHead, HeadShape, dense_base
 from safetensors.torch import load_file, save_file
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.draft_model import check_tokenizer
 from space_model.draft_networks.eagle import load_eagle
@@ -105,16 +106,7 @@ def test_drafts_are_those_of_the_published_model_file(
 def test_the_text_is_plain_decoding_s_and_some_drafts_are_accepted(
     name: str, num_drafts: int, base_folder: Path, made_of: Callable[[str], Made]
 ) -> None:
-    model = with_head(base_folder, made_of(name)[0])
-    found = []
-    for controller in (FixedLayout.full(0), FixedLayout.by_head(num_drafts)):
-        client = WorkerClient(Worker(model, num_blocks=100, block_size=4, controller=controller))
-        samplings = [pb.Sampling(), pb.Sampling(seed=3, temperature=0.9), pb.Sampling(seed=4, temperature=0.5)]
-        numbers = [client.admit(PROMPT[n:], max_tokens=40, sampling=one) for n, one in enumerate(samplings)]
-        client.run()
-        found.append([client.sequences[number].tokens for number in numbers])
-    assert found[0] == found[1]
-    reports = [report for sequence in client.sequences.values() for report in sequence.reports if report.num_drafted]
+    reports = drafted_reports(with_head(base_folder, made_of(name)[0]), PROMPT, num_drafts, 40)
     assert {report.draft_source for report in reports} == {pb.DRAFT_SOURCE_EAGLE}
     assert max(report.num_drafted for report in reports) == num_drafts
     assert {min(report.num_accepted, 1) for report in reports} == {0, 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from doubles.worker import PROMPTS, ScriptedDrafts, ScriptedModel
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import released_adapter, tiny_adapter

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from doubles.worker import drafted_reports
 from safetensors.torch import load_file, save_file
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.mtp import load_mtp
 from space_model.loading.load import load_model
@@ -150,16 +151,7 @@ def test_drafts_are_those_of_the_layer_in_transformers(family: str, folder_of: C
 def test_the_text_is_plain_decoding_s_and_some_drafts_are_accepted(
     family: str, folder_of: Callable[[str], Path]
 ) -> None:
-    model = with_mtp(folder_of(family))
-    found = []
-    for controller in (FixedLayout.full(0), FixedLayout.by_head(4)):
-        client = WorkerClient(Worker(model, num_blocks=100, block_size=4, controller=controller))
-        samplings = [pb.Sampling(), pb.Sampling(seed=3, temperature=0.9), pb.Sampling(seed=4, temperature=0.5)]
-        numbers = [client.admit(PROMPT[n:], max_tokens=32, sampling=one) for n, one in enumerate(samplings)]
-        client.run()
-        found.append([client.sequences[number].tokens for number in numbers])
-    assert found[0] == found[1]
-    reports = [report for sequence in client.sequences.values() for report in sequence.reports if report.num_drafted]
+    reports = drafted_reports(with_mtp(folder_of(family)), PROMPT, 4, 32)
     assert {report.draft_source for report in reports} == {pb.DRAFT_SOURCE_MTP}
     assert {min(report.num_accepted, 1) for report in reports} == {0, 1}
 

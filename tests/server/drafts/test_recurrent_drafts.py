@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model

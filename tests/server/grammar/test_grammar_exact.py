@@ -10,7 +10,7 @@ import pytest
 from doubles.grammars import outputs
 from doubles.worker import ScriptedDrafts
 from space_common.json_places import JSON, JsonPlaces, PlaceState
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grammar import Grammars, TokenVocabulary

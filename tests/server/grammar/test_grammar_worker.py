@@ -16,8 +16,8 @@ from doubles.grammars import Case, choice_case, outputs, regex_case, rules_case,
 from doubles.worker import ScriptedModel
 from jsonschema import Draft202012Validator
 from space_common.grammar import GrammarProcess
-from space_common.worker_client import ClientSequence, WorkerClient
-from space_common.worker_errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
+from space_common.worker.client import ClientSequence, WorkerClient
+from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint

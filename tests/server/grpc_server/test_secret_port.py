@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from doubles.worker import Peer, ScriptedModel
-from space_common.worker_port.secret import RouterProof, SecretFile
+from space_common.worker.secret import RouterProof, SecretFile
 from space_proto import worker_pb2 as pb
 from space_proto import worker_pb2_grpc
 from space_server.__main__ import main
@@ -73,7 +73,7 @@ async def test_peers_without_the_secret_are_refused_with_the_cure_and_leave_the_
         router = port.call(good.metadata)
         assert (await router.hear()) is not None
         await router.say(START)
-        assert "--worker-secret-file" in (await port.refusal()).reason, "an older router is told in its own protocol"
+        assert "--worker-secret-file" in (await port.refusal()).reason, "an older router can read the reason"
         for metadata in ((await port.proof(OTHER)).metadata, good.metadata, (("spaceserve-proof", "junk"),)):
             assert "has not proven" in (await port.refusal(metadata)).reason
         unproven = port.call()

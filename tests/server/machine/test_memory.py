@@ -15,7 +15,7 @@ import pytest
 import torch
 from doubles.worker import ScriptedModel
 from safetensors.torch import save_file
-from space_common.worker_settings import parse_amount
+from space_common.worker.settings import parse_amount
 from space_model.free_memory import FreeMemory
 from space_model.testing import tiny_checkpoint
 from space_model.verification.layer_reference import CONTEXT, NUM_ROWS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_common.worker_settings import parse_cores
+from space_common.worker.settings import parse_cores
 from space_server.config import parse
 from space_server.machine.threads import keep_off_last, num_cores, num_threads, run_in_thread, sleep_soon
 

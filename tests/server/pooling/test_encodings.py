@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from doubles.worker import ScriptedModel, router_of
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.encoder.text_encoder import EncoderFacts, TextIds
 from space_proto import worker_pb2 as pb
 from space_server.pooling.encodings import ALONE_SECONDS, BESIDE_SECONDS, MOST_TEXTS, Encodings

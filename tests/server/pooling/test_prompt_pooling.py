@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles.worker import ScriptedDrafts
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint

@@ -11,7 +11,7 @@ from itertools import pairwise, takewhile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.space_model import SpaceModel
 from space_server.drafts import Acceptance, AcceptanceShape, DraftSources

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 from doubles.worker import ScriptedModel
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_common.worker_settings import StepsHere
+from space_common.worker.settings import StepsHere
 from space_kernels.build import cpu_library
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch

@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from doubles.worker import PROMPTS, ScriptedDrafts
-from space_common.worker_client import ClientSequence, GrpcWorker, WorkerClient
+from space_common.worker.client import ClientSequence, GrpcWorker, WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting

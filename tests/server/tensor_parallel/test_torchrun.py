@@ -18,8 +18,8 @@ import psutil
 import pytest
 from chaos.hosts import can_have_namespaces
 from processes import free_port
-from space_common.worker_client import GrpcWorker, WorkerClient
-from space_common.worker_port.secret import SecretFile
+from space_common.worker.client import GrpcWorker, WorkerClient
+from space_common.worker.secret import SecretFile
 from space_model.loading.load import load_model
 from space_server.worker import Worker
 

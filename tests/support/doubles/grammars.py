@@ -10,7 +10,7 @@ from functools import cache
 from random import Random
 from typing import Any
 
-from space_common.worker_client import ClientSequence, WorkerClient
+from space_common.worker.client import ClientSequence, WorkerClient
 from space_proto import worker_pb2 as pb
 from space_server.grammar import Grammars
 from space_server.model_runner import StepModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 import torch
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import AdapterFacts, ModelFacts
@@ -26,6 +26,20 @@ def router_of(model: Any, *, k: int = 3, device: bool = False, **settings: objec
     """A client of a worker on this model, which lays out up to k drafts for every sequence."""
     fixed = {"num_blocks": 256, "block_size": 4, "controller": FixedLayout.full(k), "device_steps": device}
     return WorkerClient(Worker(model, **(fixed | settings)))  # type: ignore[arg-type]
+
+
+def drafted_reports(model: Any, prompt: Sequence[int], num_drafts: int, max_tokens: int) -> list[pb.SequenceReport]:
+    """The reports of steps with drafts of three texts at once, `num_drafts` made one after the other behind each step.
+    Fails unless the texts are those of plain decoding."""
+    found = []
+    for controller in (FixedLayout.full(0), FixedLayout.by_head(num_drafts)):
+        client = WorkerClient(Worker(model, num_blocks=100, block_size=4, controller=controller))
+        samplings = [pb.Sampling(), pb.Sampling(seed=3, temperature=0.9), pb.Sampling(seed=4, temperature=0.5)]
+        numbers = [client.admit(prompt[n:], max_tokens=max_tokens, sampling=one) for n, one in enumerate(samplings)]
+        client.run()
+        found.append([client.sequences[number].tokens for number in numbers])
+    assert found[0] == found[1]
+    return [report for sequence in client.sequences.values() for report in sequence.reports if report.num_drafted]
 
 
 def script(model: ScriptedModel, start: int, count: int) -> list[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from space_common.process import WorkerLost, WorkerNotReady, WorkerProcess
-from space_common.worker_settings import WorkerSettings
+from space_common.worker.settings import WorkerSettings
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import END, FIRST_MASK, tiny_checkpoint

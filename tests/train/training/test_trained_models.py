@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from doubles.training import random_ids, run, tiny_plan
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_model.testing import tiny_checkpoint

@@ -150,7 +150,7 @@ def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[int, int]]
 
 
 def _check_scores(source: PoolingSource) -> None:
-    """Raise InvalidRequest for a classifier whose scores are of several classes."""
+    """Raise InvalidRequest for a classifier of several classes."""
     if source.scores_pairs and source.num_values != 1:
         raise InvalidRequest(
             f"`{source.name}` gives a pair {source.num_values} scores, of as many classes; one is needed.",

@@ -36,7 +36,7 @@ class InputOptions:
     add_special_tokens: bool = True
     truncate: int | None = None  # ids that are kept of each; -1: as many as the model takes; None: too many are refused
     prompt_name: str | None = None  # of a prompt that the encoder puts before each text
-    role: Literal["query", "document"] | None = None  # whose prompt is taken, where the encoder has one
+    role: Literal["query", "document"] | None = None  # selects an encoder's own prompt, if it has one
 
 
 Tokenised = Sequence[Any]
@@ -157,7 +157,7 @@ class EncoderSource:
 
 
 class DecoderSource:
-    """The served model, whose hidden states behind the final norm are pooled."""
+    """The served model: its hidden states behind the final norm are pooled."""
 
     scores_pairs = False
     num_values = 0  # known with the first vector

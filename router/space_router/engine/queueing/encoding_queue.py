@@ -1,7 +1,7 @@
 """The queue of texts for the workers' encoder, beside that of sequences, for encoding takes no pages and no steps.
 
-An encoding is cut into chunks, each of which goes to any worker. The keys take turns, a chunk each. A chunk whose
-worker is lost goes to another one.
+An encoding is cut into chunks, and each chunk goes to any worker. Chunks of different API keys alternate. If a worker
+is lost, its chunks go to other workers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class EncodingQueue:
             scheduler.encode(self._next())
 
     def _next(self) -> Chunk:
-        """Take the next chunk; the keys take turns."""
+        """Take the next chunk, of the API key that waited longest."""
         key = next(iter(self._waiting))
         chunks = self._waiting.pop(key)
         chunk = chunks.popleft()

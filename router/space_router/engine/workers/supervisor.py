@@ -20,8 +20,8 @@ import grpc
 from space_common.certificate import CertificateFiles
 from space_common.process import module_command, safe_environment
 from space_common.visible_gpus import VISIBLE, gpus_of
-from space_common.worker_port.secret import SecretFile
-from space_common.worker_settings import worker_argv
+from space_common.worker.secret import SecretFile
+from space_common.worker.settings import worker_argv
 
 from space_router.config import ServeConfig
 

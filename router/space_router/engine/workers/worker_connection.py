@@ -10,8 +10,8 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
-from space_common.worker_client import PROTOCOL_MAJOR, SERVE
-from space_common.worker_port.secret import CURE, RouterProof, SecretFile
+from space_common.worker.client import PROTOCOL_MAJOR, SERVE
+from space_common.worker.secret import CURE, RouterProof, SecretFile
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig

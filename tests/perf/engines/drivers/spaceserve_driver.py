@@ -9,7 +9,7 @@ from typing import Any
 
 from overhead_arms import plain
 from space_common.version import version
-from space_common.worker_client import WorkerClient
+from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_server.speculation.controller import PLAIN as NO_DRAFTS
 from space_server.speculation.controller import LayoutYield, layout_yields

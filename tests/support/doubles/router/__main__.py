@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from space_common.worker_port.secret import SecretFile
+from space_common.worker.secret import SecretFile
 
 from doubles.router.script import Accepts, FixedReply, HashLanguage, Language, Script, always, half, never, sometimes
 from doubles.router.scripted_worker import ScriptedWorker

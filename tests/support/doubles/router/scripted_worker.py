@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from space_common.worker_port.secret import NotProven, SecretFile, WorkerSide
+from space_common.worker.secret import NotProven, SecretFile, WorkerSide
 from space_proto import worker_pb2, worker_pb2_grpc
 
 from doubles.router.script import Script, made_up_vector

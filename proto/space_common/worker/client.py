@@ -20,7 +20,7 @@ import grpc
 from space_proto import worker_pb2 as pb
 
 from space_common.process import WorkerLost
-from space_common.worker_port.secret import RouterProof, SecretFile
+from space_common.worker.secret import RouterProof, SecretFile
 
 PROTOCOL_MAJOR = 1
 MAX_PREFILL_ROWS = 4096

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
-from space_common.worker_port.secret import SecretError, SecretFile, is_local
+from space_common.worker.secret import SecretError, SecretFile, is_local
 
 LARGEST_BLOCK = 256  # largest block size in slots; FlashAttention 2 needs it
 POWERCAP = "/sys/class/powercap"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from space_server.mask_drafter import SamplingGroups, Stopwatch
+from space_server.drafters.mask_drafter import SamplingGroups, Stopwatch
+from space_server.drafters.sequential_drafts import HeadRun, SequentialDrafts
 from space_server.model_runner import StepModel
-from space_server.sequential_drafts import HeadRun, SequentialDrafts
 
 
 class RecurrentDrafter:

@@ -11,7 +11,7 @@ from space_kernels.sampling.sampler import sample_rows
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.mask_drafter import MaskRun, SamplingGroups, Stopwatch, draft_rows
+from space_server.drafters.mask_drafter import MaskRun, SamplingGroups, Stopwatch, draft_rows
 
 
 @dataclass(frozen=True, slots=True)

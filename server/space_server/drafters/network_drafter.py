@@ -13,8 +13,8 @@ from space_model.networks.network import DraftKV
 from torch import Tensor
 
 from space_server.batch import RunningSequence
-from space_server.mask_drafter import SamplingGroups, Stopwatch
-from space_server.sequential_drafts import HeadRun, SequentialDrafts
+from space_server.drafters.mask_drafter import SamplingGroups, Stopwatch
+from space_server.drafters.sequential_drafts import HeadRun, SequentialDrafts
 
 MOST_UNREAD = 256
 """Unread positions that a step reads of all sequences: longer texts are read in several steps, which draft nothing, so

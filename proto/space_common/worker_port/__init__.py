@@ -1,1 +1,0 @@
-"""The port of a worker: its secret."""
