@@ -395,9 +395,12 @@ class Engine:
 
     def worker_lost(self, connection: WorkerConnection, lost: Scheduler, cause: ExitCause) -> None:
         """Requeue a lost worker's requests with the tokens they have emitted; end the one that crashed it."""
+        is_another_up = any(not scheduler.closing for scheduler in self._schedulers())
         for live in lost.unfinished():
             live.statistics.num_worker_losses += 1
-            if failure := self._quarantine.worker_lost(live, cause, num_given=lost.num_given(live)):
+            if failure := self._quarantine.worker_lost(
+                live, cause, num_given=lost.num_given(live), is_another_up=is_another_up
+            ):
                 self._terminate(live, failure)
             else:
                 self._requeue(live)

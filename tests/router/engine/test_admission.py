@@ -385,19 +385,41 @@ def test_streams_of_a_worker_elsewhere_go_on_at_once_though_it_stays_away() -> N
     assert max(reader.longest_pause for reader in table.readers) <= 5 * STEP
 
 
-def test_those_that_had_just_begun_there_are_tried_alone_and_at_once() -> None:
+@pytest.mark.parametrize("num_workers", [3, 2])
+@pytest.mark.parametrize("num_tokens", [0, 1, TRIAL_GROWTH - 1])
+def test_those_that_had_just_begun_there_go_on_at_once_too(num_workers: int, num_tokens: int) -> None:
+    requests = some(12)
+    table = Table(*[SCRIPT] * num_workers, requests=requests)
+    table.until_all_have(num_tokens)
+    table.connections[0].die(elsewhere())
+    table.finish()
+    assert [tuple(reader.tokens) for reader in table.readers] == [answer(request, SCRIPT) for request in requests]
+    assert max(reader.longest_pause for reader in table.readers) <= 5 * STEP
+
+
+def test_only_those_that_were_on_two_lost_workers_are_run_alone() -> None:
     table = Table(*[SCRIPT] * 3, requests=some(12))
     table.until_all_have(1)
+    first = table.names_at(0)
     table.connections[0].die(elsewhere())
-    num_trials = 0
-    while any(len(reader.tokens) < TRIAL_GROWTH for reader in table.readers):
-        table.turn()
+    table.turn()
+    second = next(number for number in (1, 2) if first & table.names_at(number))
+    on_both, others = first & table.names_at(second), table.names_at(second) - first
+    assert others
+    table.start(0)
+    table.connections[second].die(elsewhere())
+    tried: set[str] = set()
+    for _ in range(3000):
         for lives in map(table.lives_at, range(3)):
-            num_trials += any(live.is_suspect for live in lives)
-            assert len(lives) <= 1 or not any(live.is_suspect for live in lives)
-    assert num_trials
+            if any(live.is_suspect for live in lives):
+                assert len(lives) == 1
+                tried |= {live.request.request_id for live in lives}
+        if all(reader.is_whole for reader in table.readers):
+            break
+        table.turn()
+    assert tried == on_both
     table.finish()
-    assert max(reader.longest_pause for reader in table.readers) < 0.5
+    assert max(reader.longest_pause for reader in table.readers_of(others)) <= 5 * STEP
 
 
 @pytest.mark.parametrize("at_token", [0, 5, 100], ids=["its first", "an early", "a late"])
@@ -416,7 +438,7 @@ def test_a_request_that_kills_in_the_same_step_everywhere_is_refused_and_the_oth
         if deadly.error and all(reader.is_whole for reader in others):
             break
     assert isinstance(deadly.error, WorkerFailed)
-    assert num_deaths == (3 if at_token >= TRIAL_GROWTH else 2)
+    assert num_deaths == 3
     assert [tuple(reader.tokens) for reader in others] == [answer(request, SCRIPT) for request in requests[1:]]
 
 

@@ -266,7 +266,7 @@ SOMEBODY, ITSELF = ExitCause.EXTERNAL, ExitCause.CRASHED
     [
         (-signal.SIGKILL, (3, 3), SOMEBODY),
         (-signal.SIGKILL, (3, 4), ITSELF),
-        (-signal.SIGKILL, (None, None), ITSELF),
+        (-signal.SIGKILL, (None, None), ExitCause.UNKNOWN),
         (-signal.SIGTERM, (None, None), SOMEBODY),
         (-signal.SIGSEGV, (3, 3), ITSELF),
         (1, (3, 3), ITSELF),

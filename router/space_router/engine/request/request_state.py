@@ -58,7 +58,7 @@ class RequestState:
         self.near_at = math.inf  # seconds on the engine's clock from which its deadline is near
         self.num_charged: float | None = None  # tokens charged to its key; None before its first admission
         self.instruction_set = ""  # of the worker that computed its first token; "": not known
-        self.num_suspicions = 0  # workers that crashed while running it
+        self.num_suspicions = 0  # workers that ended, not known to be killed from outside, while running it
         self.probation_until: int | None = None  # suspect until it has generated so many ids; None: not a suspect
         self.num_prompt_logprobs = 0  # prompt ids whose logprobs were delivered
         self.last_token: float | None = None  # seconds on the engine's clock

@@ -24,10 +24,11 @@ class CrashQuarantine:
     quarantine worker ran before, are held for a moment: once the last probation is over they continue there, where
     their prefixes are cached.
 
-    If the cause of a loss is unknown, the machine was most likely switched off or disconnected. Then only requests with
-    few tokens from that worker become suspects, because most crashing requests crash at their beginning; the others
-    continue at once on any worker. If one of these is the culprit, it crashes a second worker in the same step, before
-    any token, and becomes a suspect. So a culprit fails after two crashes, or after three in this case.
+    If the cause of a loss is unknown, the worker was most likely killed, or its machine switched off or disconnected.
+    Then its requests continue at once where another worker is up. If one of them is the culprit, it crashes a second
+    worker, most likely in the same step, before any token. Only requests that were on both, and had few tokens from the
+    second, become suspects; so do those with few tokens from a worker that was the only one. So a culprit fails after
+    two crashes, or after three in this case.
     """
 
     def __init__(self, queue: RequestQueue, admission: QueueAdmission) -> None:
@@ -37,11 +38,13 @@ class CrashQuarantine:
         self._last_worker: Scheduler | None = None
         self._since: float | None = None  # seconds on the engine's clock since which suspects wait for a worker
 
-    def worker_lost(self, live: RequestState, cause: ExitCause, *, num_given: int) -> WorkerFailed | None:
+    def worker_lost(
+        self, live: RequestState, cause: ExitCause, *, num_given: int, is_another_up: bool
+    ) -> WorkerFailed | None:
         """Make a lost worker's request a suspect if it may have caused the loss.
 
         Return the error to fail it with if it ran alone as a suspect, so that it is the culprit; else None.
-        `num_given`: tokens that it had from that worker.
+        `num_given`: tokens that it had from that worker; `is_another_up`: whether it can continue at once.
         """
         if cause is ExitCause.EXTERNAL:
             return None
@@ -54,7 +57,8 @@ class CrashQuarantine:
                 "else. It is not tried again. Change the request; the log has the workers' last words."
             )
         num_tokens = int(TRIAL_GROWTH ** (live.num_suspicions - 1))
-        if cause is ExitCause.UNKNOWN and num_given >= max(TRIAL_GROWTH, num_tokens):
+        is_first = live.num_suspicions == 1 and is_another_up
+        if cause is ExitCause.UNKNOWN and (is_first or num_given >= max(TRIAL_GROWTH, num_tokens)):
             return None
         live.probation_until = live.num_generated + num_tokens
         self._suspects.append(live)

@@ -52,20 +52,23 @@ class ExitCause(Enum):
 
     EXTERNAL = "external"  # killed or stopped from outside: no request caused it
     CRASHED = "crashed"  # it crashed, hung, ran out of memory or violated the protocol
-    UNKNOWN = "unknown"  # it is remote: its machine may be off, or it may have crashed
+    UNKNOWN = "unknown"  # killed, its machine is off, or it crashed: of a remote worker, or where kills are not counted
 
 
 def cause_of_end(code: int, *, num_oom_kills: tuple[int | None, int | None]) -> ExitCause:
     """Return the cause for a process that ended with exit code `code` (negative: by that signal).
 
     SIGKILL comes from another process, or from the kernel when memory runs out; the kernel counts the latter.
-    `num_oom_kills`: its count when the process began and now; None if unavailable.
+    `num_oom_kills`: its count when the process began and now; None if unavailable, and the cause of SIGKILL is unknown.
     """
     if -code in TERMINATION_SIGNALS:
         return ExitCause.EXTERNAL
+    if code != -signal.SIGKILL:
+        return ExitCause.CRASHED
     before, now = num_oom_kills
-    is_killed = code == -signal.SIGKILL and before is not None and before == now
-    return ExitCause.EXTERNAL if is_killed else ExitCause.CRASHED
+    if before is None or now is None:
+        return ExitCause.UNKNOWN
+    return ExitCause.EXTERNAL if before == now else ExitCause.CRASHED
 
 
 def cause_of_silence(pid: int, processes: Path = Path("/proc")) -> ExitCause:
