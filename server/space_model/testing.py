@@ -158,6 +158,14 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 
 WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _SECTIONS, "vision_config": _FEW_IMAGES},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text",
+        **_DELTA_NET,
+        "num_experts": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        **_MOE,
+    },
 }
 """Models that see images, too: the fields that characterise their text part, and the config of the other."""
 
@@ -369,15 +377,20 @@ def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
     def noise(weight: torch.Tensor) -> torch.Tensor:
         return torch.randn(weight.shape, generator=generator) * (share * weight.float().std())
 
-    beside = config["model_type"] in ("qwen3_next", "qwen3_5_text")  # whose factors of norms are 1 + weight
+    beside = config["model_type"] in (
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    )  # whose factors of norms are 1 + weight
     source = max(layer for layer in range(number) if any(f".{layer}.self_attn." in name for name in weights))
-    of_mimo = config["model_type"] == "mimo"
+    of_mimo, of_mimo_v2 = config["model_type"] == "mimo", config["model_type"] == "mimo_v2_flash"
     last, own = f"model.layers.{source}.", "mtp." if beside else f"model.layers.{number}."
-    own = "model.mtp_layers.0." if of_mimo else own
+    own = "model.mtp_layers.0." if of_mimo else "model.mtp.layers.0." if of_mimo_v2 else own
     for name in [name for name in weights if name.startswith(last)]:
-        weight = weights[name]
+        weight, part = weights[name], name.removeprefix(last)
+        part = part.replace("post_attention_layernorm", "pre_mlp_layernorm") if of_mimo_v2 else part
         changed = weight + noise(weight) if weight.dim() > 1 else weight.clone()
-        weights[own + "layers.0." * beside + name.removeprefix(last)] = changed.to(weight.dtype)
+        weights[own + "layers.0." * beside + part] = changed.to(weight.dtype)
     from_states = torch.randn(hidden, hidden, generator=generator) * (share * hidden**-0.5)
     projection = torch.cat([torch.eye(hidden), from_states], dim=1).to(dtype)
     enorm = torch.full((hidden,), float(embedding.square().mean().sqrt())).to(dtype)
@@ -397,6 +410,8 @@ def add_mtp_layer(path: Path, *, share: float = 0.05, seed: int = 5) -> Path:
             "hidden_layernorm": hnorm,
             "final_layernorm": last_norm,
         }
+    elif of_mimo_v2:
+        more = {"eh_proj": projection, "enorm": enorm, "hnorm": hnorm, "final_layernorm": last_norm}
     else:
         more = {"eh_proj": projection, "enorm": enorm, "hnorm": hnorm, "shared_head.norm": last_norm}
         more |= {"shared_head.head": weights["lm_head.weight"].clone()}

@@ -8,14 +8,16 @@ import pytest
 from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
 from space_common.files import hash_lora
 from space_kernels.linear.gated_delta import GatedDelta
+from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint, tiny_lora
+from space_model.testing import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
 
 Subjects = Callable[[str, str], Subject]
 
 MODELS = ("ids-llama", "own-qwen3", "own-gemma2", "ids-gemma3")
 """Masks with ids, or the checkpoint's own gated adapter, whose delta mask rows have beside the LoRA's."""
+HYBRID = ("ids-qwen3_next", "own-qwen3_5")
 FEW: dict[str, tuple[object, ...]] = {
     "model": MODELS[:3],
     "layout": ("k5", "mixed"),
@@ -32,12 +34,14 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     def make(name: str, dtype: str) -> Subject:
         kind, _, family = name.partition("-")
         folder = tmp_path_factory.mktemp(name)
-        sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 5}
+        recurrent = MORE_FAMILIES.get(family, {}).get("model_type") in HYBRIDS
+        sizes = {"hidden_size": 64 if recurrent else 32, "num_heads": 2, "kv_heads": 1, "num_masks": 5}
+        few = ("in_proj_qkvz", "in_proj_qkv", "out_proj") if recurrent else ("q_proj", "down_proj")
         rank = 3 if kind == "own" else None
         path = tiny_checkpoint(folder / "model", family, seed=1, tie_word_embeddings=False, adapter_rank=rank, **sizes)
         loras = {
             "sql": tiny_lora(folder / "sql", path, rank=8, seed=5),
-            "law": tiny_lora(folder / "law", path, rank=1, seed=6, linears=("q_proj", "down_proj")),
+            "law": tiny_lora(folder / "law", path, rank=1, seed=6, linears=few),
         }
         hashes = [hash_lora(one) for one in loras.values()]
         seats = (hashes[0], "", hashes[1], hashes[0])
@@ -58,6 +62,19 @@ def test_drafts_leave_the_text_of_each_lora(model: str, cell: Cell, subject_of: 
 
 @pytest.mark.parametrize(("model", "cell"), cover(2, **FEW | {"model": ("own-deepseek_v3",)})[::4], ids=cell_name)
 def test_drafts_leave_the_text_of_each_lora_of_compressed_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **FEW | {"model": HYBRID})[:2], ids=cell_name)
+def test_drafts_leave_the_text_of_each_lora_of_recurrent_layers(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FEW | {"model": HYBRID}), ids=cell_name)
+def test_drafts_leave_the_text_of_each_lora_of_recurrent_layers_under_every_two_conditions(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 

@@ -27,6 +27,14 @@ CELLS = [
     ("qwen3_5", Cell("float32", "head2", 0.0, "none", "batch", "chunked", "miss", "preempted", True, "short", "nan")),
     ("mimo", Cell("bfloat16", "head4", 0.8, "none", "batch", "chunked", "hit", "restarted", True, "short", "nan")),
     ("mimo", Cell("float32", "head3", 0.0, "none", "alone", "whole", "miss", "preempted", True, "long", "left")),
+    (
+        "qwen3_5_moe",
+        Cell("float32", "head3", 0.0, "none", "batch", "chunked", "miss", "restarted", True, "short", "left"),
+    ),
+    (
+        "mimo_v2_flash",
+        Cell("bfloat16", "head3", 0.8, "none", "batch", "chunked", "hit", "preempted", True, "short", "nan"),
+    ),
 ]
 
 
@@ -37,9 +45,10 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
     def find(family: str, dtype: str) -> Subject:
         if (family, dtype) not in subjects:
             kind = "qwen2" if family == "mimo" else family
+            of_window = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
             folder = tiny_checkpoint(
                 tmp_path_factory.mktemp(family), kind, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
-                num_nextn_predict_layers=1,
+                num_nextn_predict_layers=1, **(of_window if family == "mimo_v2_flash" else {}),
             )  # fmt: skip
             if family == "mimo":
                 config = json.loads((folder / "config.json").read_text())

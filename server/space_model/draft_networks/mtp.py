@@ -7,8 +7,9 @@ norm) and the id of position p+1, and predicts the id of position p+2 (DeepSeek-
 
 Further drafts read y in place of h, and the embedding at position 0 is zero, as in vLLM (deepseek_mtp.py and
 glm4_moe_mtp.py of 2025). In Qwen3-Next and Qwen3.5 (qwen3_next_mtp.py, qwen3_5_mtp.py) they read norm(y), no embedding
-is zero, and the factors of norms are 1 + weight. In MiMo (mimo_mtp.py) they read norm(y), and eh_proj takes h first. Of
-several such layers the first is used.
+is zero, and the factors of norms are 1 + weight. In MiMo (mimo_mtp.py) they read norm(y), and eh_proj takes h first. In
+MiMo-V2-Flash (mimo_v2_mtp.py) they read norm(y), no embedding is zero; the layer attends through a window and has no
+experts. Of several such layers the first is used.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class MtpForm:
     adds_one: bool  # the factors of norms are 1 + weight
     passes_normed: bool  # further drafts read the output after its norm
     state_first: bool = False  # the projection is of the state, then of the embedding
+    renamed: Sequence[tuple[str, str]] = ()  # modules of the decoder layer, as here and as in the model's own layers
 
 
 def _behind_last(config: Mapping[str, Any]) -> MtpForm:
@@ -118,6 +120,24 @@ def _of_mimo(config: Mapping[str, Any]) -> MtpForm:
     )
 
 
+def _of_mimo_v2(config: Mapping[str, Any]) -> MtpForm:
+    root = "model.mtp.layers.0."
+    return MtpForm(
+        root=root,
+        layer=root,
+        enorm=f"{root}enorm",
+        hnorm=f"{root}hnorm",
+        projection=f"{root}eh_proj",
+        norm=f"{root}final_layernorm",
+        head=None,
+        config={"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        skips_first=False,
+        adds_one=False,
+        passes_normed=True,
+        renamed=(("pre_mlp_layernorm", "post_attention_layernorm"),),
+    )
+
+
 FORMS: Mapping[str, Callable[[Mapping[str, Any]], MtpForm]] = {
     "deepseek_v3": _behind_last,
     "glm4_moe": _behind_last,
@@ -128,6 +148,7 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any]], MtpForm]] = {
     "qwen3_5_text": _beside,
     "qwen3_5_moe_text": _beside,
     "mimo": _of_mimo,
+    "mimo_v2_flash": _of_mimo_v2,
 }
 
 
@@ -215,8 +236,9 @@ def mtp_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
         *([(re.escape(form.head or "") + r"\.(.+)", r"lm_head.\1"), (r"lm_head\..+", None)] if has_head else []),
         *((re.escape(name) + r"\..+", None) for name in (form.enorm, form.hnorm, form.projection)),
         (re.escape(form.root) + r"(?:embed_tokens|shared_head)\..+", None),
+        *((re.escape(form.layer + here) + r"\.(.+)", rf"model.layers.0.{there}.\1") for here, there in form.renamed),
         (re.escape(form.layer) + r"(.+)", r"model.layers.0.\1"),
-        (r"(?:model\.layers|model\.norm|model\.mtp_layers|mtp)\..+", None),
+        (r"(?:model\.layers|model\.norm|model\.mtp_layers|model\.mtp|mtp)\..+", None),
         (r"model\.language_model\.embed_tokens\.(.+)", r"model.embed_tokens.\1"),
         (r"model\.(?:language_model|visual)\..+", None),
     ]

@@ -25,7 +25,7 @@ from space_server.worker import Worker
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "mimo")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "mimo", "qwen3_5_moe", "mimo_v2_flash")
 PROMPT = [20, 30, 40, 50, 31, 90]
 
 
@@ -37,7 +37,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def find(family: str) -> Path:
         if family not in made:
             more: dict[str, Any] = {"mlp_layer_types": ["sparse"]} if family == "glm4_moe_lite" else {}
-            if family in ("qwen3_next", "qwen3_5"):
+            if family == "mimo_v2_flash":
+                more = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+            if family in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
                 more = {"layer_types": ["full_attention"], "num_hidden_layers": 1}
             folder = tiny_checkpoint(
                 tmp_path_factory.mktemp(family), "qwen2" if family == "mimo" else family, num_masks=0, num_layers=1,
@@ -66,7 +68,7 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         fields = json.loads((folder / "config.json").read_text())
-        self.is_mimo = fields["model_type"] == "mimo"
+        self.is_mimo, is_mimo_v2 = fields["model_type"] == "mimo", fields["model_type"] == "mimo_v2_flash"
         config = AutoConfig.for_model(**fields | {"model_type": "qwen2"} if self.is_mimo else fields)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager"
@@ -76,6 +78,8 @@ class Oracle:
         self.layer.load_state_dict(self.model.state_dict())
         block = self.layer.model.layers[0]
         self.is_beside = "mtp.fc.weight" in tensors
+        self.keeps_first = self.is_beside or is_mimo_v2
+        self.passes_normed = self.keeps_first or self.is_mimo
         if self.is_beside:
             own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
             named = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
@@ -89,6 +93,13 @@ class Oracle:
             named = "token_layernorm", "hidden_layernorm", "input_proj"
             self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in named)
             self.layer.model.norm.weight.data = own.pop("final_layernorm.weight")
+        elif is_mimo_v2:
+            at = "model.mtp.layers.0."
+            own = {name.removeprefix(at): tensor for name, tensor in tensors.items() if name.startswith(at)}
+            self.enorm, self.hnorm, self.eh_proj = (own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj"))
+            self.layer.model.norm.weight.data = own.pop("final_layernorm.weight")
+            own["post_attention_layernorm.weight"] = own.pop("pre_mlp_layernorm.weight")
+            own = {name.replace("attention_sink_bias", "sinks"): tensor for name, tensor in own.items()}
         else:
             own = {
                 name.removeprefix("model.layers.1."): tensor for name, tensor in tensors.items() if ".layers.1." in name
@@ -113,11 +124,11 @@ class Oracle:
         hidden = self.model.model(torch.tensor([known])).last_hidden_state[0]
         states, ids, drafts = [*hidden[: len(known) - 1]], known[1:], list[int]()
         outputs: list[Tensor] = []
-        source = self.layer.model.norm if self.is_beside or self.is_mimo else self.layer.model.layers[0]
+        source = self.layer.model.norm if self.passes_normed else self.layer.model.layers[0]
         hook = source.register_forward_hook(lambda *call: outputs.append(call[2]))
         for _ in range(count):
             embedded = self.model.model.embed_tokens(torch.tensor(ids))
-            embedded[0] *= self.is_beside
+            embedded[0] *= self.keeps_first
             parts = [norm(embedded, self.enorm), norm(torch.stack(states), self.hnorm)]
             both = torch.cat(parts[::-1] if self.is_mimo else parts, dim=1)
             logits = self.layer(inputs_embeds=(both @ self.eh_proj.T)[None]).logits[0, -1]
