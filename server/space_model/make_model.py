@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from space_model.testing import tiny_checkpoint
+from space_model.random_checkpoint import write_random_llama
 
 NUM_MASKS = 5
 
@@ -60,9 +59,20 @@ def random_llama(
     folder: Path, size: Size, *, num_masks: int = NUM_MASKS, draft_head: bool = True, seed: int = 0
 ) -> Path:
     """Write a random bfloat16 Llama of this size to `folder`, with mask ids and a byte-level tokenizer."""
-    shape = asdict(size) | {"kv_heads": size.kv_heads or size.num_heads, "head_dim": size.hidden_size // size.num_heads}
-    how: dict[str, Any] = {"num_masks": num_masks, "draft_head": draft_head, "seed": seed}
-    return tiny_checkpoint(folder, "llama", words=True, dtype="bfloat16", **how, **shape)
+    return write_random_llama(
+        folder,
+        vocab_size=size.vocab_size,
+        num_masks=num_masks,
+        draft_head_width=size.draft_head_width if draft_head else None,
+        seed=seed,
+        hidden_size=size.hidden_size,
+        intermediate_size=size.intermediate_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.kv_heads or size.num_heads,
+        head_dim=size.hidden_size // size.num_heads,
+        max_position_embeddings=size.window,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

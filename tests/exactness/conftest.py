@@ -8,7 +8,7 @@ import pytest
 import torch
 from exactness_matrix import Subject
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,8 +11,8 @@ from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.draft_model import load_draft_model
 from space_model.loading.load import load_model
-from space_model.testing import perturbed, tiny_checkpoint
 from space_server.worker import Worker
+from tiny_checkpoints import perturbed, tiny_checkpoint
 
 CELLS = [
     Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan"),

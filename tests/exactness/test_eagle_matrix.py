@@ -13,8 +13,8 @@ from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, 
 from space_model.draft_networks.eagle import load_eagle
 from space_model.draft_networks.eagle_files import EagleFiles
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 CELLS = [
     ("eagle3", Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan")),

@@ -10,7 +10,7 @@ import pytest
 from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
-from space_model.testing import tiny_adapter, tiny_checkpoint
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 
 Subjects = Callable[[str, str], Subject]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 CELLS = [
     Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan"),

@@ -8,7 +8,7 @@ import pytest
 from exactness_matrix import LAYOUTS, Cell, Mismatch, Subject, cell_name, check_cell, cover
 from space_kernels.recurrence.states import RecurrentStates, StateStep
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 Subjects = Callable[[str, str], Subject]
 

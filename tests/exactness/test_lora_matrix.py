@@ -10,7 +10,7 @@ from space_common.files import hash_lora
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.loading.load import load_model
-from space_model.testing import MORE_FAMILIES, tiny_checkpoint, tiny_lora
+from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
 
 Subjects = Callable[[str, str], Subject]

@@ -23,7 +23,7 @@ from exactness_matrix import (
 )
 from quantized_testing import write_quantized
 from space_model.loading.load import load_model
-from space_model.testing import tiny_adapter, tiny_checkpoint
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 
 Subjects = Callable[..., Subject]
 

@@ -10,7 +10,7 @@ from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.mtp import load_mtp
 from space_model.loading.load import load_model
-from space_model.testing import add_mtp_layer, tiny_checkpoint
+from tiny_checkpoints import add_mtp_layer, tiny_checkpoint
 
 CELLS = [
     ("glm4_moe", Cell("float32", "head4", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan")),

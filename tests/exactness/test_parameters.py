@@ -14,11 +14,11 @@ from space_common.worker.client import ClientSequence, SequenceRequest, WorkerCl
 from space_common.worker.errors import CONTRADICTION
 from space_eval.acceptance.equivalence import Future, ScriptedDrafts, first_difference, half_right
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 Subjects = Callable[[str, str], Subject]
 

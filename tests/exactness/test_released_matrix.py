@@ -8,7 +8,7 @@ import pytest
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
-from space_model.testing import released_adapter, tiny_checkpoint
+from tiny_checkpoints import released_adapter, tiny_checkpoint
 from torch import Tensor
 
 CELLS = [

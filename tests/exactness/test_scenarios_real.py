@@ -12,7 +12,6 @@ from doubles.router.scenario import Performance, RuleBroken, Scenario
 from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import ValidRequest
@@ -20,6 +19,7 @@ from space_router.metrics import Metrics
 from space_server.kv_offload import HostBlocks
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 BLOCK_SIZE = 8
 WINDOW = 100

@@ -9,9 +9,9 @@ import pytest
 from exactness_matrix import Subject, make_worker
 from greedy_oracle import GreedyOracle, NotEqual, Tie
 from space_common.worker.client import ClientSequence, WorkerClient
-from space_model.testing import FAMILIES, MORE_FAMILIES
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
+from tiny_checkpoints import FAMILIES, MORE_FAMILIES
 
 Subjects = Callable[[str, str], Subject]
 Folders = Callable[[str], Path]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from space_model.loading.load import load_model
 from space_model.model_error import ModelError
-from space_model.testing import tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError
 from space_router.text.model_text import ModelText
+from tiny_checkpoints import tiny_checkpoint
 
 from fuzz.harness import Fuzzer, as_json, json_values, mutated, often, spoiled
 

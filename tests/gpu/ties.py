@@ -15,9 +15,9 @@ from space_common.worker.client import ClientSequence, SequenceRequest, WorkerCl
 from space_eval.acceptance.equivalence import RIGHT, Future, ScriptedDrafts, first_difference
 from space_kernels.sampling.noise import gumbel, request_key
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
+from tiny_checkpoints import tiny_checkpoint
 
 from gpu.report import Notes
 

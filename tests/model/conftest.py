@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

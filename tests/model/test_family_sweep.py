@@ -12,7 +12,7 @@ import pytest
 import transformers
 from family_sweep import EQUAL, TRIED_ON_GPU, FamilyResult, families, sweep, to_page
 from gpu.ties import FAMILIES as ON_A_GPU
-from space_model.testing import FAMILIES
+from tiny_checkpoints import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "server" / "MODELS.md"
 

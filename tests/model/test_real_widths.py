@@ -11,7 +11,7 @@ from quantized_testing import write_mxfp4_experts
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

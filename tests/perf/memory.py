@@ -21,9 +21,9 @@ from space_model.checkpoint.weight_files import give_back, mappings
 from space_model.loading.load import load_model
 from space_model.make_model import SIZES, Size
 from space_model.malloc import keep_freed_memory, use_one_heap
-from space_model.testing import tiny_checkpoint
 from space_server.startup.model_need import shown
 from space_train.estimate import SHAPES, ModelShape, UnknownShape
+from tiny_checkpoints import tiny_checkpoint
 
 from perf.harness import PerfError, Report, start_module, table
 

@@ -7,8 +7,8 @@ import pytest
 from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_server.grammar import Grammars
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

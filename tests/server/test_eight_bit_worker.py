@@ -14,13 +14,13 @@ from space_model.checkpoint.family import read_config
 from space_model.free_memory import FreeMemory
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
-from space_model.testing import tiny_checkpoint
 from space_server.config import parse
 from space_server.machine.memory import NotEnoughMemory, choose_num_blocks
 from space_server.startup.calibration import CostFile
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed, check_fits
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 WORDS = ["--listen", "unix:/tmp/none", "--device", "cpu"]
 

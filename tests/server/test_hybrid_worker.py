@@ -13,12 +13,12 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV, StateRoom
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import build_worker
 from space_server.config import parse
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 
 

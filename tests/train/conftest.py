@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from doubles.training import random_ids, read_model, rows_for, tiny_plan
-from space_model.testing import tiny_checkpoint
 from space_train.data.examples import Example
 from space_train.data.rows import MixedRows, PackedExamples, RowStream
 from space_train.data.train_batch import TrainBatch, train_batch
@@ -37,6 +36,7 @@ from space_train.estimate import (
 from space_train.networks import trainee as trainee_module
 from space_train.networks.trainee import Decoder, Trainee
 from space_train.train_plan import Anchors, HeadForm, Method, TrainPlan
+from tiny_checkpoints import tiny_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from doubles.training import held_out, read_model, rows_for, tiny_plan
-from space_model.testing import tiny_checkpoint
 from space_train.progress import Counters, ProgressLines, RunClock, duration
 from space_train.train_plan import Budget
 from space_train.training.trainer import TrainingRun, train
+from tiny_checkpoints import tiny_checkpoint
 
 EPOCH_UPDATES = 20.0
 

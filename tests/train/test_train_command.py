@@ -18,13 +18,14 @@ from doubles.training import random_examples, tiny_plan
 from quantized_testing import write_quantized
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_model.testing import CHAT_TEMPLATE, tiny_checkpoint
+from space_model.random_checkpoint import CHAT_TEMPLATE
 from space_router.text.chat_template import find
 from space_train.__main__ import arguments, main
 from space_train.data.examples import TEMPLATES
 from space_train.run_folder import load_checkpoint
 from space_train.session import choose_precision, held_out_rows, load_base, rows_per_evaluation
 from space_train.train_plan import Budget, Method
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoConfig
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away", "from", "home"]

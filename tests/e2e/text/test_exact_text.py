@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from space_eval.bench.server_process import ServerProcess
-from space_model.testing import tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_router.text.tokenizer import Tokenizer
+from tiny_checkpoints import tiny_adapter
 
 K = 4
 PROMPT = "import os\nimport sys\n\n\ndef main():\n"

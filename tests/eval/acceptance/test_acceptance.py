@@ -24,8 +24,8 @@ from space_eval.flags import FlagError
 from space_eval.report import Spread
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer
 
 

@@ -11,13 +11,13 @@ from space_eval.acceptance.drafts import DraftsRow
 from space_eval.acceptance.generation import generate
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.data.train_batch import Texts
 from space_train.session import load_base
 from space_train.training.expected_accepted import AcceptedDrafts, accepted_drafts, drafting_model, drafting_plan
+from tiny_checkpoints import tiny_checkpoint
 
 SEED = 3
 

@@ -8,7 +8,7 @@ import pytest
 from space_eval.__main__ import main
 from space_eval.acceptance.equivalence import CellResult, EquivalenceCell, faults_of
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRows
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 Patch = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]

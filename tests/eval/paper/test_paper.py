@@ -42,8 +42,8 @@ from space_eval.paper.table import (
     write_paper,
 )
 from space_eval.quality.humaneval import FLAG
-from space_model.testing import tiny_checkpoint
 from space_train.training.published_options import EVALUATION_OPTIONS
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer
 

@@ -26,9 +26,10 @@ from space_eval.quality.tasks import Answers, HumanEval, Summarise, TaskPrompt, 
 from space_eval.report import Journal
 from space_model.heads import OutputHead
 from space_model.loading.load import load_model
-from space_model.testing import END, tiny_checkpoint
+from space_model.random_checkpoint import END
 from space_proto import worker_pb2 as pb
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SENTENCES = st.text(alphabet="abc é1.\n-", max_size=60)

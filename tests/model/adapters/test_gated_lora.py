@@ -29,8 +29,9 @@ from space_model.model_facts import AdapterFacts
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.network import PagedKV
+from space_model.random_checkpoint import FIRST_MASK
 from space_model.space_model import SpaceModel
-from space_model.testing import FAMILIES, FIRST_MASK, MORE_FAMILIES, tiny_adapter, tiny_checkpoint
+from tiny_checkpoints import FAMILIES, MORE_FAMILIES, tiny_adapter, tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

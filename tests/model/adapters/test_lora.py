@@ -23,7 +23,7 @@ from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint, tiny_lora
+from tiny_checkpoints import tiny_checkpoint, tiny_lora
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

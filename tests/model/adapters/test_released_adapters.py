@@ -22,9 +22,9 @@ from space_model.model_error import InvalidSpaceSection, ModelError, Unsupported
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.released_adapters import AdapterFormat, MaskInputs, split_place
 from space_model.space_model import SpaceModel
-from space_model.testing import released_adapter, tiny_checkpoint
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import released_adapter, tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 

@@ -19,7 +19,7 @@ from space_model.checkpoint.checkpoint import Checkpoint, tokenizer_eos, whole_f
 from space_model.checkpoint.weight_files import WeightFiles
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from space_model.convert.convert import Wish, convert, main
 from space_model.convert.source import ConvertError
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,

@@ -19,7 +19,7 @@ import llama_cpp
 import numpy as np
 from doubles.gguf_files import write_gguf
 from gguf import GGUFReader
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 HERE = Path(__file__).parent
 

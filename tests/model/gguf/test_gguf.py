@@ -34,7 +34,6 @@ from space_model.model_error import CheckpointNotFound, ModelError
 from space_model.networks.tensor_parallel import Share
 from space_model.precision import choose_dtype
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_router.config import ServeConfig
 from space_router.errors import ConfigError
 from space_router.text.checkpoint import locate
@@ -44,6 +43,7 @@ from space_server.config import parse
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed
 from space_train.session import load_base
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -18,10 +18,10 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.precision import choose_weights
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_server.config import parse
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor, nn
 
 IDS = [(7 * i + 1) % 128 for i in range(40)]

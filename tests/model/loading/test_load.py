@@ -26,7 +26,8 @@ from space_model.model_error import (
     UnsupportedModel,
 )
 from space_model.precision import choose_dtype, refuse_tf32
-from space_model.testing import FIRST_MASK, tiny_checkpoint
+from space_model.random_checkpoint import FIRST_MASK
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import Tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 

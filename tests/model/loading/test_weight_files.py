@@ -38,7 +38,7 @@ from space_model.model_error import CheckpointNotFound, UnsupportedModel
 from space_model.networks import transformers_network
 from space_model.networks.tensor_parallel import Share
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

@@ -12,7 +12,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,7 @@ from space_model.model_error import UnsupportedModel
 from space_model.networks.network import StateRoom
 from space_model.networks.recurrent import mixers
 from space_model.space_model import SpaceModel
-from space_model.testing import MORE_FAMILIES, tiny_checkpoint, tiny_lora
+from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -13,7 +13,7 @@ from space_kernels.dispatch import ops_for
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, InvalidSpaceSection
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

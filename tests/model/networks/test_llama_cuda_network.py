@@ -21,7 +21,7 @@ from space_model.networks.llama_parts import LlamaSource
 from space_model.networks.network import Taps
 from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
-from space_model.testing import released_adapter, tiny_adapter, tiny_checkpoint
+from tiny_checkpoints import released_adapter, tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

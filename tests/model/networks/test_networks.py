@@ -23,7 +23,7 @@ from space_model.networks.transformers_network import (
     paged_attention,
 )
 from space_model.space_model import SpaceModel
-from space_model.testing import FAMILIES, MORE_FAMILIES, tiny_checkpoint
+from tiny_checkpoints import FAMILIES, MORE_FAMILIES, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig

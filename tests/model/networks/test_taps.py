@@ -14,7 +14,7 @@ from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.llama_network import LlamaNetwork
 from space_model.networks.network import Taps
 from space_model.networks.transformers_network import TransformersNetwork, tapping
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 IDS = torch.randint(16, 100, (50,), generator=torch.Generator().manual_seed(3)).tolist()

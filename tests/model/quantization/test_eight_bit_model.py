@@ -25,7 +25,7 @@ from space_model.model_error import InvalidSetting
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import LlamaSource
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

@@ -20,10 +20,10 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.precision import choose_weights
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_server.config import parse
 from space_server.startup.doctor import examine
 from space_server.startup.model_need import ModelNeed
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 
 Pair = Callable[..., tuple[Path, Path]]

@@ -22,7 +22,7 @@ from space_model.loading.load import load_model
 from space_model.loading.whole_model import QuantizedWeights, open_weights, stays_packed
 from space_model.model_error import UnsupportedModel
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter
+from tiny_checkpoints import tiny_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -24,9 +24,9 @@ from space_model.loading import sharded_model as sharded_module
 from space_model.loading.load import load_model
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
-from space_model.testing import FAMILIES, tiny_checkpoint
 from space_model.verification.layer_reference import Reference, reference
 from space_model.verification.probe import Difference, differences
+from tiny_checkpoints import FAMILIES, tiny_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel

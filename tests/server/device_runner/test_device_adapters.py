@@ -14,11 +14,11 @@ from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import released_adapter
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import released_adapter
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 

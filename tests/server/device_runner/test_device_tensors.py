@@ -19,13 +19,13 @@ from space_model.networks import llama_network
 from space_model.networks.llama_cuda_network import LlamaCudaNetwork
 from space_model.networks.llama_parts import LlamaSource
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_adapter, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepKind, TensorForward
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.speculation.controller import FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -16,12 +16,12 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
-from space_model.testing import perturbed, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.drafters.network_drafter import FEW_UNREAD, MOST_UNREAD
 from space_server.drafts import DraftSources
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import perturbed, tiny_checkpoint
 
 SAMPLINGS = [
     pb.Sampling(),

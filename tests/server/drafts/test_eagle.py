@@ -21,10 +21,10 @@ from space_model.draft_networks.place import check_place
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, ModelError
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 from transformers import PreTrainedModel
 
 PROMPT = [20, 30, 40, 50, 31, 90]

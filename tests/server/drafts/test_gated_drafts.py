@@ -11,10 +11,10 @@ from doubles.worker import PROMPTS, ScriptedDrafts, ScriptedModel
 from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import released_adapter, tiny_adapter
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import released_adapter, tiny_adapter
 
 LAWS = [
     pb.Sampling(),

@@ -18,10 +18,10 @@ from space_model.draft_networks.mtp import load_mtp
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.space_model import SpaceModel
-from space_model.testing import add_mtp_layer, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import add_mtp_layer, tiny_checkpoint
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -16,7 +16,6 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection
 from space_model.model_facts import HeadFacts
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_server.drafts import Acceptance, AcceptanceShape, DraftSources
@@ -29,6 +28,7 @@ from space_server.speculation.controller import (
 )
 from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 from torch.nn import functional as F
 
 SAMPLINGS = [

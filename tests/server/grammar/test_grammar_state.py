@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from doubles.tokenizers import write_checkpoint
 from space_common.grammar import GrammarError, compile_grammar
-from space_model.testing import tiny_checkpoint
 from space_router.text.tokenizer import Tokenizer
 from space_server.drafts import Forced
 from space_server.grammar import GrammarState, NoVocabulary, TokenVocabulary, bits_of, ids_of
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import AddedToken, decoders, models, normalizers
 
 

@@ -20,7 +20,6 @@ from space_common.worker.client import ClientSequence, WorkerClient
 from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_router.engine.workers.worker_connection import GRAMMAR_SECONDS
 from space_server import grammar as grammar_module
@@ -28,6 +27,7 @@ from space_server.drafts import DraftSources
 from space_server.grammar import MOST_AT_ONCE, MOST_SECONDS, Grammars, GrammarTrial, Preparation, TokenVocabulary
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 EOS = 0
 PROMPTS = [[70, 71, 72, 73], [40] * 17 + [90], [100, 101]]

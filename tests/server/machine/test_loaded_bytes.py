@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doubles.gguf_files import write_gguf
 from perf.loading import MOST_AT_ONCE, MOST_HELD, Loaded, loaded
-from space_model.testing import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
 

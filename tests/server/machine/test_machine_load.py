@@ -188,7 +188,8 @@ def test_a_worker_among_four_busy_processes_keeps_its_fair_share(tmp_path: Path,
     if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < NUM_THREADS:
         pytest.skip(f"needs {NUM_THREADS} processors whose load is known")
     command = [sys.executable, "-P", __file__, str(tmp_path / "model"), str(batch)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # with the folders that pytest adds
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     found = json.loads(done.stdout.splitlines()[-1])
     if not found["compiled"]:
         pytest.skip("the compiled operations are not to be had here")
@@ -200,8 +201,8 @@ def _measure(folder: Path, batch: int) -> dict[str, Any]:
     """Tokens per second, by turns quiet and busy, and how many different texts there were."""
     from space_kernels.build.cpu_library import cpu_library
     from space_model.loading.load import load_model
-    from space_model.testing import tiny_checkpoint
     from space_server.machine.threads import run_in_thread
+    from tiny_checkpoints import tiny_checkpoint
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_THREADS])  # all that is started from here on
     tiny_checkpoint(

@@ -17,7 +17,6 @@ from doubles.worker import ScriptedModel
 from safetensors.torch import save_file
 from space_common.worker.settings import parse_amount
 from space_model.free_memory import FreeMemory
-from space_model.testing import tiny_checkpoint
 from space_model.verification.layer_reference import CONTEXT, NUM_ROWS
 from space_server.machine.memory import (
     NotEnoughMemory,
@@ -27,6 +26,7 @@ from space_server.machine.memory import (
     choose_num_sequences,
     free_bytes,
 )
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 
 FACTS = dataclasses.replace(ScriptedModel(window=100).facts, kv_bytes_per_token=1000)

@@ -10,10 +10,10 @@ from doubles.worker import ScriptedDrafts
 from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 PROMPTS = ([40, 20, 30], [29] * 40 + [27], [50, 40, 30, 20, 60, 70, 80, 90, 100, 110, 35, 36, 37, 38, 39, 40, 41])

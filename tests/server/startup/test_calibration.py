@@ -24,7 +24,6 @@ from space_model.loading.load import load_model
 from space_model.model_facts import HeadFacts
 from space_model.networks.network import PagedKV
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_server.device_runner.device_forward import DeviceForward, StepKind
 from space_server.machine.sensors import LoadWatch, MachineLoad
 from space_server.speculation.controller import few_layouts
@@ -46,6 +45,7 @@ from space_server.startup.calibration import (
     tolerance,
 )
 from space_server.step_cost import CostOrigin, Point, StepCost, StepShape
+from tiny_checkpoints import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
 from space_model.draft_networks.eagle import load_eagle
 from space_model.loading.load import load_model
-from space_model.testing import add_mtp_layer, released_adapter, tiny_checkpoint, tiny_lora
 from space_server.__main__ import _check_machine
 from space_server.__main__ import main as serve
 from space_server.config import ModelSource, parse
 from space_server.startup import doctor
 from space_server.startup.doctor import TorchBuild, check_compiler, check_gpu, check_shared_memory, examine, main
 from space_server.startup.model_need import ModelNeed
+from tiny_checkpoints import add_mtp_layer, released_adapter, tiny_checkpoint, tiny_lora
 
 H100 = SimpleNamespace(name="NVIDIA H100", memory=80 * 1024**3)
 CUDA_13 = TorchBuild("2.13.0", "13.0", sees_gpu=True)

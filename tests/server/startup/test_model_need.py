@@ -17,7 +17,6 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV, StateRoom
-from space_model.testing import tiny_checkpoint
 from space_server.__main__ import main
 from space_server.config import ModelSource, parse
 from space_server.device_runner.device_forward import StepKind
@@ -25,6 +24,7 @@ from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory
 from space_server.startup import model_need
 from space_server.startup.model_need import ModelNeed, bytes_of_graphs, check_fits, num_blocks_of, take_largest_step
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 
 MIB = 1024**2

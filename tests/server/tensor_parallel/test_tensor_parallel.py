@@ -28,7 +28,6 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting
 from space_model.model_facts import Ranks
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import main
 from space_server.config import parse
@@ -36,6 +35,7 @@ from space_server.model_runner import StepModel
 from space_server.speculation.controller import FixedLayout
 from space_server.tensor_parallel import GROUP_LOST, GroupLost, RankPlace, TensorParallelLeader, leading
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 MAX_TOKENS = 20
 SAMPLINGS = {"greedy": pb.Sampling(), "sampled": pb.Sampling(seed=3, temperature=0.9, top_k=40, repetition_penalty=1.2)}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from space_model.testing import END, FIRST_MASK, tiny_checkpoint
+from space_model.random_checkpoint import END, FIRST_MASK
 from space_router.config import ServeConfig
 from space_router.text.chat_template import BUILT_IN
 from space_router.text.model_text import ModelText
@@ -23,6 +23,7 @@ from space_train.data.records import (
     UnusableTemplate,
     UnusableTokenizer,
 )
+from tiny_checkpoints import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from space_model.testing import FIRST_MASK, tiny_checkpoint
+from space_model.random_checkpoint import FIRST_MASK
 from space_train.data.examples import NOT_LEARNED, Example
 from space_train.data.paper_collator import PaperCollator, cut_at, cut_places, whole
 from space_train.data.train_batch import anchor_rows
+from tiny_checkpoints import tiny_checkpoint
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 

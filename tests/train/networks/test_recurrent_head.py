@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from doubles.training import random_ids, read_model, rows_for, tiny_plan
-from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch
 from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.networks.trainee import Trainee
 from space_train.train_plan import HeadForm, Method, TrainPlan
+from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 from torch.nn import functional
 

@@ -16,7 +16,6 @@ from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import random_gated_lora, tiny_checkpoint
 from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, anchor_rows, train_batch, within_documents
 from space_train.networks import losses
 from space_train.networks.adapters import AdaptedLinear, Adapters, Gate
@@ -34,6 +33,7 @@ from space_train.networks.losses import (
 )
 from space_train.networks.trainee import Decoder, Trainee, attention_for, block_mask
 from space_train.train_plan import DraftObjective, HeadForm, Method, TrainPlan
+from tiny_checkpoints import random_gated_lora, tiny_checkpoint
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.integrations import flex_attention as transformers_flex

@@ -12,7 +12,7 @@ import pytest
 from doubles.train_command import TINY, train, write_records
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
-from space_model.testing import END, tiny_checkpoint
+from space_model.random_checkpoint import END
 from space_train.__main__ import main
 from space_train.data.decontamination import NUM_WORDS, EvaluationTexts, word_grams
 from space_train.data.examples import ChatText
@@ -38,6 +38,7 @@ from space_train.self_generation.self_generate import (
     tokens_left,
 )
 from space_train.train_plan import Budget, TrainPlan
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoTokenizer
 
 FUNCTION = 'def area(width, height):\n    """Return the area of a rectangle, in square metres."""\n'

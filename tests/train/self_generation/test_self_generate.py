@@ -16,8 +16,8 @@ import torch
 from space_common.process import WorkerLost, WorkerNotReady, WorkerProcess
 from space_common.worker.settings import WorkerSettings
 from space_model.loading.load import load_model
+from space_model.random_checkpoint import END, FIRST_MASK
 from space_model.space_model import SpaceModel
-from space_model.testing import END, FIRST_MASK, tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.grpc_server import WorkerService, start_server
 from space_server.speculation.controller import FixedLayout
@@ -37,6 +37,7 @@ from space_train.self_generation.self_generate import (
     write_own_texts,
 )
 from space_train.train_plan import OwnTextError
+from tiny_checkpoints import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 RECIPE = OwnTextRecipe("abc", 12, True)

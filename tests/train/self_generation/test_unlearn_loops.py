@@ -8,7 +8,6 @@ import pytest
 import torch
 from doubles.training import random_ids, run, tiny_plan
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.testing import tiny_checkpoint
 from space_train.data.rows import PackedTokens
 from space_train.networks.network import NetworkShape, TrainNetwork
 from space_train.networks.trainee import Trainee
@@ -24,6 +23,7 @@ from space_train.self_generation.loops import (
 )
 from space_train.session import load_base
 from space_train.train_plan import Budget, Method
+from tiny_checkpoints import tiny_checkpoint
 
 END, PAD = 0, 1
 MASK_IDS = [2, 3, 4]

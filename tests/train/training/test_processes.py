@@ -16,7 +16,6 @@ from doubles.train_command import TINY, write_records
 from doubles.training import random_ids, rows_for, run, tiny_plan
 from processes import free_port
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_train.__main__ import main
 from space_train.data.train_batch import train_batch
 from space_train.networks.trainee import Trainee
@@ -24,6 +23,7 @@ from space_train.run_folder import load_checkpoint
 from space_train.train_plan import InvalidPlan, Method
 from space_train.training import sharding
 from space_train.training.sharding import SWITCH, check_can_shard, check_parts, shard_like, take_request, whole
+from tiny_checkpoints import tiny_checkpoint
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -10,9 +10,9 @@ from doubles.training import TOKENIZER_SIZE, read_model, run, tiny_plan
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.testing import tiny_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import embedding_spread, mask_ids, start_masks, starting_point
+from tiny_checkpoints import tiny_checkpoint
 from transformers import PreTrainedModel
 
 

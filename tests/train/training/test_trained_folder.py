@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSpaceSection, UnsupportedModel
-from space_model.testing import released_adapter, tiny_checkpoint
 from space_train.data.examples import Example
 from space_train.data.rows import MixedRows, PackedExamples, PackedTokens, RowStream, TokenRows
 from space_train.data.train_batch import Texts
@@ -25,6 +24,7 @@ from space_train.run_folder import STATE_FILE, fingerprint, load_checkpoint, sav
 from space_train.session import load_base
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.checkpoint import OwnMasks
+from tiny_checkpoints import released_adapter, tiny_checkpoint
 from torch.nn import functional
 
 

@@ -10,11 +10,11 @@ from doubles.training import random_ids, run, tiny_plan
 from space_common.worker.client import WorkerClient
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
-from space_model.testing import tiny_checkpoint
 from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.train_plan import Anchors, Budget, HeadForm, Method
+from tiny_checkpoints import tiny_checkpoint
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "as it is": {},

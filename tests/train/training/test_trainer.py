@@ -12,7 +12,6 @@ import pytest
 import torch
 from doubles.training import random_examples, random_ids, rows_for, run, tiny_plan
 from space_model.loading.load import load_model
-from space_model.testing import tiny_checkpoint
 from space_train.data.train_batch import Texts, TrainBatch
 from space_train.networks.losses import Losses
 from space_train.networks.trainee import Trainee
@@ -20,6 +19,7 @@ from space_train.run_folder import STATE_FILE, Measures, load_checkpoint
 from space_train.train_plan import Budget, HeadForm, InvalidPlan, Method, TrainPlan
 from space_train.training.optimiser import Diverged
 from space_train.training.trainer import Interrupted, TrainingRun, interruptions, stopped_at_once
+from tiny_checkpoints import tiny_checkpoint
 
 
 def trained(out: Path) -> dict[str, torch.Tensor]:

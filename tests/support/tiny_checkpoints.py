@@ -10,23 +10,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from space_common.tokenizer.byte_level import byte_letters
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
-
 from space_model.adapters import GATED_LORA_FILE, GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import decoder_layers, name_base, read_config
 from space_model.networks.latent_heads import is_absorbed
-
-END, UNKNOWN, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3
-FIRST_MASK = 4  # ids of the special tokens; mask j has id FIRST_MASK + j - 1 (or FIRST_MASK, if the id is shared)
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from space_model.random_checkpoint import ASCII, END, FIRST_MASK, write_byte_tokenizer, write_draft_head
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 _LLAMA3_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **_LLAMA3_FACTORS}
@@ -205,9 +195,9 @@ def tiny_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     mask_tokens = 0 if adapter_rank is not None else min(num_masks, 1) if shared_mask else num_masks
     specials = FIRST_MASK + mask_tokens
-    if vocab_size < specials + len(_ASCII):
+    if vocab_size < specials + len(ASCII):
         raise ValueError(
-            f"vocab_size must be at least {specials + len(_ASCII)} with {mask_tokens} mask ids; got {vocab_size}."
+            f"vocab_size must be at least {specials + len(ASCII)} with {mask_tokens} mask ids; got {vocab_size}."
         )
     fields = {
         "vocab_size": vocab_size,
@@ -248,7 +238,7 @@ def tiny_checkpoint(
         ids = list(range(FIRST_MASK, FIRST_MASK + mask_tokens))
         section: dict[str, Any] = {"num_masks": num_masks, "mask_token_ids": ids, "adapter": None, "draft_head": None}
         if draft_head and num_masks:
-            section["draft_head"] = _write_head(path, hidden_size, dtype, generator, draft_head_width)
+            section["draft_head"] = write_draft_head(path, hidden_size, dtype, generator, draft_head_width)
         if head_drafts:
             drafted = None if draft_vocab is None else torch.arange(specials, specials + draft_vocab)
             section["recurrent_head"] = _write_recurrent_head(path, hidden_size, dtype, head_drafts, drafted, generator)
@@ -257,7 +247,7 @@ def tiny_checkpoint(
             section["adapter"] = GATED_LORA_FILE
         written = json.loads((path / "config.json").read_text(encoding="utf-8"))
         (path / "config.json").write_text(json.dumps(written | {"space": section}, indent=1), encoding="utf-8")
-    _write_tokenizer(path, vocab_size, mask_tokens, words=words)
+    write_byte_tokenizer(path, vocab_size, mask_tokens, words=words)
     return path
 
 
@@ -272,9 +262,6 @@ def _name_heads(fields: dict[str, Any]) -> None:
     if "kv_lora_rank" in fields:  # every head has keys of its own, until they are compressed
         del fields["head_dim"]
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-
-
-_ASCII = [10, *range(32, 127)]
 
 
 def tiny_adapter(
@@ -296,7 +283,7 @@ def tiny_adapter(
     gated = random_gated_lora(model, num_masks=num_masks, rank=rank, seed=seed, linears=linears)
     gated.save(path / GATED_LORA_FILE)
     generator = torch.Generator().manual_seed(seed)
-    head = _write_head(path, config.hidden_size, "float32", generator) if draft_head else None
+    head = write_draft_head(path, config.hidden_size, "float32", generator) if draft_head else None
     section = {"base": str(base), "num_masks": num_masks, "mask_token_ids": [], "adapter": GATED_LORA_FILE}
     (path / "config.json").write_text(json.dumps({"space": section | {"draft_head": head}}, indent=1), encoding="utf-8")
     return path
@@ -444,17 +431,6 @@ def random_gated_lora(
     return GatedLora(normal(num_masks, model.config.hidden_size, 2.0), pairs, scale=2.0)
 
 
-def _write_head(path: Path, hidden: int, dtype: str, generator: torch.Generator, width: int = 32) -> dict[str, Any]:
-    """Write a random draft head, and return its part of the `space` section."""
-    weights = {
-        "draft_head.w1.weight": torch.randn(width, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5,
-        "draft_head.w2.weight": torch.randn(hidden, width, generator=generator) * width**-0.5,
-    }
-    weights = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
-    save_file(weights, path / "draft_head.safetensors", metadata={"format": "pt"})
-    return {"file": "draft_head.safetensors", "hidden": width, "embedding_scale": 2.0}
-
-
 def _write_recurrent_head(
     path: Path, hidden: int, dtype: str, num_drafts: int, ids: torch.Tensor | None, generator: torch.Generator
 ) -> dict[str, Any]:
@@ -468,38 +444,3 @@ def _write_recurrent_head(
         weights["recurrent_head.ids"] = ids
     save_file(weights, path / "recurrent_head.safetensors", metadata={"format": "pt"})
     return {"file": "recurrent_head.safetensors", "hidden": 32, "embedding_scale": 2.0, "num_drafts": num_drafts}
-
-
-def _write_tokenizer(path: Path, vocab_size: int, num_masks: int, *, words: bool = False) -> None:
-    """Write a byte-level tokenizer without merges: one token per byte; with `words`, then words that no text encodes
-    to."""
-    masks = [f"<|mask_{j + 1}|>" for j in range(num_masks)]
-    specials = ["<|endoftext|>", "<|unk|>", "<|im_start|>", "<|im_end|>", *masks]
-    letter_of = {byte: letter for letter, byte in byte_letters().items()}
-    room = vocab_size - len(specials)
-    letters = [letter_of[byte] for byte in (range(256) if room >= 256 else _ASCII)]
-    more = [_word(number, letter_of[ord(" ")]) for number in range(room - len(letters))] if words else []
-    vocabulary = {token: id for id, token in enumerate([*specials, *letters, *more])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("eos_token", "bos_token", "pad_token"), "<|endoftext|>"),
-        "unk_token": "<|unk|>",
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
-
-
-def _word(number: int, space: str) -> str:
-    """Return a space and syllables, a different word for each number."""
-    consonants, vowels = "bcdfghjklmnpqrstvwxz", "aeiou"
-    syllables = ""
-    while number or not syllables:
-        number, syllable = divmod(number, len(consonants) * len(vowels))
-        syllables += consonants[syllable // len(vowels)] + vowels[syllable % len(vowels)]
-    return space + syllables
