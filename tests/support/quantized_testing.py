@@ -378,3 +378,4 @@ def check_needs_a_cpu_worker_alone(checkpoint: Path, weights: str) -> None:
 if __name__ == "__main__":  # SOURCE TARGET PLAIN KIND: folders, and one of KINDS; rounded to the nearest
     source, target, plain = map(Path, sys.argv[1:4])
     write_quantized(source, target, plain, sys.argv[4], nearest=True)
+    sys.stdout.write(f"{target} and, dequantised, {plain}\n")
