@@ -26,8 +26,16 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "olmoe": ("olmoe", "OlmoeForCausalLM"),
 }
 """Architecture in the file -> model_type and architecture in config.json."""
+
+_MIXTURE_OF_LLAMA = ("mixtral", "MixtralForCausalLM")  # as FAMILIES, of a llama with experts
+
+_SUMS_TO_ONE = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
+"""Whether llama.cpp divides the chosen experts' weights by their sum. A file's metadata does not say."""
 
 _NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True,
@@ -44,6 +52,16 @@ _NEUTRAL: Mapping[str, Any] = {
     "use_parallel_residual": False,
 }
 """Keys that change the computation. Only the value that a missing key implies is supported."""
+
+_EXPERTS = frozenset(
+    {
+        "expert_count",
+        "expert_feed_forward_length",
+        "expert_shared_feed_forward_length",
+        "expert_used_count",
+    }
+)
+"""Keys of mixtures of experts. Widths are taken from the tensors."""
 
 _READ = frozenset(
     {
@@ -101,7 +119,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
             f"{file.path} turns {rotary} of {head_dim} numbers of a head by their position, which its architecture "
             f"{facts.architecture!r} does not do here. {RECONVERT}"
         )
-    model_type, class_name = FAMILIES[facts.architecture]
+    model_type, class_name = _MIXTURE_OF_LLAMA if facts.is_mixture_of_llama else FAMILIES[facts.architecture]
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,
@@ -120,9 +138,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         id = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = id if isinstance(id, int) and 0 <= id < config["vocab_size"] else None
-    if facts.architecture in ("llama", "qwen3", "gemma2", "gemma3"):
+    if facts.is_mixture:
+        config |= _experts(facts)
+    if model_type in ("llama", "qwen3", "gemma2", "gemma3_text"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors
-    if facts.architecture == "llama":
+    if model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     rope = _rope(facts, head_dim, rotary)
     if facts.architecture.startswith("gemma"):
@@ -134,10 +154,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["original_max_position_embeddings"] = facts.count(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
-    elif facts.architecture in ("qwen2", "qwen3"):
-        config["use_sliding_window"] = False
-        _refuse_window(facts)
-    elif facts.architecture == "llama":
+    elif not facts.architecture.startswith("gemma"):
+        if facts.architecture.startswith("qwen"):
+            config["use_sliding_window"] = False
         _refuse_window(facts)
     return config
 
@@ -171,6 +190,8 @@ class Facts:
             name = key.removeprefix(f"{architecture}.")
             if name == key or name in _READ or name in _IDLE:
                 continue
+            if name in _EXPERTS and facts.is_mixture:
+                continue
             if name not in _NEUTRAL:
                 raise GgufError(f"{file.path} says {key} = {_short(value)}, which is not understood here. {RECONVERT}")
             if value != _NEUTRAL[name]:
@@ -179,6 +200,16 @@ class Facts:
                     f"not served from GGUF. {RECONVERT}"
                 )
         return facts
+
+    @property
+    def is_mixture_of_llama(self) -> bool:
+        """Return whether it is a llama with experts, such as Mixtral."""
+        return self.architecture == "llama" and self.get("expert_count") not in (None, 0)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Return whether it is a mixture of experts."""
+        return self.architecture in _SUMS_TO_ONE or self.is_mixture_of_llama
 
     def get(self, name: str) -> Any:
         """Return the raw value, or None if the file has none."""
@@ -340,6 +371,32 @@ def _gemma(facts: Facts, rope: dict[str, Any], wide: int, head_dim: int) -> dict
             raise GgufError(f"{facts.file.path} has two rotary bases, which Gemma 2 does not have. {RECONVERT}")
         config["rope_parameters"] = rope
     return config
+
+
+def _experts(facts: Facts) -> dict[str, Any]:
+    """Return the fields of config.json that only mixtures of experts have. Every layer has experts."""
+    count, chosen = facts.count("expert_count"), facts.count("expert_used_count")
+    if facts.is_mixture_of_llama:
+        return {"num_local_experts": count, "num_experts_per_tok": chosen}
+    config: dict[str, Any] = {
+        "num_experts": count,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": _SUMS_TO_ONE[facts.architecture],
+    }
+    if facts.architecture == "olmoe":
+        return config
+    config |= {"moe_intermediate_size": _width(facts, "ffn_gate_exps"), "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if facts.architecture == "qwen2moe":
+        config["shared_expert_intermediate_size"] = _width(facts, "ffn_gate_shexp")
+    return config
+
+
+def _width(facts: Facts, name: str) -> int:
+    """Return the outputs of a linear of the first layer's experts, each."""
+    tensor = facts.file.tensors.get(f"blk.0.{name}.weight")
+    if tensor is None or len(tensor.shape) < 2:
+        raise GgufError(f"{facts.file.path} lacks blk.0.{name}.weight with the weights of experts. {RECONVERT}")
+    return tensor.shape[-2]
 
 
 def _layer_types(facts: Facts, layers: int, every: int) -> list[str]:

@@ -4,13 +4,15 @@
     model.layers.0.self_attn.q_proj.weight                        first half, second half
 
 llama.cpp's converter reorders the rows of Llama's query and key, and adds 1 to the weights of Gemma's norms; here both
-are undone. Phi-3 has one matrix for query, key and value, the others have three; a file may have either form.
+are undone. Phi-3 has one matrix for query, key and value, the others have three; a file may have either form. The
+experts of a layer are below each other, one tensor for each of gate, up and down; config.json's families have three for
+each expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from space_common.gguf.find import GgufError
@@ -29,6 +31,14 @@ _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _GATED_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_EXPERTS_OF_MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_SHARED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _GEMMA_NORMS = {
     "attn_norm": "input_layernorm",
@@ -78,6 +88,7 @@ class _Sources:
         self._used: set[str] = set()
         self._found: dict[str, TensorSource] = {}
         self._architecture = str(file.metadata["general.architecture"])
+        self._num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
         self._is_gemma = self._architecture.startswith("gemma")
 
     def all(self) -> dict[str, TensorSource]:
@@ -110,18 +121,37 @@ class _Sources:
             modules |= {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
             self._joined(here, f"{there}.self_attn.qkv_proj")
         else:
-            modules |= _GATED_MLP
+            modules |= self._experts(here, there) if self._num_experts else _GATED_MLP
             if config.get("mlp_bias"):
                 biased |= set(_GATED_MLP)
-            has_bias = bool(config.get("attention_bias")) or self._architecture == "qwen2"
+            has_bias = bool(config.get("attention_bias")) or self._architecture in ("qwen2", "qwen2moe")
             for kind in ("weight", "bias") if has_bias else ("weight",):
                 self._split(here, there, kind)
-        if self._architecture in ("qwen3", "gemma3"):
+        if self._architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe"):
             modules |= _HEAD_NORMS
         for name, target in modules.items():
             self._take(f"{here}.{name}.weight", f"{there}.{target}.weight")
             if name in biased:
                 self._take(f"{here}.{name}.bias", f"{there}.{target}.bias")
+
+    def _experts(self, here: str, there: str) -> dict[str, str]:
+        """Add the linears of each expert. Return the other modules of the mixture."""
+        is_mixtral = self._config["model_type"] == "mixtral"
+        block = f"{there}.block_sparse_moe" if is_mixtral else f"{there}.mlp"
+        for name, linear in (_EXPERTS_OF_MIXTRAL if is_mixtral else _EXPERTS).items():
+            stacked = self._tensor(f"{here}.{name}.weight", dimensions=3)
+            count, height, width = stacked.shape
+            if count != self._num_experts:
+                raise GgufError(
+                    f"{stacked.name} in {self._file.path} has {count} experts, and the metadata says "
+                    f"{self._num_experts}. Download it again, or take another conversion of the model."
+                )
+            below = replace(stacked, shape=(count * height, width))
+            for expert in range(count):
+                rows = TensorRows(below, expert * height, (expert + 1) * height)
+                self._found[f"{block}.experts.{expert}.{linear}.weight"] = TensorSource((rows,))
+        gate = {"ffn_gate_inp": f"{block.removeprefix(there + '.')}.gate"}
+        return gate | (_SHARED_EXPERT if self._architecture == "qwen2moe" else {})
 
     def _split(self, here: str, there: str, kind: str) -> None:
         """Add query, key and value as three tensors."""
@@ -154,10 +184,13 @@ class _Sources:
 
     def _take(self, name: str, target: str) -> None:
         tensor = self._tensor(name)
+        if name.endswith("ffn_gate_inp_shexp.weight") and len(tensor.shape) == 1:
+            tensor = replace(tensor, shape=(1, *tensor.shape))
         shift = 1.0 if self._is_gemma and name.endswith("norm.weight") else 0.0
         self._found[target] = TensorSource((TensorRows(tensor, 0, tensor.shape[0]),), shift=shift)
 
-    def _tensor(self, name: str) -> GgufTensor:
+    def _tensor(self, name: str, *, dimensions: int | None = None) -> GgufTensor:
+        """Return a tensor of the file. `dimensions`: how many it has; None: one or two."""
         tensor = self._file.tensors.get(name)
         if tensor is None:
             raise GgufError(
@@ -165,8 +198,7 @@ class _Sources:
                 "Download it again, or take another conversion of the model."
             )
         self._used.add(name)
-        if len(tensor.shape) not in (1, 2):
-            raise GgufError(
-                f"{name} in {self._file.path} has shape {list(tensor.shape)}; a matrix or a vector is meant."
-            )
+        if len(tensor.shape) not in ((1, 2) if dimensions is None else (dimensions,)):
+            meant = "a matrix or a vector" if dimensions is None else "a matrix for each expert"
+            raise GgufError(f"{name} in {self._file.path} has shape {list(tensor.shape)}; {meant} is meant.")
         return tensor

@@ -195,6 +195,7 @@ def _keeps(name: str, source: TensorSource) -> bool:
     matrix = (
         len(source.shape) == 2 and not source.shift and name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING))
     )
+    matrix = matrix and ".experts." not in name
     even = all((rows.stop - rows.start) % PANEL == 0 for rows in source.parts[:-1])
     return matrix and even and all(rows.tensor.kind_name in KINDS for rows in source.parts)
 

@@ -30,7 +30,7 @@ from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.loading.whole_model import open_weights
-from space_model.model_error import CheckpointNotFound, ModelError
+from space_model.model_error import CheckpointNotFound, ModelError, UnsupportedModel
 from space_model.networks.tensor_parallel import Share
 from space_model.precision import choose_dtype
 from space_model.space_model import SpaceModel
@@ -48,6 +48,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "llama3", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 K_QUANTS = Path(__file__).parent
 
@@ -80,6 +81,58 @@ def test_numbers_and_logits_are_the_originals(
     ours, theirs = load_model(file, dtype="float32"), load_model(source, dtype="float32", num_masks=0)
     assert (ours.facts.kv_heads, ours.facts.head_dim, ours.facts.window) == (2, 16, 512)
     assert float((logits(ours) - logits(theirs)).abs().max()) < 1e-5
+
+
+def mixture(folder: Path, family: str) -> Path:
+    """A tiny mixture of experts, each with a width of its own where the family has one."""
+    if family in ("mixtral", "qwen3_moe"):  # as published, and as llama.cpp takes it for granted
+        fields = {"norm_topk_prob": True} if family == "qwen3_moe" else {}
+        return tiny_checkpoint(folder, family, num_masks=0, tie_word_embeddings=False, dtype="bfloat16", **fields)
+    more = {"shared_expert_intermediate_size": 96} if family == "qwen2_moe" else {"intermediate_size": 32}
+    return tiny_checkpoint(folder, "qwen3_moe", model_type=family, num_masks=0, dtype="bfloat16", **more)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_and_logits_are_the_originals(family: str, tmp_path: Path) -> None:
+    source = mixture(tmp_path / "source", family)
+    original = load_file(source / "model.safetensors")
+    file = write_gguf(source, tmp_path / "x.gguf")
+    with open_weights(Checkpoint.open(file)) as weights:
+        assert set(weights.names) == set(original)
+        for name, tensor in original.items():
+            assert torch.equal(weights.whole(name), tensor.float()), name
+    theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = torch.randint(16, 128, (30,), generator=torch.Generator().manual_seed(0))
+    ours = load_model(file, dtype="float32", weights="plain")
+    batch = ForwardBatch.build(
+        [Segment(ids.tolist(), 0, range(3), DraftLayout.full(0, 1))], block_size=16, mask_ids=(4,)
+    )
+    found = ours.logits(ours.forward(batch, ours.allocate_kv(3, 16))[:30])
+    with torch.no_grad():
+        wanted = theirs(ids[None]).logits[0]
+    assert float((found - wanted).abs().max()) < 1e-4
+
+
+def test_experts_in_blocks_are_dequantised_beside_linears_that_stay(tmp_path: Path) -> None:
+    file = write_gguf(mixture(tmp_path / "source", "qwen2_moe"), tmp_path / "x.gguf", "Q8_0")
+    convert(file, tmp_path / "plain", Wish(dtype=torch.bfloat16))
+    for weights in ("plain", "int8"):
+        assert torch.equal(
+            logits(load_model(file, weights=weights)), logits(load_model(tmp_path / "plain", weights=weights))
+        )
+    kept, plain = logits(load_model(file)), logits(load_model(file, weights="plain"))
+    assert float((kept - plain).abs().max()) < 0.05 * float(plain.abs().max())
+
+
+def test_experts_that_are_not_as_many_as_the_metadata_says_are_refused(tmp_path: Path) -> None:
+    source = mixture(tmp_path / "source", "mixtral")
+    file = write_gguf(source, tmp_path / "x.gguf", without="blk.0.ffn_up_exps.weight")
+    with pytest.raises(UnsupportedModel, match=r"lacks blk\.0\.ffn_up_exps\.weight"):
+        load_model(file)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    with pytest.raises(UnsupportedModel, match=r"ffn_gate_exps\.weight in .* has 4 experts, and the metadata says 8"):
+        load_model(write_gguf(source, tmp_path / "y.gguf"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])

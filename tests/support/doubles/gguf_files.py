@@ -24,7 +24,11 @@ _ARCHITECTURES = {
     "llama": constants.MODEL_ARCH.LLAMA, "mistral": constants.MODEL_ARCH.LLAMA, "qwen2": constants.MODEL_ARCH.QWEN2,
     "qwen3": constants.MODEL_ARCH.QWEN3, "gemma2": constants.MODEL_ARCH.GEMMA2,
     "gemma3_text": constants.MODEL_ARCH.GEMMA3, "phi3": constants.MODEL_ARCH.PHI3,
+    "mixtral": constants.MODEL_ARCH.LLAMA, "qwen2_moe": constants.MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": constants.MODEL_ARCH.QWEN3MOE, "olmoe": constants.MODEL_ARCH.OLMOE,
 }  # fmt: skip
+
+_TURNED = ("llama", "mistral", "mixtral")
 
 
 def write_gguf(
@@ -61,7 +65,7 @@ def write_gguf(
     wanted = GGMLQuantizationType[kind]
     laid_out = {
         names.get_name(name, try_suffixes=(".weight", ".bias")): _laid_out(name, tensor.float(), config)
-        for name, tensor in load_file(folder / "model.safetensors").items()
+        for name, tensor in _stacked(load_file(folder / "model.safetensors")).items()
     }
     if swap_attention:
         laid_out = _swapped(laid_out, config)
@@ -92,6 +96,13 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if count := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -110,13 +121,29 @@ def _describe(writer: GGUFWriter, config: Any) -> None:
 
 def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     """As the converter writes it."""
-    if config.model_type in ("llama", "mistral") and ".q_proj." in name:
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor.squeeze()
+    if config.model_type in _TURNED and ".q_proj." in name:
         return _interleaved(tensor, config.num_attention_heads)
-    if config.model_type in ("llama", "mistral") and ".k_proj." in name:
+    if config.model_type in _TURNED and ".k_proj." in name:
         return _interleaved(tensor, config.num_key_value_heads)
     if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
     return tensor
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts of a layer in one tensor for each of their linears."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        block, is_expert, rest = name.partition(".experts.")
+        if not is_expert:
+            found[name] = tensor
+            continue
+        number, linear = rest.split(".", 1)
+        experts.setdefault(f"{block}.experts.{linear}", {})[int(number)] = tensor
+    return found | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
 
 
 def _interleaved(tensor: Tensor, heads: int) -> Tensor:
