@@ -5,8 +5,9 @@
 Chain and prefill rows use the untouched weights, so the output distribution is the base model's.
 
 Two forms on disk, both safetensors: a single file (`gated_lora.safetensors`), or a PEFT folder (`adapter_config.json`,
-`adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them. A released adapter (released_adapters.py)
-is a PEFT folder without them: its masks read rows of the base's embedding.
+`adapter_model.safetensors`) with `mask_embeddings.safetensors` beside them. A single file may hold A and B in eight
+bits, each with a float32 scale per row; they are dequantised at load. A released adapter (released_adapters.py) is a
+PEFT folder without mask embeddings: its masks read rows of the base's embedding.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ from space_model.recurrent_head import RecurrentHead, RecurrentHeadWeights, load
 from space_model.released_adapters import AdapterFormat, MaskInputs
 
 FORMAT = "space-gated-lora-1"
+INT8_FORMAT = "space-gated-lora-int8-1"
 GATED_LORA_FILE = "gated_lora.safetensors"
 
 _MASKS = "gated_lora.mask_embeddings"
 _OURS = ("gated_lora.", ".a", ".b")  # prefix and suffixes of the names in a single file
+_SCALE = ".scale"  # suffix of the scales of an eight-bit tensor, behind its own name
 _PEFT = ("base_model.model.", ".lora_A.weight", ".lora_B.weight")
 # fields of PEFT's config that change the computation, with their neutral value besides null
 _PEFT_UNSERVED = {"use_dora": False, "fan_in_fan_out": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
@@ -133,12 +136,15 @@ class GatedLora:
         moved = {name: (base.place(a), base.place(b)) for name, (a, b) in pairs.items()}
         return cls(base.place(torch.empty(0, base.hidden_size)), moved, scale, inputs)
 
-    def save(self, file: Path) -> None:
-        """Write a single file."""
-        tensors = {_MASKS: self.mask_embeddings} | self._named(_OURS)
+    def save(self, file: Path, *, int8: bool = False) -> None:
+        """Write a single file. `int8`: A and B in eight bits, half the bytes of bfloat16; masks keep their dtype."""
+        pairs = self._named(_OURS)
+        if int8:
+            pairs = {name: part for key, tensor in pairs.items() for name, part in _quantised(key, tensor).items()}
         alpha = self.scale * self.rank
         figures = {"rank": str(self.rank), "alpha": f"{alpha:.17g}", "num_masks": str(self.num_masks)}
-        save_file(_on_disk(tensors), file, metadata={"format": FORMAT, **figures})
+        form = INT8_FORMAT if int8 else FORMAT
+        save_file(_on_disk({_MASKS: self.mask_embeddings} | pairs), file, metadata={"format": form, **figures})
 
     def _named(self, affixes: tuple[str, str, str]) -> dict[str, Tensor]:
         before, after_a, after_b = affixes
@@ -177,8 +183,11 @@ class GatedLora:
 
 def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:
     tensors, metadata = _read(file)
-    if metadata.get("format") != FORMAT:
-        raise InvalidSpaceSection(f"{file} has the format {metadata.get('format')!r} in its header; {FORMAT} is read.")
+    form = metadata.get("format")
+    if form not in (FORMAT, INT8_FORMAT):
+        raise InvalidSpaceSection(f"{file} has the format {form!r} in its header; {FORMAT} and {INT8_FORMAT} are read.")
+    if form == INT8_FORMAT:
+        tensors = _dequantised(tensors, file)
     try:
         rank, num_masks = int(metadata["rank"]), int(metadata["num_masks"])
         alpha = float(metadata["alpha"])
@@ -193,6 +202,34 @@ def _read_ours(file: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, st
         shape = tuple(tensors[wrong[0]].shape)
         raise InvalidSpaceSection(f"{wrong[0]} in {file} has shape {shape}; its header says rank {rank}.")
     return alpha / rank, tensors, _OURS
+
+
+def _quantised(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the int8 values of `tensor` [rows, columns] and their float32 scales [rows], by name."""
+    values = tensor.detach().float()
+    scale = values.abs().amax(1) / 127
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return {name: (values / scale[:, None]).round().to(torch.int8), name + _SCALE: scale}
+
+
+def _dequantised(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return `tensors` of an eight-bit file with A and B in float32. Raises InvalidSpaceSection naming the bad one."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(_SCALE)}
+    unknown = sorted(tensors.keys() - found.keys() - {name + _SCALE for name in found})
+    if unknown:
+        raise InvalidSpaceSection(f"{file} has {unknown[0]}, the scales of no tensor in it.")
+    for name, tensor in found.items():
+        if name == _MASKS:
+            continue
+        scale = tensors.get(name + _SCALE)
+        if tensor.dtype != torch.int8 or tensor.dim() != 2 or scale is None or scale.shape != tensor.shape[:1]:
+            shape = None if scale is None else tuple(scale.shape)
+            raise InvalidSpaceSection(
+                f"{name} in {file} is {tensor.dtype} of shape {tuple(tensor.shape)} with scales of shape {shape}; "
+                f"{INT8_FORMAT} has int8 and one scale for each row."
+            )
+        found[name] = tensor.float() * scale.float()[:, None]
+    return found
 
 
 def _read_peft(folder: Path) -> tuple[float, dict[str, Tensor], tuple[str, str, str]]:

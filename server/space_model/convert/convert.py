@@ -26,6 +26,7 @@ from space_common.tokenizer.tokenizer_files import TokenizerFileError, tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
+from space_model.adapters import GatedLora
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import (
     TEXT_CONFIGS,
@@ -38,6 +39,7 @@ from space_model.checkpoint.checkpoint import (
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.space_section import SpaceSection, declared_files
 from space_model.convert.source import ConvertError, SourceWeights, TensorEntry, weight_files
+from space_model.heads import BaseSpec
 from space_model.loading.load import check_tensors
 from space_model.model_error import CheckpointNotFound, ModelError
 
@@ -181,6 +183,7 @@ class Wish:
     dtype: torch.dtype | None = None  # None: each tensor keeps its own
     max_shard_bytes: int = 1024**3
     force: bool = False
+    adapter_int8: bool = False  # write the gated adapter in eight bits
 
 
 def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -> None:
@@ -234,6 +237,8 @@ def convert(source: Path, target: Path, wish: Wish, *, progress: bool = False) -
             for name in _drafters(config):  # config and tokenizer come from the GGUF file
                 if (given / name).is_file():
                     shutil.copyfile(given / name, folder / name)
+        if wish.adapter_int8:
+            _write_adapter_int8(folder, config)
         written = {**config, "vocab_size": vocabulary.new_size} | ({} if space is None else {"space": space})
         if wish.dtype is not None:
             written.pop("torch_dtype", None)
@@ -325,6 +330,19 @@ def _copy_small_files(source: Path, folder: Path, config: dict[str, Any]) -> Non
     if settings.is_file() and "auto_map" in (said := read_object(settings)):
         del said["auto_map"]
         settings.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_adapter_int8(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the gated adapter that `config` names again, in eight bits. Raises ConvertError if `folder` has none."""
+    name = (config.get("space") or {}).get("adapter")
+    if name is None or not (folder / name).is_file():
+        raise ConvertError(
+            "--adapter-dtype int8 needs a checkpoint whose space section names an adapter file; "
+            f"this one names {name!r}. Leave the flag out."
+        )
+    hidden_size = int(family.parse_config(dict(config), str(folder)).hidden_size)
+    GatedLora.load(folder / name, BaseSpec(hidden_size, torch.float32)).save(folder / name, int8=True)
+    (folder / name).chmod(0o644)  # safetensors makes files readable by the owner only
 
 
 def _drafters(config: dict[str, Any]) -> set[str]:
@@ -432,6 +450,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="largest weight file, and about half the memory needed [default: 1GiB]",
     )
+    parser.add_argument(
+        "--adapter-dtype", choices=("int8",), help="eight bits for the gated adapter's matrices [default: as it is]"
+    )
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     return parser
 
@@ -441,7 +462,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     ids = tuple(id for group in options.mask_ids for id in group)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    wish = Wish(ids, options.num_masks, options.add_masks, dtype, options.max_shard_size, options.force)
+    wish = Wish(
+        ids,
+        options.num_masks,
+        options.add_masks,
+        dtype,
+        options.max_shard_size,
+        options.force,
+        options.adapter_dtype == "int8",
+    )
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         convert(options.source, options.target, wish, progress=True)

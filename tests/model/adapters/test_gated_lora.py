@@ -426,6 +426,60 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert same(read(tmp_path / "peft"), adapter())
 
 
+def test_eight_bits_are_within_half_a_step_of_each_row_and_need_half_of_bfloat16_s_bytes(tmp_path: Path) -> None:
+    wide = {Q: (normal(1, 32, 576), normal(2, 576, 32).mul_(torch.linspace(0, 3, 576)[:, None]))}
+    given, file = GatedLora(normal(5, 4, 64), wide, scale=0.5), tmp_path / "one.safetensors"
+    given.save(file, int8=True)
+    found = read(file)
+    assert (found.scale, torch.equal(found.mask_embeddings, given.mask_embeddings)) == (0.5, True)
+    for before, after in zip(given.pairs[Q], found.pairs[Q], strict=True):
+        assert bool(((before - after).abs() <= before.abs().amax(1, keepdim=True) / 253).all())
+        assert not torch.equal(before, after)
+    assert not found.pairs[Q][1][0].any()  # a row of zeros
+    bf16 = 2 * sum(part.numel() for part in wide[Q])
+    assert file.stat().st_size < 0.6 * bf16 + given.mask_embeddings.nbytes + 1000
+    found.save(tmp_path / "again.safetensors", int8=True)
+    assert same(read(tmp_path / "again.safetensors"), found)
+
+
+def test_an_adapter_in_eight_bits_is_served_like_the_dequantised_one(llama: Path, tmp_path: Path) -> None:
+    folder = tiny_adapter(tmp_path / "int8", llama, draft_head=False)
+    file = folder / "gated_lora.safetensors"
+    before = masks(*step(load_model(llama, dtype="float32", adapters={"one": folder}), 0), 0)
+    read(file).save(file, int8=True)
+    shutil.copytree(folder, tmp_path / "whole")
+    read(file).save(tmp_path / "whole" / file.name)
+    model = load_model(llama, dtype="float32", adapters={"int8": folder, "whole": tmp_path / "whole"})
+    found = masks(*step(model, 0), 0)
+    assert torch.equal(found, masks(*step(model, 1), 0))
+    torch.testing.assert_close(found, before, atol=0.1, rtol=0)
+    assert not torch.equal(found, before)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda tensors: tensors.pop(f"gated_lora.{Q}.b.scale"), rf"{Q}.b in .* with scales of shape None"),
+        (lambda tensors: tensors.update({f"gated_lora.{Q}.a.scale": torch.ones(2)}), r"scales of shape \(2,\)"),
+        (lambda tensors: tensors.update({f"gated_lora.{Q}.a": torch.ones(3, 64)}), "is torch.float32 of shape"),
+        (lambda tensors: tensors.update({"x.scale": torch.ones(3)}), "has x.scale, the scales of no tensor"),
+        (lambda tensors: tensors[f"gated_lora.{Q}.b.scale"].fill_(torch.inf), "values that are not finite"),
+    ],
+)
+def test_eight_bit_files_that_do_not_fit_are_refused_by_name(
+    act: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "one.safetensors"
+    adapter().save(file, int8=True)
+    with safe_open(file, framework="pt") as found:
+        metadata = found.metadata()
+    tensors = load_file(file)
+    act(tensors)
+    save_file(tensors, file, metadata)
+    with pytest.raises(InvalidSpaceSection, match=message):
+        read(file)
+
+
 def test_the_file_has_the_names_and_the_header_of_its_format(tmp_path: Path) -> None:
     adapter().save(tmp_path / "one.safetensors")
     with safe_open(tmp_path / "one.safetensors", framework="pt") as file:

@@ -10,9 +10,11 @@ import sentencepiece
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.convert.convert import Wish, convert, main
 from space_model.convert.source import ConvertError
+from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
 from space_model.model_error import CheckpointNotFound, InvalidSpaceSection, UnsupportedModel
 from tiny_checkpoints import tiny_checkpoint
@@ -179,6 +181,28 @@ def test_every_file_that_the_section_names_is_copied(tmp_path) -> None:
     for name in ("gated_lora.safetensors", "draft_head.safetensors", "recurrent_head.safetensors"):
         assert (tmp_path / "dst" / name).read_bytes() == (source / name).read_bytes()
     assert load_model(tmp_path / "dst").facts.head.num_drafts == 5
+
+
+def test_an_adapter_is_written_in_eight_bits_on_request(tmp_path) -> None:
+    source = tiny_checkpoint(tmp_path / "src", adapter_rank=4, num_masks=2)
+    file = "gated_lora.safetensors"
+    assert main([str(source), str(tmp_path / "dst"), "--adapter-dtype", "int8"]) == 0
+    with safe_open(tmp_path / "dst" / file, framework="pt") as written:
+        dtypes = {written.get_tensor(name).dtype for name in written.keys() if name.endswith((".a", ".b"))}  # noqa: SIM118
+    assert dtypes == {torch.int8}
+    one, other = (GatedLora.load(folder / file, BaseSpec(64, torch.float32)) for folder in (source, tmp_path / "dst"))
+    for name, (a, b) in one.pairs.items():
+        torch.testing.assert_close(
+            other.scale * torch.mm(*other.pairs[name][::-1]), one.scale * b @ a, atol=0.05, rtol=0
+        )
+    assert torch.equal(one.mask_embeddings, other.mask_embeddings)
+    assert load_model(tmp_path / "dst").facts.num_masks == 2
+
+
+def test_eight_bits_for_an_adapter_that_is_not_there_are_refused(released, tmp_path) -> None:
+    with pytest.raises(ConvertError, match="--adapter-dtype int8 needs a checkpoint whose space section names"):
+        convert(publish(released, tmp_path / "src"), tmp_path / "dst", Wish(adapter_int8=True))
+    assert [file.name for file in tmp_path.iterdir()] == ["src"]
 
 
 @pytest.mark.parametrize(
