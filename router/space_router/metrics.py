@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # timestamps that would double the number of series
@@ -62,6 +62,25 @@ class HistogramSeries:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
+
+
+class InfoGauge(Collector):
+    """A gauge with one sample whose labels are read at each scrape: facts that a router or an autoscaler reads."""
+
+    def __init__(self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._documentation, self._labels = name, documentation, tuple(labels)
+        self._read: Callable[[], tuple[Sequence[str], float]] = lambda: (("",) * len(self._labels), 0.0)
+        registry.register(self)
+
+    def read_from(self, read: Callable[[], tuple[Sequence[str], float]]) -> None:
+        """Take the labels' values, in their order, and the gauge's from `read` at each scrape."""
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        values, value = self._read()
+        family = GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
+        family.add_metric(list(values), value)
+        yield family
 
 
 POSITIONS = [str(position) for position in range(1, 17)]
@@ -208,6 +227,23 @@ class Metrics:
             "prefix_cache_hit_tokens_total", "Prompt tokens whose keys and values were already in shared blocks"
         )
         self.kv_blocks = gauge("kv_blocks", "Blocks of the key/value cache", state=BLOCK_STATES)
+        self.kv_cache_usage_perc = gauge(
+            "kv_cache_usage_perc", "Share of the key/value cache's blocks that running requests hold; 1: all"
+        )
+        self.waiting_prompt_tokens = gauge("waiting_prompt_tokens", "Prompt tokens of the requests that are queued")
+        # The labels are those of vLLM's series of these names, which endpoint pickers of the Gateway API read.
+        self.cache_config_info = InfoGauge(
+            "spaceserve_cache_config_info",
+            "Tokens of a block of the key/value cache, and the blocks of all workers; 1",
+            ("block_size", "num_gpu_blocks"),
+            registry,
+        )
+        self.lora_requests_info = InfoGauge(
+            "spaceserve_lora_requests_info",
+            "LoRAs that are loaded, and those that queued requests wait with; the time of this answer",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            registry,
+        )
         self.state_slots = gauge(
             "state_slots", "Slots for states of recurrent layers behind prompts that may come again", state=BLOCK_STATES
         )

@@ -123,6 +123,7 @@ DATES = {
     "router/space_router/api/openai/responses.py",  # `created_at`, `completed_at`
     "router/space_router/api/pooling/sources.py",  # `created`
     "router/space_router/api/service.py",  # `created` of a model
+    "router/space_router/engine/engine_metrics.py",  # the value of `spaceserve_lora_requests_info`
     "router/space_router/text/chat_template.py",  # `strftime_now`
     "server/space_server/startup/calibration.py",  # the day on which a file was written
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from space_proto import worker_pb2
 
 from space_router.config import ServeConfig
-from space_router.engine.engine_metrics import EngineMetrics
+from space_router.engine.engine_metrics import EngineMetrics, LoraNames
 from space_router.engine.errors import (
     DeadlineExceeded,
     Draining,
@@ -112,7 +112,7 @@ class Engine:
             sources = worker_sources(replace(config, lora=copies), worker_argv)
         self.worker_pool = WorkerPool(sources, self, config=config, tokenizer_hash=tokenizer_hash)
         self.connections = self.worker_pool.connections
-        self._engine_metrics.read_state_from(self.load)
+        self._engine_metrics.read_state_from(self.load, self.lora_names)
         for name in self.loras.named:
             self._engine_metrics.lora_loaded(name)
 
@@ -290,6 +290,8 @@ class Engine:
         return LoadFigures(
             num_queued=len(self._queue) + self.encodings.num_queued,
             num_running=len(self._open) - len(self._queue) + self.encodings.num_running,
+            num_waiting_tokens=self._queue.num_tokens + self.encodings.num_waiting_tokens,
+            block_size=0 if self.facts is None else self.facts.block_size,
             blocks_free=sum(pool.num_free for pool in pools),
             blocks_held=sum(pool.num_held for pool in pools),
             blocks_cached=sum(pool.num_cached for pool in pools),
@@ -301,6 +303,10 @@ class Engine:
             num_workers_up=len(pools),
             draining=self._draining,
         )
+
+    def lora_names(self) -> LoraNames:
+        waiting = (live.request.lora for live in self._open.values() if live in self._queue)
+        return LoraNames(sorted(self.loras.named), sorted({lora.name for lora in waiting if lora is not None}))
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait up to `seconds` for the streams to end; return whether all did."""

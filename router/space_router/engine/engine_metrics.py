@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from space_proto import worker_pb2
 
@@ -13,6 +15,13 @@ from space_router.engine.request.request_state import ReportResult, RequestState
 from space_router.metrics import POSITIONS, ROW_KINDS, SOURCES, Metrics
 
 SPEEDUP_MEMORY = 0.98  # decay per step: the gauge averages about the last 50 steps
+
+
+class LoraNames(NamedTuple):
+    """Names of ordinary LoRAs, sorted."""
+
+    loaded: Sequence[str]  # those that requests can give
+    waiting: Sequence[str]  # those that queued requests gave
 
 
 class EngineMetrics:
@@ -142,8 +151,10 @@ class EngineMetrics:
         self._sensors = {sensor: reporter for sensor, reporter in self._sensors.items() if reporter is not worker}
         self._metrics.worker_up.set(num_up)
 
-    def read_state_from(self, load: Callable[[], LoadFigures]) -> None:
-        """Read blocks and requests from `load` at each scrape."""
+    def read_state_from(
+        self, load: Callable[[], LoadFigures], loras: Callable[[], LoraNames], now: Callable[[], float] = time.time
+    ) -> None:
+        """Read blocks, requests and LoRAs from `load` at each scrape. `now`: seconds since 1970."""
         blocks, requests = self._metrics.kv_blocks, self._metrics.requests
         blocks.labels(state="free").set_function(lambda: load().blocks_free)
         blocks.labels(state="held").set_function(lambda: load().blocks_held)
@@ -157,3 +168,16 @@ class EngineMetrics:
         host_blocks.labels(state="cached").set_function(lambda: load().host_blocks_cached)
         requests.labels(state="queued").set_function(lambda: load().num_queued)
         requests.labels(state="running").set_function(lambda: load().num_running)
+        self._metrics.waiting_prompt_tokens.set_function(lambda: load().num_waiting_tokens)
+        self._metrics.kv_cache_usage_perc.set_function(lambda: load().blocks_held / max(1, load().num_blocks))
+        self._metrics.cache_config_info.read_from(lambda: _cache_config(load()))
+        self._metrics.lora_requests_info.read_from(lambda: _lora_requests(loras(), now()))
+
+
+def _cache_config(load: LoadFigures) -> tuple[Sequence[str], float]:
+    return (str(load.block_size), str(load.num_blocks)), 1.0
+
+
+def _lora_requests(loras: LoraNames, now: float) -> tuple[Sequence[str], float]:
+    """Every worker has every LoRA, and a step may use all of them at once."""
+    return (str(len(loras.loaded)), ",".join(loras.loaded), ",".join(loras.waiting)), now

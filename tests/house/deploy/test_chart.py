@@ -21,6 +21,8 @@ from space_server.config import parse
 ROOT = Path(__file__).parents[3]
 VERSIONS = ["1.29", "1.33", "1.37"]
 NAMES = ["small.yaml", "whole.yaml"]
+ALL = [*NAMES, "keda.yaml"]
+OPERATORS = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}  # kinds that are not the API's own
 
 
 def _render() -> Any:
@@ -51,26 +53,26 @@ def container(name: str, kind: str) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_the_manifests_are_those_of_this_chart(name: str) -> None:
     first = (ROOT / "docker/manifests" / name).read_text(encoding="utf-8").partition("\n")[0]
     assert first.split()[-1] == RENDER.digest(), "run docker/manifests/render.py"
 
 
 @needs_helm
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_helm_makes_them_again(name: str) -> None:
     made = RENDER.rendered(HELM, RENDER.SETTINGS[name])
     assert made == (ROOT / "docker/manifests" / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_object_is_one_by_the_api_s_schema(name: str, version: str) -> None:
     found = objects(name)
     assert len(found) >= 6
     for one in found:
-        if one["kind"] not in ("ServiceMonitor", "PrometheusRule"):  # the operator's, not the API's
+        if one["kind"] not in OPERATORS:
             kubernetes_validate.validate(one, version, strict=True)
 
 
@@ -209,6 +211,89 @@ def test_the_autoscaler_alone_says_how_many_workers_there_are() -> None:
     assert {word for rule in rules for word in re.findall(r"spaceserve_\w+", rule["metricsQuery"])} <= series
 
 
+def exact(**fields: Any) -> dict[str, Any]:
+    """The JSON schema of an object with these fields and no others."""
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
+TRIGGER = exact(
+    type={"const": "prometheus"},
+    metricType={"enum": ["AverageValue", "Value"]},
+    metadata=exact(serverAddress=TEXT, query=TEXT, threshold={"type": "string", "pattern": r"^\d+(\.\d+)?$"}),
+)
+SCALED_OBJECT = exact(
+    scaleTargetRef=exact(apiVersion={"const": "apps/v1"}, kind={"const": "StatefulSet"}, name=TEXT),
+    minReplicaCount=COUNT,
+    maxReplicaCount=COUNT,
+    pollingInterval=COUNT,
+    triggers={"type": "array", "minItems": 3, "items": TRIGGER},
+    advanced=exact(horizontalPodAutoscalerConfig=exact(behavior={"type": "object"})),
+)
+INFERENCE_POOL = exact(
+    selector=exact(matchLabels={"type": "object", "additionalProperties": TEXT}),
+    targetPorts={"type": "array", "minItems": 1, "maxItems": 8, "items": exact(number=COUNT)},
+    endpointPickerRef=exact(name=TEXT, port=exact(number=COUNT), failureMode={"enum": ["FailOpen", "FailClose"]}),
+)
+
+
+def series_of_this_router() -> set[str]:
+    return set(re.findall(r"^(spaceserve_\w+)", Metrics().render().decode(), flags=re.MULTILINE))
+
+
+def test_keda_scales_the_workers_by_series_that_there_are() -> None:
+    assert {one["kind"] for one in objects("keda.yaml")} >= {"ScaledObject", "InferencePool", "ServiceMonitor"}
+    assert "HorizontalPodAutoscaler" not in {one["kind"] for one in objects("keda.yaml")}
+    (scaled,) = of_kind("keda.yaml", "ScaledObject").values()
+    ((worker, pods),) = of_kind("keda.yaml", "StatefulSet").items()
+    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    jsonschema.validate(scaled["spec"], SCALED_OBJECT)
+    assert scaled["spec"]["scaleTargetRef"]["name"] == worker
+    assert "replicas" not in pods["spec"]
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    (service,) = [name for name in of_kind("keda.yaml", "Service") if name != worker]
+    for query in queries:
+        assert f'namespace="default",service="{service}"' in query
+        assert set(re.findall(r"spaceserve_\w+", query)) <= series_of_this_router()
+    assert 'state="queued"' in queries[0]
+    (word,) = [word for word in container("keda.yaml", "Deployment")["args"] if word.startswith("--worker-address=")]
+    assert len(word.split(",")) == scaled["spec"]["maxReplicaCount"], "the router knows all that may come"
+
+
+def test_the_inference_pool_is_of_routers_and_its_picker_is_told_of_series_that_there_are() -> None:
+    (pool,) = of_kind("keda.yaml", "InferencePool").values()
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    jsonschema.validate(pool["spec"], INFERENCE_POOL)
+    selected = pool["spec"]["selector"]["matchLabels"].items()
+    (router,) = of_kind("keda.yaml", "Deployment").values()
+    (worker,) = of_kind("keda.yaml", "StatefulSet").values()
+    assert selected <= router["spec"]["template"]["metadata"]["labels"].items()
+    assert not selected <= worker["spec"]["template"]["metadata"]["labels"].items()
+    assert "app.kubernetes.io/instance" not in dict(selected), "routers of all releases"
+    (port,) = container("keda.yaml", "Deployment")["ports"]
+    assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
+    page = (ROOT / "docker/KUBERNETES.md").read_text(encoding="utf-8")
+    flags = yaml.safe_load(re.search(r"```yaml\n(inferenceExtension:.*?)```", page, flags=re.DOTALL)[1])
+    told = flags["inferenceExtension"]["flags"]
+    assert told.keys() == {
+        "total-queued-requests-metric", "total-running-requests-metric", "kv-cache-usage-percentage-metric",
+        "lora-info-metric", "cache-info-metric",
+    }  # fmt: skip
+    lines = Metrics().render().decode()
+    for spec in told.values():
+        name, _, label = spec.partition("{")
+        key, _, value = label.rstrip("}").partition("=")
+        series = f'{name}{{{key}="{value}"}} ' if label else name
+        assert f"\n{series}" in lines, spec
+        assert f"# TYPE {name} gauge\n" in lines, spec
+
+
+@needs_helm
+def test_fewer_workers_at_most_than_at_least_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"autoscaling.minReplicas \(9\) is above autoscaling.maxReplicas \(8\)"):
+        RENDER.rendered(HELM, "autoscaling.minReplicas=9")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_probes_ask_what_the_server_answers_and_stopping_is_given_its_time(name: str) -> None:
     (one,) = of_kind(name, "Deployment").values()
@@ -226,7 +311,7 @@ def test_values_have_their_schema_and_a_wrong_one_is_refused() -> None:
     values = yaml.safe_load((ROOT / "docker/chart/values.yaml").read_text())
     jsonschema.validate(values, schema)
     assert values.keys() == schema["properties"].keys() - {"global"}
-    for part in ("router", "worker", "autoscaling", "monitoring"):
+    for part in ("router", "worker", "autoscaling", "monitoring", "inferencePool"):
         assert values[part].keys() == schema["properties"][part]["properties"].keys()
     for wrong in ({"modle": "demo"}, {"env": [{"nmae": "A"}]}, {"modelVolume": {"name": "x"}}):
         with pytest.raises(jsonschema.ValidationError):
@@ -246,7 +331,8 @@ def test_other_settings_make_valid_objects_too(settings: str) -> None:
     objects = [*filter(None, yaml.safe_load_all(RENDER.rendered(HELM, settings)))]
     assert {"Deployment", "Service"} <= {one["kind"] for one in objects}
     for one in objects:
-        kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
+        if one["kind"] not in OPERATORS:
+            kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
 
 
 @needs_helm

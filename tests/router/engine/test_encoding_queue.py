@@ -46,8 +46,10 @@ async def test_keys_take_turns_however_much_one_of_them_sends() -> None:
     waiting.push(encoding_of(*[4] * (5 * CHUNK_TEXTS), key="busy"))
     waiting.push(encoding_of(4, key="calm"))
     worker = scheduler_of()
+    assert waiting.num_waiting_tokens == 4 * 5 * CHUNK_TEXTS + 4
     waiting.dispatch([worker])
     assert [chunk.encoding.key for chunk in worker.encodings.values()] == ["busy", "calm"]
+    assert waiting.num_waiting_tokens == 4 * 4 * CHUNK_TEXTS, "what is at the worker waits no more"
 
 
 async def test_chunks_are_bounded_by_texts_and_by_ids_and_go_to_the_least_busy_worker() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -61,6 +63,28 @@ async def test_gauges_return_to_rest_and_every_wait_is_observed_once() -> None:
         assert value("spaceserve_prefix_cache_hit_tokens_total") == 2 * 8
         assert value("spaceserve_step_seconds_count", phase="forward") == value("spaceserve_step_host_seconds_count")
         assert value("spaceserve_rows_total", kind="prefill") == 9 + 1 + 1
+
+
+async def test_autoscalers_and_endpoint_pickers_read_what_waits_and_what_is_held() -> None:
+    script = Script(num_blocks=16, block_size=4, loras=(("sql", "a" * 64), ("chat", "b" * 64)), step_seconds=0.005)
+    async with in_house(script) as house, contextlib.AsyncExitStack() as stack:
+        value, engine = house.metrics.value, house.engine
+        assert value("spaceserve_waiting_prompt_tokens") == value("spaceserve_kv_cache_usage_perc") == 0
+        assert value("spaceserve_cache_config_info", block_size="4", num_gpu_blocks="16") == 1
+        begun = time.time()
+        loras = {"max_lora": "2", "running_lora_adapters": "chat,sql"}
+        assert (value("spaceserve_lora_requests_info", **loras, waiting_lora_adapters="") or 0) >= begun
+        first = await stack.enter_async_context(engine.submit(request_of(40, 20, name="first")))
+        await house.until(lambda: first.statistics.queue_seconds is not None)
+        for number, length in enumerate((30, 25, 27)):  # none of them fits beside the first
+            request = request_of(length, 30, name=f"later-{number}", lora=engine.loras.named["sql"] if number else None)
+            await stack.enter_async_context(engine.submit(request))
+        assert value("spaceserve_requests", state="queued") == 3
+        assert value("spaceserve_waiting_prompt_tokens") == 30 + 25 + 27
+        assert value("spaceserve_kv_cache_usage_perc") == engine.load().blocks_held / 16 > 0.5
+        assert (value("spaceserve_lora_requests_info", **loras, waiting_lora_adapters="sql") or 0) >= begun
+        engine.cancel("later-1")
+        assert value("spaceserve_waiting_prompt_tokens") == 30 + 27
 
 
 def energy(machine: str, device: str, joules: float) -> worker_pb2.StepReport:

@@ -169,6 +169,8 @@ class LoadFigures:
 
     num_queued: int
     num_running: int
+    num_waiting_tokens: int  # of prompts and texts that wait
+    block_size: int  # 0: no worker has been up
     blocks_free: int
     blocks_held: int
     blocks_cached: int
@@ -179,6 +181,11 @@ class LoadFigures:
     host_blocks_cached: int
     num_workers_up: int
     draining: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the key/value caches of all workers."""
+        return self.blocks_free + self.blocks_held + self.blocks_cached
 
 
 def resolve_max_tokens(request: ValidRequest, facts: WorkerModelFacts, max_prompt_tokens: int | None = None) -> int:

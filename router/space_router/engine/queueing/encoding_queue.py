@@ -50,6 +50,11 @@ class EncodingQueue:
             waiting[chunk.encoding] = waiting.get(chunk.encoding, 0) + len(chunk.numbers)
         return sum(number == len(encoding.texts) for encoding, number in waiting.items())
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the texts that are at no worker and not encoded."""
+        return sum(chunk.num_ids for chunks in self._waiting.values() for chunk in chunks)
+
     def refusal(self) -> QueueFull | None:
         """Return the error for an encoding that would have to wait; None if it may."""
         if not self._open:
