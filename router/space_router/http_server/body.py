@@ -207,6 +207,8 @@ class _Complaint(NamedTuple):
             names = " or".join(error["ctx"]["expected_tags"].rsplit(",", 1))
             media = " (no images, documents, audio or video are served)" if _MEDIA.match(str(there["type"])) else ""
             return cls((*place, "type"), kind, f"must be {names}{media}", there["type"])
+        if kind == "int_type" and isinstance(there, float) and abs(there) >= 2.0**63:  # as the parser rounded it
+            return cls(place, kind, "must be an integer of 64 bits", there)
         if kind in ("model_type", "model_attributes_type", "dict_type"):
             return cls(place, kind, "must be an object", there)
         return cls(place, kind, _SHOULD.sub("must", message.removeprefix("Value error, "))[:200], there)
