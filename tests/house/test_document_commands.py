@@ -69,6 +69,10 @@ RUN_BY = {
         "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --device cpu"
     ): ("tests/server/startup/test_doctor.py", '"--draft-head"'),
     "docker/install.sh --dev": ("tests/house/test_install.py", "--dev"),
+    ".venv/bin/python -m pytest tests/server/device_runner/test_simulated_cuda.py": (
+        "tests/server/device_runner/test_simulated_cuda.py",
+        "def test_drafts_of_the_head_leave_the_texts_of_the_simulated_device",
+    ),
 }
 """Commands that other tests run, and what of those says so."""
 
