@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak gpu-check fuzz audit lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak chaos gpu-check fuzz audit lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ hosts: install  ## workers on hosts of their own: killed, cut off from the netwo
 
 soak: install  ## an hour of mixed load: does memory, latency or anything else grow (FLAGS="--minutes 3")
 	@$(CHAOS) soak $(FLAGS)
+
+chaos: install  ## everything at once: kills, cuts, full disk, clock jumps, floods, upgrades (HOURS=24 FLAGS="--seed 2 --model smollm2")
+	@$(CHAOS) day $(if $(HOURS),--hours $(HOURS)) $(FLAGS)
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
 gpu-check: export PYTHONPATH := $(CURDIR)/kernels:$(CURDIR)/proto:$(CURDIR)/server:$(CURDIR)/tests/support:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -14,6 +14,7 @@ EXPERIMENTS: Mapping[str, tuple[str, str]] = {
     "hosts": ("chaos.hosts", "workers on hosts of their own: killed, cut off and restarted"),
     "crowd": ("chaos.crowd", "slow readers beside fast ones, and ten times more requests than can be served"),
     "soak": ("chaos.soak", "mixed load for an hour: does memory, latency or anything else grow"),
+    "day": ("chaos.day", "everything at once for hours: workers, network, disk, clock, memory and clients"),
 }
 
 parser = functools.partial(harness.parser, prog="chaos", modules=EXPERIMENTS)

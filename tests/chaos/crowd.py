@@ -126,14 +126,14 @@ async def slow_readers(endpoint: Endpoint, num_slow: int, num_fast: int, num_tur
         alone += await fast()
         with ExitStack() as held:
             for number in range(num_slow):
-                held.enter_context(_unread(endpoint, number))
+                held.enter_context(unread_stream(endpoint, number))
             await _wait_paused(endpoint, num_slow)
             beside += await fast()
         await _wait_gone(endpoint)
     return slow_reader_figures(alone, beside)
 
 
-def _unread(endpoint: Endpoint, seed: int) -> socket.socket:
+def unread_stream(endpoint: Endpoint, seed: int) -> socket.socket:
     """The connection of a client that asks for much and reads none of it."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)

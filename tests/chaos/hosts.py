@@ -93,6 +93,11 @@ class Host:
     def __exit__(self, *error: object) -> None:
         self._leave()
 
+    @property
+    def pid(self) -> int:
+        """Of the worker's newest process; 0 before the first."""
+        return 0 if self._process is None else self._process.pid
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()

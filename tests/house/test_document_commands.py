@@ -48,6 +48,7 @@ RUN_BY = {
         "def test_two_agents_serve",
     ),
     'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_chaos.py", '["crowd", "--turns", "2"'),
+    'make chaos HOURS=1 FLAGS="--seed 1 --out chaos"': ("tests/chaos/test_day.py", '["day", "--hours"'),
     'make hosts FLAGS="--hosts 3 --streams 24 --faults 6 --restarts 2 --out hosts"': (
         "tests/chaos/test_chaos.py",
         '["hosts", *flags',

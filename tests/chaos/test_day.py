@@ -1,0 +1,164 @@
+"""The schedule and the report of a day of chaos, the machine's faults alone, and two minutes of all together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from processes import ProcessFigures
+from space_eval.bench.client import Endpoint
+
+from chaos.__main__ import main
+from chaos.day import MAX_GROWTH, DayRecord, final_status, held_gauges, report
+from chaos.day_load import MixedLoad, visits
+from chaos.machine_faults import FaultyMachine, NetworkLink, built_library
+from chaos.schedule import EventKind, events
+
+FACTS = {"id": "m", "dtype": "float32", "device_type": "cpu", "machine": "here", "commit": "c"}
+
+
+def test_a_schedule_is_that_of_its_seed_and_has_each_kind_once_a_cycle() -> None:
+    drawn = list(islice(events(7, 60.0), 3 * len(EventKind)))
+    assert drawn == list(islice(events(7, 60.0), 3 * len(EventKind)))
+    assert drawn != list(islice(events(8, 60.0), 3 * len(EventKind)))
+    for number in range(3):
+        cycle = [event for event in drawn if 60 * number <= event.at < 60 * (number + 1)]
+        assert Counter(event.kind for event in cycle) == Counter(EventKind)
+    assert [event.at for event in drawn] == sorted(event.at for event in drawn)
+
+
+def test_the_load_has_every_kind_of_request_with_and_without_drafts() -> None:
+    made = visits(24, 96)
+    kinds = {"stream", "whole answer", "chat stream", "chat", "JSON schema", "stored response"}
+    assert {visit.kind for visit in made} == kinds
+    assert len({str(visit) for visit in made}) == 24
+    assert {"off", "auto"} < {visit.body.get("speculation") for visit in made}
+    assert {visit.streams for visit in made if visit.kind == "JSON schema"} == {True, False}
+
+
+@pytest.mark.parametrize("broken", ["", "kind", "wrong", "lost", "memory", "files"])
+def test_a_day_passes_only_where_everything_happened_and_nothing_was_lost(broken: str) -> None:
+    record, load = DayRecord(), MixedLoad(Endpoint("127.0.0.1", 1), [], 1)
+    record.happened = Counter(kind for kind in EventKind if not (broken == "kind" and kind is EventKind.CLOCK))
+    record.statuses["flood"][429] = 3
+    load.counts.num_answered["chat"] = 5
+    if broken == "wrong":
+        record.wrong.append("2 pages leaked.")
+    if broken == "lost":
+        load.counts.wrong.append("chat: lost")
+    more_bytes, more_files = (MAX_GROWTH + 1) * (broken == "memory"), 17 * (broken == "files")
+    after = ProcessFigures(1000 + more_bytes, 10 + more_files, 1)
+    made = report(FACTS, record, load, 120.0, (ProcessFigures(1000, 10, 1), after), seed=3)
+    assert len(made.failures) == (broken != "")
+    assert "| clock jump | " in made.markdown()
+    assert "| flood | 3 × 429 |" in made.markdown()
+    assert made.record["events"]["worker killed"] == 1
+    json.dumps(made.record)
+
+
+def test_gauges_of_an_idle_server_that_are_not_zero_are_named() -> None:
+    idle = 'spaceserve_requests{state="running"} 0.0\nspaceserve_kv_blocks{state="held"} 0.0\n'
+    assert held_gauges(idle + 'spaceserve_kv_blocks{state="free"} 7.0\n') == []
+    assert held_gauges(idle + 'spaceserve_requests{state="queued"} 1.0\n') == [
+        'spaceserve_requests{state="queued"} 1.0'
+    ]
+
+
+def test_the_status_is_that_after_interim_answers() -> None:
+    assert final_status(b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 400 Bad Request\r\na: b\r\n\r\n{}") == 400
+    assert final_status(b"HTTP/1.1 503 x\r\n\r\n") == 503
+    assert final_status(b"HTTP/1.1 102 Processing\r\n\r\n") == final_status(b"") == 0
+
+
+PROBE = """
+import os, sys, time
+for line in sys.stdin:
+    try:
+        descriptor = os.open(line.strip(), os.O_WRONLY | os.O_CREAT)
+        begun = time.monotonic()
+        os.write(descriptor, b"a")
+        outcome = "slow" if time.monotonic() - begun > 0.05 else "written"
+    except OSError as error:
+        outcome = error.strerror
+    print(round(time.time()), outcome, flush=True)
+"""
+
+
+def test_a_preloaded_clock_jumps_and_a_disk_is_full_or_slow_in_one_folder_only(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    machine = FaultyMachine(built_library(tmp_path), tmp_path / "state", tmp_path / "files")
+    words = [sys.executable, "-S", "-c", PROBE]
+    environment = {**os.environ, **machine.environment}
+    with subprocess.Popen(words, env=environment, stdin=-1, stdout=-1, text=True) as process:
+
+        def ask(file: str) -> tuple[int, str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{tmp_path / file}\n")
+            process.stdin.flush()
+            now, outcome = process.stdout.readline().split(maxsplit=1)
+            return int(now), outcome.strip()
+
+        now, outcome = ask("files/a")
+        assert outcome == "written"
+        machine.set_clock(-86400.5)
+        assert -5 < ask("files/a")[0] + 86400 - now < 60
+        machine.set_disk(is_full=True)
+        assert (ask("files/a")[1], ask("b")[1]) == ("No space left on device", "written")
+        machine.set_disk(write_seconds=0.06)
+        assert ask("files/a")[1] == "slow"
+        machine.set_disk()
+        assert ask("files/a")[1] == "written"
+
+
+def test_a_link_holds_what_it_is_sent_and_breaks_what_it_carries() -> None:
+    async def run() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while piece := await reader.read(100):
+                writer.write(piece)
+            writer.close()
+
+        async with await asyncio.start_server(echo, "127.0.0.1", 0) as server:
+            target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with NetworkLink(target) as link:
+                host, _, port = link.address.partition(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"one")
+                assert await reader.readexactly(3) == b"one"
+                link.hold()
+                writer.write(b"two")
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reader.readexactly(3), 0.05)
+                link.mend()
+                assert await reader.readexactly(3) == b"two"
+                link.drop()
+                assert await _is_closed(reader)
+                other, unused = await asyncio.open_connection(host, int(port))
+                assert await _is_closed(other)
+                for one in (writer, unused):
+                    one.close()
+
+    asyncio.run(run())
+
+
+async def _is_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_minutes_of_everything_lose_and_change_nothing(tmp_path: Path) -> None:
+    assert main(["day", "--hours", "0.034", "--cycle", "120", "--out", str(tmp_path)]) == 0
+    made = json.loads((tmp_path / "day.json").read_text())
+    assert made["passed"]
+    assert min(made["events"].values()) >= 1
