@@ -24,7 +24,7 @@ from space_router.config import ServeConfig
 from space_router.engine import errors as engine_errors
 from space_router.engine.engine import Engine
 from space_router.engine.request.request import Grammar
-from space_router.engine.workers.worker_pool import RollingRestart
+from space_router.engine.workers.rolling_restart import RollingRestart
 from space_router.errors import ApiError, Unauthorized
 from space_router.http_server.body import BodyT, Neutral, ignoring_unknown_fields, read_object, validate
 from space_router.http_server.responses import (

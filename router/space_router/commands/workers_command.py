@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from space_common.process import say
 
 from space_router.commands.server_client import KEY_VARIABLE, URL, ChatError, ServerClient, own_key
 
-LOOK_SECONDS = 0.2  # between two looks at a restart
+CANCELLED = 130  # the exit code of a command that Ctrl-C has ended
 
 _EXAMPLES = """\
 examples:
@@ -26,7 +26,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 1 if a restart failed, 2 if the server cannot be reached."""
+    """Return the exit code: 0, 1 if a restart failed, 2 if the server cannot be reached, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     try:
         server = ServerClient(options.url, own_key(options.api_key_file, os.environ))
@@ -40,23 +40,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def restart(server: ServerClient, numbers: list[int] | None, finish_seconds: float | None) -> int:
-    """Start a rolling restart and print its progress until it ends; return the exit code. Raises ChatError."""
+    """Have workers restarted and print the progress until it ends; return the exit code. Raises ChatError.
+
+    The server ends the restart when this client goes away, for whatever reason.
+    """
     asked = {"workers": numbers, "finish_seconds": finish_seconds}
     body = {name: value for name, value in asked.items() if value is not None}
-    progress = server.ask("/workers/restart", body)["restart"]
-    num_done = 0
-    while True:
-        if progress["num_done"] > num_done:
-            num_done = progress["num_done"]
-            say(f"{num_done} of {progress['num_wanted']} workers restarted")
-        if progress["state"] != "running":
-            break
-        time.sleep(LOOK_SECONDS)
-        progress = server.ask("/workers")["restart"]
+    progress: Mapping[str, Any] = {"state": "failed", "error": None}
+    shown: list[str] = []
+    try:
+        with closing(server.stream("/workers/restart", {**body, "stream": True})) as events:
+            for event in events:
+                progress = event["restart"]
+                for line in _news(progress):
+                    if line not in shown:
+                        shown.append(line)
+                        say(line)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "\nspaceserve workers: the restart is ended. Workers that were not restarted yet run on, and one that was "
+            "asked to end comes back by itself.\n"
+        )
+        return CANCELLED
     if progress["state"] == "done":
         return 0
     sys.stderr.write(f"spaceserve workers: {progress['error'] or 'the server is stopping'}\n")
     return 1
+
+
+def _news(progress: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what there is to say about a restart; the caller skips what it has said before."""
+    yield from (f"left out: {reason}" for reason in progress["left_out"])
+    if progress["num_done"]:
+        yield f"{progress['num_done']} of {progress['num_wanted']} workers restarted"
+    if progress["waits_for"]:
+        yield f"waiting for {progress['waits_for']}"
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -69,7 +87,8 @@ def table(answer: Mapping[str, Any]) -> str:
     away = [one for one in answer["workers"] if one["state"] == "away" and one["trouble"]]
     lines += [f"{one['name']}: {one['trouble']}" for one in away]
     if (state := answer["restart"])["state"] in ("running", "failed"):
-        lines.append(f"restart {state['state']}: {state['num_done']} of {state['num_wanted']} done")
+        waiting = f", waiting for {state['waits_for']}" if state["waits_for"] else ""
+        lines.append(f"restart {state['state']}: {state['num_done']} of {state['num_wanted']} done{waiting}")
     if state["error"]:
         lines.append(state["error"])
     return "\n".join(lines)
@@ -83,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spaceserve workers",
         description="Asks a running server for its workers, or has them restarted: each ends only while all others are "
-        "up, and its streams go on elsewhere with the same text.",
+        "up that were before, and its streams go on elsewhere with the same text. Ctrl-C ends a restart.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

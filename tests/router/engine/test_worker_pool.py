@@ -18,9 +18,9 @@ from space_router.engine.engine import Engine
 from space_router.engine.errors import RequestFailed, RestartRefused
 from space_router.engine.request.request import SamplingOptions
 from space_router.engine.workers import worker_connection as connection
+from space_router.engine.workers.rolling_restart import RestartState, RollingRestart
 from space_router.engine.workers.supervisor import RemoteWorker, Supervisor
 from space_router.engine.workers.worker_connection import LinkLost
-from space_router.engine.workers.worker_pool import RestartState, RollingRestart
 from space_router.metrics import Metrics
 
 PACED = Script(eos_ids=(), step_seconds=0.005)
@@ -230,6 +230,81 @@ async def test_a_worker_that_does_not_come_back_stops_the_rest() -> None:
         assert await text_of(engine, request) == answer(request, SCRIPT)
 
 
+async def test_a_worker_that_never_was_up_or_is_refused_holds_no_restart_back(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_FAILED_STARTS", 1)
+    async with ScriptedWorker(SCRIPT) as one, ScriptedWorker(replace(SCRIPT)) as other:
+        addresses = (one.address, other.address, f"unix:{tmp_path}/autoscaled.sock")
+        async with Engine(ServeConfig(worker_address=addresses), Metrics()) as engine:
+            await until(lambda: up(engine) == 2)
+            other.script.model_hash = "another"
+            other.kill()
+            await until(lambda: engine.connections[1].is_refused)
+            restart = RollingRestart(engine.connections, back_seconds=LIMIT)
+            kept = asyncio.create_task(_keep_alive(one))
+            restart.begin(finish_seconds=0.0)
+            async with asyncio.timeout(LIMIT / 10):
+                await restart.wait()
+            kept.cancel()
+            assert (restart.state, restart.num_done, restart.num_wanted) == (RestartState.DONE, 1, 1)
+            refused, never = restart.left_out
+            assert f"the worker at {other.address} is refused (" in refused
+            assert f"the worker at {addresses[2]} has not been up yet (" in never
+            with pytest.raises(RestartRefused, match=r"Worker 2 cannot be restarted: .* has not been up yet"):
+                restart.begin(numbers=[0, 2])
+
+
+async def test_a_worker_that_went_away_during_a_restart_is_waited_for_and_the_wait_can_be_ended() -> None:
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(ScriptedWorker(SCRIPT))
+        away = ScriptedWorker(SCRIPT)
+        await away.__aenter__()
+        config = ServeConfig(worker_address=(one.address, away.address))
+        engine = await stack.enter_async_context(Engine(config, Metrics()))
+        await all_up(engine)
+        await away.__aexit__(None, None, None)
+        await until(lambda: up(engine) == 1)
+        restart = RollingRestart(engine.connections, back_seconds=LIMIT)
+        restart.begin(finish_seconds=0.0)
+        await until(lambda: restart.waits_for == f"the worker at {away.address} to be up")
+        restart.cancel()
+        await restart.wait()
+        assert (restart.state, restart.num_done) == (RestartState.CANCELLED, 0)
+        assert "ended on request, with 0 of 2 workers restarted" in restart.error
+        long_away = RollingRestart(engine.connections, back_seconds=0.0)
+        with pytest.raises(RestartRefused, match=r"has been away for 0 s"):
+            long_away.begin(numbers=[1])
+
+
+async def test_a_restart_that_is_ended_before_the_worker_was_asked_leaves_it_at_work() -> None:
+    async with (
+        ScriptedWorker(PACED) as worker,
+        Engine(ServeConfig(worker_address=(worker.address,)), Metrics()) as engine,
+    ):
+        await all_up(engine)
+        restart = RollingRestart(engine.connections, back_seconds=LIMIT)
+        stream = engine.submit(request_of(5, 200))
+        async with stream:
+            await until(lambda: engine.load().num_running == 1)
+            restart.begin(finish_seconds=LIMIT)
+            await until(lambda: "to end: what it runs has 120 s to finish" in restart.waits_for)
+            restart.cancel()
+            await restart.wait()
+            assert restart.state is RestartState.CANCELLED
+            request = request_of(6, 5)
+            assert await text_of(engine, request) == answer(request, PACED)  # a worker on leave would admit nothing
+        assert engine.connections[0].num_incarnations == 1
+
+
+async def _keep_alive(worker: ScriptedWorker) -> None:
+    """As systemd would: another process whenever one has ended on request."""
+    while True:
+        await worker.drained.wait()
+        worker.drained.clear()
+        worker.kill()
+
+
 async def _end(worker: ScriptedWorker) -> None:
     """What the process around a worker does: it ends when the worker is drained, and here nobody starts another."""
     await worker.drained.wait()
@@ -282,7 +357,7 @@ async def test_one_restart_at_a_time_and_of_workers_that_exist() -> None:
 class Flickering:
     """A seat whose worker is lost whenever it is taken off duty: by the first `num_losses` times it only reconnects."""
 
-    number, is_given_up, trouble = 0, False, ""
+    number, is_given_up, is_refused, trouble = 0, False, False, ""
 
     def __init__(self, num_losses: int) -> None:
         self.source = SimpleNamespace(name="worker 0")
@@ -298,6 +373,9 @@ class Flickering:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         assert holds()
+
+    def why_not_expected(self, seconds: float) -> str:
+        return ""
 
 
 @pytest.mark.parametrize(("num_losses", "state"), [(0, "done"), (2, "done"), (3, "failed")])

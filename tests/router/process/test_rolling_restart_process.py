@@ -81,7 +81,7 @@ def test_streams_outlive_two_restarts_of_every_worker(front: Front) -> None:
     for reader in readers:
         reader.start()
     done = front.workers("restart", "--finish-seconds", "0")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 of 2 workers restarted"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["2 of 2 workers restarted"]), done.stderr
     front.router.process.send_signal(signal.SIGUSR1)
     front.router.wait_for("restarting 2 workers, one after the other")
     for reader in readers:

@@ -1,5 +1,7 @@
 """What the server is and does: models, health, metrics, load, info; cancelling requests and restarting workers."""
 
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Request
@@ -11,11 +13,11 @@ from space_router.api.request_builder import choice_id, max_forced_drafts, model
 from space_router.api.schema import Count, OpenAIError, ResponseModel, TgiError, describe_responses, json_body
 from space_router.api.service import Service
 from space_router.engine.errors import RestartRefused
+from space_router.engine.workers.rolling_restart import FINISH_SECONDS, RestartState
 from space_router.engine.workers.worker_connection import WorkerConnection
-from space_router.engine.workers.worker_pool import FINISH_SECONDS
 from space_router.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unavailable
 from space_router.http_server.body import Body, short_repr
-from space_router.http_server.responses import json_response, key_of
+from space_router.http_server.responses import EventStream, event_json, json_response, key_of
 
 VERSION = version()
 StepCostSource = Literal["file", "measured", "learned"]
@@ -63,12 +65,21 @@ class Load(ResponseModel):
 
 
 class RestartProgress(ResponseModel):
-    """Of the rolling restart that was asked for last."""
+    """Of the rolling restart that was asked for last. `waits_for`: what it waits for now, in words; `left_out`: workers
+    that are not restarted because none is up there, each with the reason."""
 
-    state: Literal["none", "running", "done", "failed"]
+    state: Literal["none", "running", "done", "failed", "cancelled"]
     num_done: Count
     num_wanted: Count
+    waits_for: str | None
+    left_out: list[str]
     error: str | None
+
+
+class RestartEvent(ResponseModel):
+    """A change during a rolling restart that is watched."""
+
+    restart: RestartProgress
 
 
 class WorkerState(ResponseModel):
@@ -178,6 +189,11 @@ class RestartBody(Body):
     finish_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
         default=FINISH_SECONDS,
         description="what still runs on a worker after so many seconds goes on elsewhere, with the same text",
+    )
+    stream: bool = Field(
+        default=False,
+        description="answer with an event for each change until the restart has ended; a client that goes away before "
+        "cancels it",
     )
 
 
@@ -304,32 +320,55 @@ def routes(service: Service) -> APIRouter:
         """Model, limits and speculation, with TGI's names where TGI has them."""
         return json_response(describe(service))
 
-    def state() -> Response:
+    def progress() -> dict[str, Any]:
         restart = service.restart
-        progress = {"state": restart.state.value, "num_done": restart.num_done, "num_wanted": restart.num_wanted}
+        counts = {"state": restart.state.value, "num_done": restart.num_done, "num_wanted": restart.num_wanted}
+        words = {"waits_for": restart.waits_for or None, "left_out": restart.left_out, "error": restart.error or None}
+        return counts | words
+
+    def state() -> Response:
         workers = [_describe_worker(connection) for connection in service.engine.connections]
-        return json_response({"workers": workers, "restart": {**progress, "error": restart.error or None}})
+        return json_response({"workers": workers, "restart": progress()})
 
     @router.get("/workers", responses=describe_responses(Workers, errors=OpenAIError))
     async def workers() -> Response:
         """Every worker, and how far a rolling restart is."""
         return state()
 
-    statuses = (400, 403, 408, 409, 413, 415, 499, 503)
-    restarted = describe_responses(Workers, errors=OpenAIError, statuses=statuses)
+    async def events() -> AsyncGenerator[bytes]:
+        restart = service.restart
+        async with aclosing(restart.progress()) as changes:
+            async for _ in changes:
+                yield b"data: %b\n\n" % event_json({"restart": progress()})
+        yield b"data: [DONE]\n\n"
 
-    @router.post("/workers/restart", responses=restarted, openapi_extra=json_body(RestartBody))
-    async def restart(request: Request) -> Response:
-        """Restart workers one after the other without losing a stream; GET /workers says how far it is.
+    @asynccontextmanager
+    async def cancelled_with_its_client() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            if service.restart.state is RestartState.RUNNING:
+                service.restart.cancel()
 
-        Needs an API key with `operator=yes`. The same as signal SIGUSR1 to the router.
-        """
+    def check_operator(request: Request) -> None:
         if not service.keys.is_operator(key_of(request)):
             raise Forbidden(
                 "This needs an operator's key: `KEY name=ops operator=yes` in --api-key-file. On the router's own "
                 "machine, `kill -USR1` does it without.",
                 code="not_an_operator",
             )
+
+    statuses = (400, 403, 408, 409, 413, 415, 499, 503)
+    restarted = describe_responses(Workers, errors=OpenAIError, statuses=statuses, event=RestartEvent, done=True)
+
+    @router.post("/workers/restart", responses=restarted, openapi_extra=json_body(RestartBody))
+    async def restart(request: Request) -> Response:
+        """Restart workers one after the other without losing a stream; GET /workers says how far it is.
+
+        Needs an API key with `operator=yes`. The same as signal SIGUSR1 to the router. A worker that never was up, or
+        is refused, is left out.
+        """
+        check_operator(request)
         body, _ = await service.read(request, RestartBody)
         if service.draining:
             raise Unavailable("The server is stopping.", reason="draining")
@@ -339,6 +378,19 @@ def routes(service: Service) -> APIRouter:
             if refused.is_busy:
                 raise Conflict(str(refused), code="restart_under_way") from refused
             raise InvalidRequest(str(refused), param="workers") from refused
+        if body.stream:
+            return EventStream(events(), cancelled_with_its_client(), {}, "")
+        return state()
+
+    @router.delete("/workers/restart", responses=describe_responses(Workers, errors=OpenAIError, statuses=(403,)))
+    async def cancel_restart(request: Request) -> Response:
+        """End a rolling restart: a worker that was not asked to end yet takes requests again, and no other is asked.
+
+        Needs an API key with `operator=yes`. Without a restart that is running it changes nothing.
+        """
+        check_operator(request)
+        service.restart.cancel()
+        await service.restart.wait()
         return state()
 
     return router

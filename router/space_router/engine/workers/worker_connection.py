@@ -304,12 +304,14 @@ class WorkerConnection:
         self.num_crashes = 0  # consecutive crashes without a healthy worker in between
         self._config, self._tokenizer_hash = config, tokenizer_hash
         self._link: Link | None = None
+        self._away_since: float | None = None  # time of the loop; None: a worker is up, or never was
         self._changed = asyncio.Event()  # wakes `until`
 
     incarnation: str | None = None  # of the current or last process
     retired: str | None = None  # incarnation that `retire` has ended; None again once another is up
     left: str | None = None  # incarnation that was asked to end from outside and had finished its work
     is_given_up = False  # no worker is expected any more; False again once one is up
+    is_refused = False  # the worker that was met last cannot be used, and no other was since
 
     @property
     def address(self) -> str | None:
@@ -324,6 +326,20 @@ class WorkerConnection:
     @property
     def is_steady(self) -> bool:
         return self.scheduler is not None and self.num_crashes < MAX_CRASHES
+
+    def why_not_expected(self, seconds: float) -> str:
+        """Return in words why no worker is to be expected here soon; "" if one is up, or was within `seconds`."""
+        if self.scheduler is not None:
+            return ""
+        if self.is_refused:
+            return f"is refused ({self.trouble})"
+        trouble = f" ({self.trouble})" if self.trouble else ""
+        if self._away_since is None:
+            return f"has not been up yet{trouble}"
+        if self.is_given_up:
+            return f"has been given up{trouble}"
+        away = asyncio.get_running_loop().time() - self._away_since
+        return f"has been away for {away:.0f} s{trouble}" if away > seconds else ""
 
     def flush(self) -> None:
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
@@ -344,20 +360,24 @@ class WorkerConnection:
         """End the worker gracefully; return once it has ended or is lost.
 
         It admits nothing more. Requests still running after `finish_seconds` continue on other workers with the same
-        text.
+        text. Cancelled before the worker is asked to end, it goes on and admits again.
         """
         scheduler, link = self.scheduler, self._link
         if scheduler is None or link is None:
             return
         logger.info("%s is taken off duty: what it runs has %g s to finish", self.source.name, finish_seconds)
         scheduler.closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(finish_seconds):
-                await self.until(lambda: self._link is not link or not scheduler.sequences)
-        for sequence in scheduler.running:
-            scheduler.recall(sequence.live)
-        self.flush()
-        await self.until(lambda: self._link is not link or not scheduler.sequences)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(finish_seconds):
+                    await self.until(lambda: self._link is not link or not scheduler.sequences)
+            for sequence in scheduler.running:
+                scheduler.recall(sequence.live)
+            self.flush()
+            await self.until(lambda: self._link is not link or not scheduler.sequences)
+        except asyncio.CancelledError:
+            scheduler.closing = False
+            raise
         if self._link is not link:
             return
         self.retired = link.hello.incarnation
@@ -365,6 +385,9 @@ class WorkerConnection:
         try:
             async with asyncio.timeout(ENDING_SECONDS):
                 await self.until(lambda: self._link is not link)
+        except asyncio.CancelledError:
+            link.give_up("was asked to end")  # it runs nothing, and nothing else sees to it that it ends
+            raise
         except TimeoutError:
             link.give_up(f"did not end within {ENDING_SECONDS:g} s of the request to end")
             await self.until(lambda: self._link is not link)
@@ -386,6 +409,7 @@ class WorkerConnection:
                 await self._run_link(address, listener, watchdog)
             except (WorkerDidNotStart, WorkerMismatch) as error:
                 self.trouble = str(error)
+                self.is_refused = isinstance(error, WorkerMismatch)
                 num_failed_starts += 1
                 self.num_crashes += 1
                 self._changed.set()  # waiters run after `is_given_up` is set below
@@ -427,7 +451,8 @@ class WorkerConnection:
             cause = ExitCause.EXTERNAL
             try:
                 listener.worker_up(self)
-                self.retired, self.left, self.is_given_up = None, None, False
+                self.retired, self.left, self.is_given_up, self.is_refused = None, None, False, False
+                self._away_since = None
                 self._changed.set()
                 await self._listen(link, scheduler, listener, watchdog)
             except LinkRefused:
@@ -451,6 +476,7 @@ class WorkerConnection:
                 raise
             finally:
                 self.scheduler = self._link = None
+                self._away_since = asyncio.get_running_loop().time()
                 listener.worker_lost(self, scheduler, cause)
                 self._changed.set()
 

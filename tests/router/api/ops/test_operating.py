@@ -12,7 +12,7 @@ from doubles.router import ScriptedWorker, never
 from doubles.router.whole_router import Start
 from space_router.api_keys import ApiKey, plain_keys, read_keys
 from space_router.config import ServeConfig
-from space_router.engine.workers.worker_pool import RestartState
+from space_router.engine.workers.rolling_restart import RestartState
 from space_router.errors import ConfigError
 from space_router.metrics import Metrics
 
@@ -383,15 +383,41 @@ async def test_a_restart_is_seen_to_its_end_and_only_one_at_a_time(start: Start)
         )
         await router.service.engine.connections[0].until(lambda: router.service.engine.load().num_running == 1)
         reported = await router.client.post("/workers/restart", json={"finish_seconds": 0}, headers=OPERATOR)
-        assert reported.json()["restart"] == {"state": "running", "num_done": 0, "num_wanted": 1, "error": None}
+        begun = {"state": "running", "num_done": 0, "num_wanted": 1, "waits_for": None, "left_out": [], "error": None}
+        assert reported.json()["restart"] == begun
         again = await router.client.post("/workers/restart", json={}, headers=OPERATOR)
         assert (again.status_code, again.json()["error"]["code"]) == (409, "restart_under_way")
         await router.service.restart.wait()
         await keeping
         seen = (await router.client.get("/workers", headers=PLAIN)).json()
-        assert seen["restart"] == {"state": "done", "num_done": 1, "num_wanted": 1, "error": None}
+        assert seen["restart"] == begun | {"state": "done", "num_done": 1}
         assert seen["workers"][0]["incarnation"].startswith("life 2 of ")
         assert (await asking).json()["usage"]["completion_tokens"] == 60
+
+
+async def test_a_restart_ends_with_the_client_that_watches_it_or_on_request(start: Start) -> None:
+    async with start("yes", config=ServeConfig(api_keys=KEYS), step_seconds=0.01) as router:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        asking = asyncio.create_task(router.client.post("/v1/completions", json=body, headers=PLAIN))
+        await router.until(lambda load: load.num_running == 1)
+        watching = Client("/workers/restart", {"stream": True, "finish_seconds": 600})
+        watching.scope["headers"] += [(b"authorization", b"Bearer ops-key")]
+        watched = asyncio.create_task(watching.ask(router))
+        restart = router.service.restart
+        while not restart.waits_for:  # noqa: ASYNC110  the first event
+            await asyncio.sleep(0.001)
+        watching.gone.set()
+        await watched
+        await restart.wait()
+        assert restart.state is RestartState.CANCELLED
+        first = orjson.loads(watching.chunks[-1].removeprefix(b"data:"))["restart"]
+        assert first["waits_for"].endswith("to end: what it runs has 600 s to finish")
+        begun = await router.client.post("/workers/restart", json={"finish_seconds": 600}, headers=OPERATOR)
+        assert begun.json()["restart"]["state"] == "running"
+        assert (await router.client.delete("/workers/restart", headers=PLAIN)).status_code == 403
+        ended = (await router.client.delete("/workers/restart", headers=OPERATOR)).json()["restart"]
+        assert (ended["state"], ended["num_done"]) == ("cancelled", 0)
+        asking.cancel()
 
 
 def test_the_key_file_says_who_is_an_operator(tmp_path: Path) -> None:
