@@ -87,6 +87,45 @@ def log_to_stderr(level: str, form: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
+def logs_json() -> bool:
+    """Whether this process's log is JSON, one object a line."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+def report_error(program: str, message: str) -> None:
+    """Write why a program ends to stderr: `program: message`, or as a line of a JSON log."""
+    _write_error(f"{program}: {message}", logging.LogRecord(program, logging.ERROR, "", 0, message, None, None))
+
+
+def forward_stderr(name: str, line: str) -> None:
+    """Pass on a line that the process called `name` wrote to its stderr; in a JSON log as an object with its name."""
+    if logs_json():
+        with contextlib.suppress(ValueError):
+            if isinstance(entry := json.loads(line), dict):
+                _write_error(json.dumps({**entry, "process": name}, ensure_ascii=False), None)
+                return
+    _write_error(f"{name}: {line}", logging.LogRecord(name, logging.WARNING, "", 0, line, None, None))
+
+
+def _write_error(text: str, record: logging.LogRecord | None) -> None:
+    """Write the text, or in a JSON log the record, to stderr; write errors are ignored."""
+    if record is not None and logs_json():
+        text = JsonLines().format(record)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def quieten_grpc(*, logs_json: bool) -> None:
+    """Keep the C++ part of gRPC from writing to stderr about forks and, where the log is JSON, at all.
+
+    It reads these variables when it is imported. What it would write is in the errors that it raises, too.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # children are started by exec alone
+    if logs_json:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def say(line: str) -> None:
     """Write and flush one line to stdout; write errors, as of a full disk or a closed pipe, are ignored."""
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-from space_common.process import module_command, safe_environment
+from space_common.process import log_to_stderr, module_command, quieten_grpc, report_error, safe_environment
 
 from space_router.commands.programs import PROGRAMS, Program
 from space_router.config import ENVIRONMENT_PREFIX, ServeConfig, build, flag_of, settings
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = [name for name, (_, known) in settings().items() if _has(arguments[0], known)]
             translated = translate(arguments[1:], environment, names, _FLAGS_OF[arguments[0]])
         except ConfigError as error:
-            print(f"spaceserve: {error}", file=sys.stderr)
+            report_error("spaceserve", str(error))
             return 2
         arguments[1:], environment, notices = translated.arguments, translated.environment, translated.notices
     options = _parser(programs).parse_args(arguments)
@@ -60,13 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         from space_router.commands.doctor import run
 
         return run(flags, environment, as_json=options.json)
+    as_json = "json" in (flags.get("log_format"), environment.get(f"{ENVIRONMENT_PREFIX}LOG_FORMAT"))
+    quieten_grpc(logs_json=as_json)
+    if as_json:
+        log_to_stderr("info", "json")  # for errors in the flags, too
     try:
         config = replace(build(flags, environment), notices=notices)
         if options.command == "router" and not config.worker_address:
             raise ConfigError("--worker-address is needed: `spaceserve router` starts no workers; `serve` does.")
         return _serve(config)
     except ConfigError as error:
-        print(f"spaceserve: {error}", file=sys.stderr)
+        report_error("spaceserve", str(error))
         return 2
 
 

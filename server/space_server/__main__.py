@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 
 if __name__ == "__main__":
     exit_status = 1  # of an uncaught exception
@@ -29,11 +30,15 @@ from space_model.unsharded import do_without_sharding
 if __name__ == "__main__":
     do_without_sharding()  # before anything imports transformers' models
 
+from space_common.process import quieten_grpc
+
+if __name__ == "__main__":
+    quieten_grpc(logs_json="json" in sys.argv or os.environ.get("SPACESERVE_LOG_FORMAT") == "json")  # before gRPC
+
 import asyncio
 import contextlib
 import functools
 import logging
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -48,7 +53,7 @@ from space_common.event_loop import loop_factory
 from space_common.grpc_calls import stop_server
 from space_common.hub import Hub
 from space_common.nvml import Nvml
-from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr
+from space_common.process import collect_seldom, drop_unwritable_output, log_to_stderr, report_error
 from space_common.tracing import exporting
 from space_common.worker.settings import Steps, StepsHere, WorkerSettings
 from space_kernels.build import cpu_library
@@ -117,12 +122,12 @@ _log = logging.getLogger("space_server")
 def main(arguments: Sequence[str]) -> int:
     """Run the worker until it is stopped; return the exit status."""
     config = parse(arguments)
+    log_to_stderr(config.log_level, config.log_format)
     if (why := config.why_open()) is not None:
         return _fail(OPEN_PORT, InvalidSetting(why))
     use_one_heap()
     if isinstance(config.cores, set):
         os.sched_setaffinity(0, config.cores)
-    log_to_stderr(config.log_level, config.log_format)
     if config.parent_pid is not None:
         threading.Thread(target=_outlive, args=(config.parent_pid,), name="parent watch", daemon=True).start()
     try:
@@ -513,7 +518,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _fail(status: int, error: Exception) -> int:
-    sys.stderr.write(f"error: {str(error) or type(error).__name__}\n")
+    report_error("error", str(error) or type(error).__name__)
     return status
 
 

@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-from space_common.process import module_command, safe_environment
+from space_common.process import module_command, report_error, safe_environment
 from space_common.worker.settings import WorkerSettings
 from space_kernels.paging.step_rows import Ints
 from space_model.draft_network import DraftNetwork
@@ -67,8 +66,7 @@ class GroupLost(Exception):
 def end_process(reason: str) -> NoReturn:
     """Exit at once, whatever other threads wait for."""
     _log.error("the ranks cannot go on: %s", reason)
-    sys.stderr.write(f"error: {reason}\n")
-    sys.stderr.flush()
+    report_error("error", reason)
     os._exit(GROUP_LOST)
 
 

@@ -99,6 +99,7 @@ async def test_a_worker_of_another_model_is_left_out_until_it_is_set_right(
     listed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(connection, "FIRST_GAP", 0.0)
 
     async with ScriptedWorker(PACED) as one, ScriptedWorker(replace(PACED)) as other:
         addresses = (one.address, other.address)
@@ -295,6 +296,38 @@ async def test_a_restart_that_is_ended_before_the_worker_was_asked_leaves_it_at_
             request = request_of(6, 5)
             assert await text_of(engine, request) == answer(request, PACED)  # a worker on leave would admit nothing
         assert engine.connections[0].num_incarnations == 1
+
+
+async def test_an_address_that_is_away_is_logged_once_and_once_more_when_it_is_up(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tries = 0
+
+    async def start(worker: RemoteWorker) -> str:
+        nonlocal num_tries
+        num_tries += 1
+        await asyncio.sleep(0.001)
+        return address
+
+    monkeypatch.setattr(RemoteWorker, "start", start)
+    address = f"unix:{tmp_path}/autoscaled.sock"
+    caplog.set_level("INFO", logger="space_router")
+    async with Engine(ServeConfig(worker_address=(address,)), Metrics()) as engine:
+        await until(lambda: num_tries > 5)
+        assert caplog.text.count("is away: ") == 1
+        async with ScriptedWorker(SCRIPT, listen=address):
+            await until(lambda: up(engine) == 1)
+            assert caplog.text.count(f"the worker at {address} is up") == 1
+
+
+def test_a_lasting_trouble_is_logged_at_gaps_that_grow_to_an_hour() -> None:
+    notice = connection.RepeatedNotice()
+    logged = [second for second in range(0, 4 * 86400, 5) if notice.is_due("LinkLost", second)]
+    assert logged[:4] == [0, 60, 180, 420]
+    assert {later - earlier for earlier, later in zip(logged[-50:], logged[-49:], strict=False)} == {3600}
+    assert notice.is_due("LinkRefused", 1.0)  # another kind of trouble is news
+    assert notice.ends()
+    assert not notice.ends()
 
 
 async def _keep_alive(worker: ScriptedWorker) -> None:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
@@ -18,7 +17,7 @@ from typing import Any
 
 import grpc
 from space_common.certificate import CertificateFiles
-from space_common.process import module_command, safe_environment
+from space_common.process import forward_stderr, module_command, safe_environment
 from space_common.visible_gpus import VISIBLE, gpus_of
 from space_common.worker.secret import SecretFile
 from space_common.worker.settings import worker_argv
@@ -285,8 +284,7 @@ class Supervisor:
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         async for line in _lines(process.stderr):
             self._last_words.append(line)
-            with contextlib.suppress(OSError):  # e.g. a full disk; reading must go on, or the worker blocks on its pipe
-                sys.stderr.write(f"{self.name}: {line}\n")
+            forward_stderr(self.name, line)  # never raises: reading must go on, or the worker blocks on its pipe
 
     def _start_failure(self, code: int | None) -> str:
         how = f"was not ready within {self._start_timeout:g} s"

@@ -261,6 +261,32 @@ def _check_hello(message: worker_pb2.WorkerMessage, address: str, tokenizer_hash
     return hello
 
 
+FIRST_GAP = 60.0  # seconds until what goes on is logged again
+LAST_GAP = 3600.0
+
+
+class RepeatedNotice:
+    """Chooses which of many messages about one lasting trouble are logged: the first of each kind, the next a minute
+    later, then with gaps that double up to an hour."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, tuple[float, float]] = {}  # by kind: when the next is due, and the gap after it
+
+    def is_due(self, kind: str, now: float) -> bool:
+        """Whether a message is logged now, in seconds of any clock."""
+        due, gap = self._due.get(kind, (now, FIRST_GAP))
+        if now < due:
+            return False
+        self._due[kind] = (now + gap, min(LAST_GAP, 2 * gap))
+        return True
+
+    def ends(self) -> bool:
+        """Forget everything; return whether anything was logged."""
+        was_logged = bool(self._due)
+        self._due.clear()
+        return was_logged
+
+
 MAX_FAILED_STARTS = 10  # consecutive failed starts after which a worker that was up before is given up
 STEADY_SECONDS = 10.0  # seconds up after which a worker counts as healthy
 MAX_CRASHES = 3  # consecutive crashes within `STEADY_SECONDS` after which the router is not ready until one is healthy
@@ -304,6 +330,7 @@ class WorkerConnection:
         self.num_crashes = 0  # consecutive crashes without a healthy worker in between
         self._config, self._tokenizer_hash = config, tokenizer_hash
         self._link: Link | None = None
+        self._notice = RepeatedNotice()
         self._away_since: float | None = None  # time of the loop; None: a worker is up, or never was
         self._changed = asyncio.Event()  # wakes `until`
 
@@ -340,6 +367,11 @@ class WorkerConnection:
             return f"has been given up{trouble}"
         away = asyncio.get_running_loop().time() - self._away_since
         return f"has been away for {away:.0f} s{trouble}" if away > seconds else ""
+
+    def is_news(self, error: Exception) -> bool:
+        """Whether a failure to connect is to be logged: of a process of this machine always, of another one seldom."""
+        now = asyncio.get_running_loop().time()
+        return isinstance(self.source, Supervisor) or self._notice.is_due(type(error).__name__, now)
 
     def flush(self) -> None:
         if self._link is not None and self.scheduler is not None and (commands := self.scheduler.take_commands()):
@@ -400,6 +432,7 @@ class WorkerConnection:
             if task is not None and task.cancelling():
                 # grpc.aio raises its own error for a call that ends in the moment its task is cancelled.
                 raise asyncio.CancelledError
+            num_before = self.num_incarnations
             try:
                 begun = asyncio.get_running_loop().time()
                 address = await self.source.start()
@@ -416,14 +449,18 @@ class WorkerConnection:
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
                     self.is_given_up = True
                     raise WorkerStartFailed(str(error)) from error
-                logger.error("%s", error)
+                if self.is_news(error):
+                    logger.error("%s", error)
             except (LinkLost, ProtocolViolation) as error:
                 num_failed_starts = 0
                 self.trouble = str(error)
+                was_up = self.num_incarnations > num_before
                 if self.retired is not None or isinstance(error, LinkEnded):
                     logger.info("%s ends as requested: %s", self.source.name, error)
-                else:
+                elif was_up:
                     logger.warning("%s is lost: %s", self.source.name, error)
+                elif self.is_news(error):
+                    logger.warning("%s is away: %s. It is asked again every few seconds.", self.source.name, error)
             except Exception as error:  # a new worker and the requests' recorded ids recover from any error
                 self.trouble = f"{type(error).__name__} in the router"
                 logger.exception("%s is started again after an error of the router", self.source.name)
@@ -453,6 +490,8 @@ class WorkerConnection:
                 listener.worker_up(self)
                 self.retired, self.left, self.is_given_up, self.is_refused = None, None, False, False
                 self._away_since = None
+                if self._notice.ends():
+                    logger.info("%s is up", self.source.name)
                 self._changed.set()
                 await self._listen(link, scheduler, listener, watchdog)
             except LinkRefused:

@@ -109,7 +109,8 @@ class WorkerPool:
                     if not self._can_recover:
                         self._listener.start_failed(error)
                     return
-                logger.error("%s It is asked again, in case it is set right.", error)
+                if connection.is_news(error):
+                    logger.error("%s It is asked again, in case it is set right.", error)
 
     @property
     def _can_recover(self) -> bool:
