@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from space_router.commands.server_client import KEY_VARIABLE, URL, ChatError, ServerClient, own_key
+from space_router.commands.server_client import CACERT, KEY_VARIABLE, URL, ChatError, ServerClient, own_key
 
 COMPLETION_TOKENS = 256  # most tokens of a continued text if nothing else is set: a text seldom says where it ends
 RETRY_SECONDS = 1.0  # between two questions to a server that is still starting
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal need not know every character
     try:
-        server = ServerClient(given.url, own_key(given.api_key_file, os.environ))
+        server = ServerClient(given.url, own_key(given.api_key_file, os.environ), given.cacert)
         prompt = _prompt(given.prompt, sys.stdin)
         settings = _settings(given)
         colour = not given.no_color and wants_colour(sys.stdout, os.environ)
@@ -347,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default=URL, help=f"where the server is [default: {URL}]")
     file = f"file whose first word is the key [else: {KEY_VARIABLE}]"
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=file)
+    parser.add_argument("--cacert", type=Path, metavar="FILE", help=CACERT)
     parser.add_argument("--complete", action="store_true", help="continue the text instead of answering it")
     parser.add_argument("--model", metavar="NAME", help="the model, or an adapter that drafts for it")
     parser.add_argument("--system", metavar="TEXT", help="the system message of a conversation")

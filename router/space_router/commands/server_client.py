@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from space_common.server_tls import client_context, tls_trouble
+
 URL = "http://127.0.0.1:8080"
 CONNECT_SECONDS = 10.0  # for a server to accept a connection, and to answer anything but a generation
 KEY_VARIABLE = "SPACESERVE_API_KEY"
+CACERT = "with https, authorities that are trusted beside the system's, PEM [else: SSL_CERT_FILE]"
 
 
 class ChatError(Exception):
@@ -26,6 +29,7 @@ class ServerClient:
 
     url: str
     key: str | None = field(default=None, repr=False)
+    cacert: Path | None = None  # certificates of further authorities, for https
 
     def __post_init__(self) -> None:
         try:
@@ -77,19 +81,29 @@ class ServerClient:
                 pass
             raise ChatError(f"{self.url} ended the answer in the middle.")
 
+    def _connection(self, host: str, port: int | None, encrypted: bool) -> http.client.HTTPConnection:
+        if not encrypted:
+            return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+        try:
+            context = client_context(self.cacert)
+        except OSError:
+            raise ChatError(f"--cacert {self.cacert}: there is no certificate in it.") from None
+        return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=context)
+
     @contextmanager
     def _answer(self, path: str, body: Any, seconds: float | None) -> Iterator[http.client.HTTPResponse]:
         """Yield a successful answer, its connection open for the block; `seconds`: for each read of it."""
         parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         content = None if body is None else json.dumps(body).encode()
         if content is not None:
             headers["Content-Type"] = "application/json"
-        with closing(kind(parts.hostname or "", parts.port, timeout=CONNECT_SECONDS)) as connection:
+        with closing(self._connection(parts.hostname or "", parts.port, parts.scheme == "https")) as connection:
             try:
                 connection.connect()
             except (OSError, UnicodeError) as error:
+                if trouble := tls_trouble(error):
+                    raise ChatError(f"{self.url} answers, but {trouble}") from None
                 raise ChatError(
                     f"No server answers at {self.url} ({getattr(error, 'strerror', None) or error}). "
                     "Start one with `spaceserve serve`, or say with --url where it is."

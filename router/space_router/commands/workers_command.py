@@ -12,7 +12,7 @@ from typing import Any
 
 from space_common.process import say
 
-from space_router.commands.server_client import KEY_VARIABLE, URL, ChatError, ServerClient, own_key
+from space_router.commands.server_client import CACERT, KEY_VARIABLE, URL, ChatError, ServerClient, own_key
 
 CANCELLED = 130  # the exit code of a command that Ctrl-C has ended
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, 1 if a restart failed, 2 if the server cannot be reached, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
     try:
-        server = ServerClient(options.url, own_key(options.api_key_file, os.environ))
+        server = ServerClient(options.url, own_key(options.api_key_file, os.environ), options.cacert)
         if options.command == "restart":
             return restart(server, options.only, options.finish_seconds)
         say(table(server.ask("/workers")))
@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--url", default=URL, help=f"where the server is [default: {URL}]")
     key = f"file whose first word is the key; to restart, an operator's [else: {KEY_VARIABLE}]"
     add("--api-key-file", type=Path, metavar="FILE", help=key)
+    add("--cacert", type=Path, metavar="FILE", help=CACERT)
     add("--only", type=_numbers, metavar="N[,N...]", help="restart these workers only")
     finish = "what still runs on a worker after so long goes on elsewhere [default: 10; 0: at once]"
     add("--finish-seconds", type=float, metavar="SECONDS", help=finish)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from space_common.server_tls import client_context, tls_trouble
 
 from space_eval.flags import FlagError
 
@@ -34,9 +35,10 @@ class Endpoint:
     tls: bool = False
     prefix: str = ""  # of every path
     api_key: str | None = field(default=None, repr=False)
+    cacert: Path | None = None  # certificates of further authorities, for https
 
     @classmethod
-    def parse(cls, url: str, api_key: str | None = None) -> Endpoint:
+    def parse(cls, url: str, api_key: str | None = None, cacert: Path | None = None) -> Endpoint:
         """Raises LoadError for anything but http://HOST[:PORT][/PREFIX] and https://…"""
         try:
             parts = urlsplit(url)
@@ -47,7 +49,7 @@ class Endpoint:
             raise LoadError(f"{url!r} is no server address; give one such as http://127.0.0.1:8080.")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key)
+        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, api_key, cacert)
 
 
 def read_api_key(file: Path | None) -> str | None:
@@ -105,10 +107,15 @@ async def _request(
         head += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
     if endpoint.api_key is not None:
         head.append(f"Authorization: Bearer {endpoint.api_key}")
-    context = ssl.create_default_context() if endpoint.tls else None
+    try:
+        context = client_context(endpoint.cacert) if endpoint.tls else None
+    except OSError:
+        raise LoadError(f"--cacert {endpoint.cacert}: there is no certificate in it.") from None
     try:
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context, limit=MAX_LINE)
     except OSError as error:
+        if trouble := tls_trouble(error):
+            raise LoadError(f"{endpoint.host}:{endpoint.port} answers, but {trouble}") from error
         raise LoadError(f"No connection to {endpoint.host}:{endpoint.port}: {error.strerror or error}.") from error
     try:
         writer.write("\r\n".join([*head, "", ""]).encode() + content)

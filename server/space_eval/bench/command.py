@@ -125,7 +125,7 @@ async def find_arms(settings: BenchSettings, servers: Sequence[Target]) -> tuple
     for server in servers:
         arm = Arm(
             name=server.name,
-            endpoint=Endpoint.parse(server.url, read_api_key(settings.api_key_file)),
+            endpoint=Endpoint.parse(server.url, read_api_key(settings.api_key_file), settings.cacert),
             api=APIS[settings.api],
             temperature=settings.temperature,
             seed=settings.seed,

@@ -77,6 +77,7 @@ class BenchSettings:
     limits: Limits | None = None
     body: Mapping[str, Any] = field(default_factory=dict)
     api_key_file: Path | None = None
+    cacert: Path | None = None
     carbon_intensity: float | None = None  # grams of CO2e per kWh
     out: Path | None = None
 
@@ -157,6 +158,8 @@ def _parser(commands: str) -> argparse.ArgumentParser:
     group.add_argument("--api", choices=list(APIS), help="completions, chat completions or TGI [openai]")
     _add(group, "--served-model", "NAME", str, "`model` of every request [the first that is served]")
     _add(group, "--api-key-file", "FILE", Path, "file whose first word is the servers' key")
+    _add(group, "--cacert", "FILE", Path,
+         "with https, authorities that are trusted beside the system's, PEM [else: SSL_CERT_FILE]")
     _add(group, "--body", "JSON", _object, "fields of every request: '{\"ignore_eos\": true}'")
     _add(group, "--speculation", "auto|K[,...]", _speculations,
          "of each arm compared with plain, such as auto,1,3 [auto]; "

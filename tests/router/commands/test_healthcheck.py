@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from doubles.router.whole_router import authority, signed
 from space_router.commands.healthcheck import main, started
+from space_router.commands.server_client import ChatError, ServerClient
 
 VENV = "/opt/spaceserve/bin"
 
@@ -138,6 +139,28 @@ def test_with_a_certificate_it_speaks_https_whatever_names_the_certificate_has(t
         assert main(["serve", "--port", str(port), "--tls-cert", str(own.cert)], {}) == 0
         assert main(["serve", "--port", str(port)], {"SPACESERVE_TLS_CERT": str(own.cert)}) == 0
         assert main(["serve", "--port", str(port)], {}) == 1
+
+
+def test_other_clients_trust_a_private_authority_if_told_and_else_name_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca = authority(tmp_path)
+    own = signed(tmp_path, "server", ca)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own.cert, own.key)
+    with answering(context=context) as port:
+        url = f"https://127.0.0.1:{port}"
+        with pytest.raises(ChatError, match=r"answers, but its certificate is not trusted .* --cacert FILE"):
+            ServerClient(url).info()
+        with pytest.raises(ChatError, match="/info answered 404"):  # so it was reached
+            ServerClient(url, cacert=ca.cert).info()
+        with pytest.raises(ChatError, match="there is no certificate in it"):
+            ServerClient(url, cacert=own.key).info()
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca.cert))
+        with pytest.raises(ChatError, match="/info answered 404"):
+            ServerClient(url).info()
+    with answering() as port, pytest.raises(ChatError, match="it speaks no TLS"):
+        ServerClient(f"https://127.0.0.1:{port}").info()
 
 
 def test_a_worker_is_well_while_it_listens() -> None:

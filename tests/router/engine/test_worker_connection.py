@@ -143,6 +143,14 @@ async def test_a_router_speaks_to_a_worker_elsewhere_by_mutual_tls(tmp_path: Pat
     await server.stop(grace=0)
 
 
+async def test_a_worker_without_tls_is_named_as_that(tmp_path: Path) -> None:
+    credentials = grpc.ssl_channel_credentials(authority(tmp_path).cert.read_bytes())
+    async with ScriptedWorker(Script(), listen="127.0.0.1:0") as worker:
+        with pytest.raises(LinkLost, match=r"speaks no TLS, and this router does. Give it --tls-cert"):
+            async with Link(worker.address, watchdog=Watchdog(5.0), credentials=credentials):
+                pass
+
+
 @pytest.mark.parametrize(
     ("most", "start_seconds", "steps", "silence"),
     [

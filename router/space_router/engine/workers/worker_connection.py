@@ -121,6 +121,7 @@ class Link:
             self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        self._encrypted = credentials is not None
         self._secret = secret
         self._serve = self._channel.stream_stream(
             SERVE,
@@ -208,6 +209,9 @@ class Link:
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
+            if self._encrypted and "WRONG_VERSION_NUMBER" in (error.details() or ""):
+                cure = "Give it --tls-cert, --tls-key and --tls-client-ca, or leave --worker-tls-ca out here"
+                raise LinkLost(f"the worker at {self.address} speaks no TLS, and this router does. {cure}") from error
             raise LinkLost(f"the worker at {self.address} is gone: {error.details()}") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
