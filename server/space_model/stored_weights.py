@@ -20,8 +20,9 @@ from space_kernels.linear.packed_int4 import PackedInt4
 from space_kernels.linear.row_table import RowTable
 from space_kernels.linear.stored_parts import InTurn, dense
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from space_model.checkpoint.stored_weight import StoredWeight
+from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
 
@@ -145,6 +146,30 @@ def attach(model: nn.Module, left: Mapping[int, StoredWeight], *, stays: bool) -
             f"{len(left) - found} of {len(left)} weights that stay as their file has them are of no linear of "
             f"{type(model).__name__}."
         )
+
+
+def attach_experts(model: PreTrainedModel, left: Mapping[int, StoredExperts]) -> None:
+    """Give each mixture of experts its weights. `left`: by the address of its gate_up_proj's placeholder. Raises
+    UnsupportedModel if a placeholder is of no mixture."""
+    found = 0
+    for module in model.modules():
+        weight = module._parameters.get("gate_up_proj")
+        if weight is not None and weight.data_ptr() in left:
+            module.__dict__["stored_experts"] = left[weight.data_ptr()]
+            found += 1
+    if left:
+        model.set_experts_implementation("eager")  # other implementations do not support placeholders
+    if found != len(left):
+        raise UnsupportedModel(
+            f"{len(left) - found} of {len(left)} mixtures of experts that stay as their file has them are none of "
+            f"{type(model).__name__}. Take --weights plain."
+        )
+
+
+def stored_experts_of(module: nn.Module) -> StoredExperts | None:
+    """Return the weights that experts are multiplied by as the file has them; None: they have numbers."""
+    found: StoredExperts | None = module.__dict__.get("stored_experts")
+    return found
 
 
 def give(linear: nn.Module, weight: StoredWeight, *, stays: bool) -> None:

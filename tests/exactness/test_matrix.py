@@ -97,15 +97,15 @@ def test_it_is_so_with_weights_of_eight_bits(
 
 
 @pytest.fixture(scope="module")
-def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
     """A type of GGUF blocks -> a model that keeps them, with a gated adapter and its draft head."""
-    subjects: dict[str, Subject] = {}
+    subjects: dict[tuple[str, str], Subject] = {}
 
-    def find(kind: str) -> Subject:
-        if kind not in subjects:
+    def find(kind: str, family: str = "llama") -> Subject:
+        if (kind, family) not in subjects:
             folder = tmp_path_factory.mktemp(kind)
             sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 0}
-            source = tiny_checkpoint(folder / "source", seed=1, tie_word_embeddings=False, **sizes)
+            source = tiny_checkpoint(folder / "source", family, seed=1, tie_word_embeddings=False, **sizes)
             own = tiny_adapter(folder / "own", source)
             section = json.loads((own / "config.json").read_text())
             del section["space"]["base"]
@@ -114,8 +114,8 @@ def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subje
             shutil.copy(bare, own / "x.gguf")
             model, base = (load_model(path, weights="gguf") for path in (own, bare))
             assert base.facts.number_format == "bfloat16 with gguf weights"
-            subjects[kind] = Subject("own-llama", model, adapters=("",) * 4, base=base)
-        return subjects[kind]
+            subjects[kind, family] = Subject("own-llama", model, adapters=("",) * 4, base=base)
+        return subjects[kind, family]
 
     return find
 
@@ -133,21 +133,21 @@ def test_it_is_so_with_the_blocks_of_a_gguf(
 
 
 @pytest.fixture(scope="module")
-def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject]:
     """A kind of quantised checkpoint -> a model that keeps its four bits, with a gated adapter and its draft head."""
-    subjects: dict[str, Subject] = {}
+    subjects: dict[tuple[str, str], Subject] = {}
 
-    def find(kind: str) -> Subject:
-        if kind not in subjects:
+    def find(kind: str, family: str = "llama") -> Subject:
+        if (kind, family) not in subjects:
             folder = tmp_path_factory.mktemp("packed")
             sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 0}
-            source = tiny_checkpoint(folder / "source", seed=1, tie_word_embeddings=False, **sizes)
+            source = tiny_checkpoint(folder / "source", family, seed=1, tie_word_embeddings=False, **sizes)
             write_quantized(source, folder / "bare", folder / "plain", kind)
             own = tiny_adapter(folder / "own", folder / "bare")
             model, base = (load_model(path, weights="auto") for path in (own, folder / "bare"))
             assert model.facts.number_format == base.facts.number_format == "bfloat16 with packed weights"
-            subjects[kind] = Subject("own-llama", model, adapters=("",) * 4, base=base)
-        return subjects[kind]
+            subjects[kind, family] = Subject("own-llama", model, adapters=("",) * 4, base=base)
+        return subjects[kind, family]
 
     return find
 
@@ -302,3 +302,20 @@ def test_the_whole_product(
     axes = {**AXES, **fixed}
     for values in product(*(axes[field.name] for field in fields(Cell))):
         check_cell(subject, Cell(*values))
+
+
+EXPERTS = cover(1, model=("experts",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS)
+
+
+@pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)
+def test_it_is_so_with_experts_in_the_blocks_of_a_gguf(
+    model: str, cell: Cell, in_blocks: Callable[..., Subject]
+) -> None:
+    check_cell(in_blocks("Q4_0", "qwen3_moe"), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)
+def test_it_is_so_with_experts_in_the_four_bits_of_a_quantised_checkpoint(
+    model: str, cell: Cell, as_packed: Callable[..., Subject]
+) -> None:
+    check_cell(as_packed("awq", "qwen3_moe"), cell)

@@ -416,12 +416,12 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "| format | CPU | GPU |",
         "|---|---|---|",
         "| safetensors, float32, bfloat16 or float16, in one file or several | served | served |",
-        f"| GGUF of {architectures} ({', '.join(sorted(SERVED_KINDS))}) | as plain numbers; linears in their own "
-        "blocks with `--weights gguf`, but of Q5_1 | as plain numbers |",
+        f"| GGUF of {architectures} ({', '.join(sorted(SERVED_KINDS))}) | as plain numbers; linears and experts in "
+        "their own blocks with `--weights gguf`, but of Q5_1 | as plain numbers |",
     ]
     for name, (library, kinds) in _formats().items():
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
-        in_four_bits = "; linears of four bits as they are with `--weights packed`" * (name in INT4_FORMATS)
+        in_four_bits = "; linears and experts of four bits as they are with `--weights packed`" * (name in INT4_FORMATS)
         lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{in_four_bits} | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",

@@ -39,7 +39,8 @@ def write_quantized(
     tensors = load_file(source / "model.safetensors")
     packed, dense = {}, {}
     for name, tensor in tensors.items():
-        if not name.endswith(("_proj.weight", "lm_head.weight") if head else "_proj.weight"):
+        linears = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", *(("lm_head.weight",) if head else ()))
+        if not name.endswith(linears):
             packed[name] = dense[name] = tensor
             continue
         parts, dense[name] = pack(tensor.float(), generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, byref
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from space_kernels.build.cpu_library import CpuLibrary, ExpertRowsStruct, ExpertsStruct, LinearStruct
 from space_kernels.linear.cpu_linear import LANES, CompiledLinear, in_turn
+from space_kernels.linear.group_weights import Parts
 
 
 class CompiledExperts(nn.Module):
@@ -18,16 +20,29 @@ class CompiledExperts(nn.Module):
     A row's bits depend neither on the other rows nor on the order of its experts.
     """
 
-    def __init__(self, library: CpuLibrary, gate_up: Tensor, down: Tensor, *, weights: str = "plain") -> None:
-        """gate_up [experts, 2·width, hidden], gate first; down [experts, hidden, width]; `weights`: int8 or int4.
-        Raises ValueError for weights that `takes` does not."""
+    def __init__(
+        self,
+        library: CpuLibrary,
+        gate_up: Tensor | Sequence[Parts],
+        down: Tensor | Sequence[Parts],
+        *,
+        weights: str = "plain",
+    ) -> None:
+        """gate_up [experts, 2·width, hidden], gate first; down [experts, hidden, width]; or the weights of each
+        expert in groups, as a file has them, gate and up alternating by 16 outputs; `weights`: int8 or int4. Raises
+        ValueError for weights that `takes` does not."""
         super().__init__()
-        if not self.takes(gate_up, down):
+        alternating: Iterable[Tensor | Parts]  # made one at a time, so that only one is in memory twice
+        if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+            alternating = gate_up
+        elif self.takes(gate_up, down):
+            alternating = (in_turn(*each.chunk(2)) for each in gate_up)
+        else:
             raise ValueError(f"Compiled experts take bfloat16 of widths that {LANES} divides; got {gate_up.dtype}.")
         self._library = library
-        self.gate_up = [CompiledLinear(library, in_turn(*each.chunk(2)), None, weights=weights) for each in gate_up]
+        self.gate_up = [CompiledLinear(library, each, None, weights=weights) for each in alternating]
         self.down = [CompiledLinear(library, each, None, weights=weights) for each in down]
-        self.hidden_size, self.width = down.shape[1:]
+        self.hidden_size, self.width = self.down[0].out_features, self.down[0].in_features
         count = len(down)
         self._structs = tuple(
             (LinearStruct * count)(*(linear.struct for linear in linears)) for linears in (self.gate_up, self.down)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from space_kernels.layers.row_invariant_calls import RowInvariantCalls
 from space_kernels.linear.cpu_linear import cpu_linear
+from space_kernels.linear.group_weights import Parts
 from space_kernels.linear.packed_linear import pad_rows
 
 
@@ -26,19 +27,20 @@ class RowInvariantExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Sequence[Parts],
+        down: Tensor | Sequence[Parts],
         gate: Callable[[Tensor], Tensor],
         *,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         weights: str = "plain",
     ) -> None:
-        """gate_up [experts, 2·width, hidden], gate first; down [experts, hidden, width]; biases [experts, 2·width] and
-        [experts, hidden]; `gate`: [R, 2·width] -> [R, width], R a multiple of 4; `weights`: int8 or int4."""
+        """gate_up [experts, 2·width, hidden], gate first; down [experts, hidden, width]; or the weights of each
+        expert in groups, as a file has them; biases [experts, 2·width] and [experts, hidden]; `gate`: [R, 2·width] ->
+        [R, width], R a multiple of 4; `weights`: int8 or int4."""
         super().__init__()
 
-        def linears(each: Tensor, biases: Tensor | None) -> nn.ModuleList:
+        def linears(each: Tensor | Sequence[Parts], biases: Tensor | None) -> nn.ModuleList:
             some = [None] * len(each) if biases is None else [*biases]
             return nn.ModuleList(
                 cpu_linear(weight, bias, weights=weights) for weight, bias in zip(each, some, strict=True)

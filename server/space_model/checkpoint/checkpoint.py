@@ -255,7 +255,7 @@ class Checkpoint:
             return None
         if self.gguf is None:
             form = read_format(self.config, self.name)
-            return form.name if form is not None and form.has_int4_groups and not has_experts(self.config) else None
+            return form.name if form is not None and form.has_int4_groups else None
         kind = next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 

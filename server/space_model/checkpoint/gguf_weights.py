@@ -24,7 +24,7 @@ from space_kernels.linear.gguf_blocks import KINDS, Blocks, form_of
 from torch import Tensor
 
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
+from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight, is_expert, split_mixtures
 from space_model.checkpoint.weight_files import OpenFiles, WeightFiles
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
@@ -125,9 +125,10 @@ class GgufWeights(WeightFiles):
     def _blocks(self, source: TensorSource, rows: TensorRows) -> Blocks:
         tensor = rows.tensor
         kept = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].reshape(tensor.shape[0], -1)
-        order = np.arange(rows.start, rows.stop)
         if source.turned_heads:
             order = _turned(source, rows, np.arange(rows.stop - rows.start))
+        else:
+            kept, order = kept[rows.start : rows.stop], np.arange(rows.stop - rows.start)
         return Blocks(tensor.name, tensor.kind_name, torch.from_numpy(kept), torch.from_numpy(order))
 
     def _view(self, tensor: GgufTensor) -> Tensor:
@@ -183,7 +184,12 @@ def kept_blocks(sources: Mapping[str, TensorSource], *, fuses: bool) -> set[str]
             names.difference_update(fused)  # their outputs alternate
     if "lm_head.weight" in sources:
         names.discard(EMBEDDING)
-    return names
+
+    def may_join(gate: str, up: str) -> bool:
+        forms = {form_of(sources[one].parts[0].tensor.kind_name) for one in (gate, up)}
+        return len(forms) == 1 and sources[gate].shape[0] % PANEL == 0
+
+    return names - split_mixtures(names, sources, may_join)
 
 
 def is_left(sources: Mapping[str, TensorSource], name: str) -> bool:
@@ -193,9 +199,10 @@ def is_left(sources: Mapping[str, TensorSource], name: str) -> bool:
 
 def _keeps(name: str, source: TensorSource) -> bool:
     matrix = (
-        len(source.shape) == 2 and not source.shift and name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING))
+        len(source.shape) == 2
+        and not source.shift
+        and (name.endswith(("_proj.weight", "lm_head.weight", EMBEDDING)) or is_expert(name))
     )
-    matrix = matrix and ".experts." not in name
     even = all((rows.stop - rows.start) % PANEL == 0 for rows in source.parts[:-1])
     return matrix and even and all(rows.tensor.kind_name in KINDS for rows in source.parts)
 

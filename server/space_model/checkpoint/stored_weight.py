@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
 
 from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.packed_int4 import PackedInt4
@@ -13,5 +15,66 @@ StoredWeight = Sequence[Blocks | PackedInt4]
 PANEL = 16
 """Outputs of a weight that others are joined to come in multiples of this (LANES of cpu_linear.py)."""
 
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_ROLE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linears that compact networks fuse."""
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """The weights of all experts of a mixture, which stay as their file has them; of each expert one a linear."""
+
+    gate: Sequence[StoredWeight]
+    up: Sequence[StoredWeight]
+    down: Sequence[StoredWeight]
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int, int]:
+        """[experts, 2·width, hidden]"""
+        return len(self.gate), 2 * self.gate[0][0].out_features, self.gate[0][0].in_features
+
+    @property
+    def down_shape(self) -> tuple[int, int, int]:
+        """[experts, hidden, width]"""
+        return len(self.down), self.down[0][0].out_features, self.down[0][0].in_features
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a weight is that of a linear of one expert."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def _mixtures(names: Iterable[str]) -> dict[str, dict[int, list[str | None]]]:
+    """Return the names of gate, up and down of each expert of each mixture, by its path."""
+    found: dict[str, dict[int, list[str | None]]] = {}
+    for name in names:
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            path, number, linear = match.groups()
+            found.setdefault(path, {}).setdefault(int(number), [None, None, None])[_ROLE[linear]] = name
+    return found
+
+
+def split_mixtures(kept: Collection[str], names: Iterable[str], may_join: Callable[[str, str], bool]) -> set[str]:
+    """Return the weights of experts among `kept` that cannot stay as the file has them: those of a mixture of which
+    another cannot. `names`: of all weights; `may_join`: whether gate and up can be multiplied as one."""
+    lost: set[str] = set()
+    for experts in _mixtures(names).values():
+        linears = [name for each in experts.values() for name in each if name is not None]
+        whole = len(linears) == 3 * len(experts) and all(name in kept for name in linears)
+        if not whole or not all(may_join(each[0] or "", each[1] or "") for each in experts.values()):
+            lost.update(linears)
+    return lost.intersection(kept)
+
+
+def take_mixtures(left: MutableMapping[str, StoredWeight]) -> dict[str, tuple[StoredExperts, list[str]]]:
+    """Remove the weights of experts from those that are left, and return them by the mixture's path, with their
+    names."""
+    found: dict[str, tuple[StoredExperts, list[str]]] = {}
+    for path, experts in _mixtures([*left]).items():
+        names = [[name for name in experts[number] if name is not None] for number in sorted(experts)]
+        each = [[left.pop(name) for name in linears] for linears in names]
+        gate, up, down = zip(*each, strict=True)
+        found[path] = StoredExperts(gate, up, down), [name for linears in names for name in linears]
+    return found

@@ -27,7 +27,7 @@ from space_kernels.linear.gguf_blocks import Blocks
 from torch import Tensor, nn
 
 from space_model.checkpoint.checkpoint import INDEX, Checkpoint, read_index
-from space_model.checkpoint.stored_weight import StoredWeight
+from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.model_error import CheckpointNotFound, UnsupportedModel
 
 SMALL = 1 << 15  # tensors of fewer bytes are not worth releasing
@@ -333,6 +333,8 @@ def refuse_odd_values(name: str, model: nn.Module, *, packed: bool = False) -> N
     weights = {path: weight.detach() for path, weight in model.named_parameters() if not weight.is_meta}
     sums: dict[str, Tensor] = {}
     for path, weight in weights.items():
+        if weight.numel() > 1 and not any(weight.stride()):
+            continue  # a placeholder, whose scales are looked at when it is packed
         if weight.dtype.itemsize > 1 and weight.is_floating_point():
             # One non-finite value makes the sum non-finite. In the weight's own dtype: seven times as fast in bfloat16.
             sums[path] = weight.sum().float()
@@ -388,6 +390,7 @@ class WeightStream:
         self._copies = device.type != "cpu" if copies is None else copies
         self._joined = joined
         self._as_kept = as_kept
+        self.left_to_experts: set[str] = set()  # weights of single experts for which a stacked placeholder stands
         self.placeholders: dict[str, Tensor] = {}  # of weights that are not read: zeros of their shape, in no memory
         self._clock = clock
         self._begun = self._said = clock()
@@ -395,7 +398,9 @@ class WeightStream:
 
     def unread(self) -> dict[str, Any]:
         """Return a state dict for transformers, whose tensors are read when they are moved to a device."""
-        return {name: _Unread(self, name) for name in self.files.names}
+        names = [name for name in self.files.names if name not in self.left_to_experts]
+        stacked = [name for name in self.placeholders if name not in self.files]
+        return {name: _Unread(self, name) for name in [*names, *stacked]}
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """Return a tensor on the device; a quantised one is dequantised in place, without a copy in another dtype."""
@@ -423,6 +428,12 @@ class WeightStream:
         """Do not read this tensor, which stays as the files have it: a placeholder stands for it."""
         shape = sum(part.out_features for part in stored), stored[0].in_features
         self.placeholders[name] = torch.zeros(1, dtype=dtype).expand(shape)
+
+    def leave_experts(self, path: str, experts: StoredExperts, names: Collection[str], dtype: torch.dtype) -> None:
+        """Do not read these weights of a mixture's experts: placeholders stand for the stacked ones below `path`."""
+        self.left_to_experts.update(names)
+        for name, shape in (("gate_up_proj", experts.gate_up_shape), ("down_proj", experts.down_shape)):
+            self.placeholders[f"{path}.{name}"] = torch.zeros(1, dtype=dtype).expand(shape)
 
     def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         place = None if self._joined is None else self._joined.place(name, shape, dtype, self._device)

@@ -305,7 +305,7 @@ def _read_weights(
 
 def _leaves(checkpoint: Checkpoint, device: torch.device, weights: str) -> bool:
     """Return whether weights are left in the file: to stay as it has them, or in the blocks of a GGUF until they are
-    packed. Experts and fp8 ones are not."""
+    packed. fp8 ones are not, nor are experts until they are packed."""
     until_packed = weights in ("plain", "int8", "int4") and not has_experts(checkpoint.config)
     return weights in STORED or (until_packed and checkpoint.gguf is not None and device.type == "cpu")
 

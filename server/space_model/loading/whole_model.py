@@ -26,14 +26,22 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from space_model.checkpoint.checkpoint import Checkpoint, has_experts
 from space_model.checkpoint.family import key_mapping, name_base
 from space_model.checkpoint.quantized_formats import QuantizedFormat, read_format
-from space_model.checkpoint.stored_weight import FUSED, PANEL, StoredWeight
+from space_model.checkpoint.stored_weight import (
+    FUSED,
+    PANEL,
+    StoredExperts,
+    StoredWeight,
+    is_expert,
+    split_mixtures,
+    take_mixtures,
+)
 from space_model.checkpoint.translated_weights import TranslatedWeights
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.llama_parts import FAMILIES
-from space_model.stored_weights import attach, check_rows, give, look_up_in_file
+from space_model.stored_weights import attach, attach_experts, check_rows, give, look_up_in_file
 
 _LINEARS = ("_proj", "lm_head", ".fc1", ".fc2", ".dense", ".query_key_value", ".dense_h_to_4h", ".dense_4h_to_h")
 """Ends of the paths of linears that may stay packed on a CPU."""
@@ -162,7 +170,7 @@ class QuantizedWeights(WeightFiles):
     def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
         kept: dict[str, PackedInt4] = {}
         for path, parts in self._parts.items():
-            if not path.endswith(_LINEARS) or ".experts." in path:
+            if not (path.endswith(_LINEARS) or is_expert(f"{path}.weight")):
                 continue
             with self._weight(path):
                 weight = self.form.packed(path, lambda part, path=path: self._part(path, part), parts)  # type: ignore[misc]
@@ -174,7 +182,13 @@ class QuantizedWeights(WeightFiles):
             fused = [f"{module}.{one}" for one in group]
             if fused and not _may_join([kept.get(one) for one in fused]):
                 kept.pop(path)
-        return {f"{path}.weight": [weight] for path, weight in kept.items()}
+        found = {f"{path}.weight": [weight] for path, weight in kept.items()}
+
+        def may_join(gate: str, up: str) -> bool:
+            return _may_join([found[gate][0], found[up][0]])
+
+        lost = split_mixtures(found, self.names, may_join)
+        return {name: weight for name, weight in found.items() if name not in lost}
 
     def rows(self, name: str, part: slice) -> Tensor:
         """Return some rows of a tensor; of a quantised one, all are read."""
@@ -358,7 +372,10 @@ def stream_model(
         if has_experts(checkpoint.config):
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
-        left = _leave(files, stream, config, dtype, stays=keeps_packed) if leaves_packed else {}
+        left: dict[str, StoredWeight] = {}
+        mixtures: dict[str, StoredExperts] = {}
+        if leaves_packed:
+            left, mixtures = _leave(files, stream, config, dtype, stays=keeps_packed)
         show_load_progress_on_terminals()
         with MetaModel():
             model, found = model_class.from_pretrained(
@@ -374,8 +391,9 @@ def stream_model(
         found["unexpected_keys"] = set(found["unexpected_keys"]) | set(files.unused())
         if leaves_packed:
             _attach_left(files, stream, model, left, stays=keeps_packed)
+            attach_experts(model, {stream.placeholders[one].data_ptr(): each for one, each in mixtures.items()})
         if keeps_packed:
-            _log_left(checkpoint, files, left)
+            _log_left(checkpoint, files, left, mixtures, stream)
         else:
             log_dense(checkpoint, files, model.parameters(), dtype)
     return model, found
@@ -383,18 +401,23 @@ def stream_model(
 
 def _leave(
     files: WeightFiles, stream: WeightStream, config: PreTrainedConfig, dtype: torch.dtype, *, stays: bool
-) -> dict[str, StoredWeight]:
-    """Return the weights that are left in the files, linears and a GGUF's embedding, by name; they are not read.
-    `stays`: linears are left only where they can be multiplied so."""
+) -> tuple[dict[str, StoredWeight], dict[str, StoredExperts]]:
+    """Return the weights that are left in the files, linears and a GGUF's embedding, by name, and mixtures of experts,
+    by the name of the stacked gate and up projections; they are not read. `stays`: weights are left only where they can
+    be multiplied so, and experts are left."""
     left = files.stored(fuses=stays and config.model_type in FAMILIES)
     if not stays and config.tie_word_embeddings:
         left.pop("lm_head.weight", None)  # transformers compares it with the embedding
     if (embedding := files.stored_embedding()) is not None:
         name, rows = embedding
         left[name] = [rows]
+    taken = take_mixtures(left)
+    mixtures = {f"{path}.gate_up_proj": experts for path, (experts, _) in taken.items()} if stays else {}
+    for path, (experts, names) in taken.items() if stays else ():
+        stream.leave_experts(path, experts, names, dtype)
     for name, stored in left.items():
         stream.leave(name, stored, dtype)
-    return left
+    return left, mixtures
 
 
 def _attach_left(
@@ -415,15 +438,23 @@ def _attach_left(
     look_up_in_file(embedding, table)
 
 
-def _log_left(checkpoint: Checkpoint, files: WeightFiles, left: dict[str, StoredWeight]) -> None:
+def _log_left(
+    checkpoint: Checkpoint,
+    files: WeightFiles,
+    left: dict[str, StoredWeight],
+    mixtures: dict[str, StoredExperts],
+    stream: WeightStream,
+) -> None:
     """Log which weights stay as the file has them."""
     what = "no other is quantised" if files.stored_embedding() is None else "the embedding's rows are looked up in it"
-    dense = [name for name in files.names if files.is_quantised(name) and name not in left]
+    aside = stream.left_to_experts
+    dense = [name for name in files.names if files.is_quantised(name) and name not in left and name not in aside]
     if dense:
         names = ", ".join(dense[:3]) + " …" * (len(dense) > 3)
         what = f"{len(dense)} others are held as plain numbers: {names}"
-    kinds = ", ".join(sorted({part.kind for stored in left.values() for part in stored})) or "none"
-    _log.info("%s: %d weights stay as the file has them (%s); %s", checkpoint.name, len(left), kinds, what)
+    weights = [*left.values(), *(one for each in mixtures.values() for one in (*each.gate, *each.up, *each.down))]
+    kinds = ", ".join(sorted({part.kind for stored in weights for part in stored})) or "none"
+    _log.info("%s: %d weights stay as the file has them (%s); %s", checkpoint.name, len(weights), kinds, what)
 
 
 def settle(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:

@@ -15,7 +15,10 @@ from space_kernels.linear.compiled_experts import CompiledExperts
 from space_kernels.linear.experts import RowInvariantExperts
 from torch import Tensor, nn
 
+from space_model.checkpoint.stored_weight import StoredExperts
+from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
+from space_model.stored_weights import alternate, below, stored_experts_of
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -115,13 +118,34 @@ def experts_for(module: nn.Module, invariant: Callable[[Activation], Activation]
     """Return a row-invariant replacement, compiled where it can be; `invariant`: as of gate_of. `weights`: int8 or
     int4: quantised. Raises UnsupportedModel."""
     found, gate = ExpertWeights.of(module), gate_of(module, invariant)
+    if (stored := stored_experts_of(module)) is not None:
+        return _stored_experts(found, stored, gate)
     library = cpu_library()
-    is_swiglu = isinstance(gate, partial) and gate.func is gated and same_function(gate.keywords["act"], silu)
+    is_swiglu = _is_swiglu(gate)
     plain = found.gate_up_bias is None and found.down_bias is None and CompiledExperts.takes(found.gate_up, found.down)
     if library is not None and is_swiglu and plain:
         return CompiledExperts(library, found.gate_up, found.down, weights=weights)
     biases = {"gate_up_bias": found.gate_up_bias, "down_bias": found.down_bias}
     return RowInvariantExperts(found.gate_up, found.down, gate, **biases, weights=weights)
+
+
+def _is_swiglu(gate: Gate) -> bool:
+    return isinstance(gate, partial) and gate.func is gated and same_function(gate.keywords["act"], silu)
+
+
+def _stored_experts(found: ExpertWeights, stored: StoredExperts, gate: Gate) -> nn.Module:
+    """Return experts whose weights stay as the file has them, and release the pages of the file. Raises
+    UnsupportedModel."""
+    library, has_biases = cpu_library(), found.gate_up_bias is not None or found.down_bias is not None
+    down = [*stored.down]
+    made: nn.Module
+    if library is not None and _is_swiglu(gate) and not has_biases:
+        made = CompiledExperts(library, [alternate(pair) for pair in zip(stored.gate, stored.up, strict=True)], down)
+    else:
+        gate_up = [below(pair) for pair in zip(stored.gate, stored.up, strict=True)]
+        made = RowInvariantExperts(gate_up, down, gate, gate_up_bias=found.gate_up_bias, down_bias=found.down_bias)
+    let_go(*(each for one in (*stored.gate, *stored.up, *stored.down) for part in one for each in part.tensors))
+    return made
 
 
 def _number(module: nn.Module, *names: str) -> float | None:

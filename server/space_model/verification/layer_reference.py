@@ -38,7 +38,16 @@ from space_model.networks.experts_module import is_experts, is_transposed, route
 from space_model.networks.latent_heads import expansions
 from space_model.networks.own_attention.attach import usual_attention
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
-from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of, unread_of
+from space_model.stored_weights import (
+    below,
+    numbers_of,
+    release,
+    rows_of,
+    stored_experts_of,
+    stored_of,
+    table_of,
+    unread_of,
+)
 from space_model.verification.state_reference import InFloat64, StateBefore, StateLayer
 
 NUM_ROWS = 24  # more than a page of 16
@@ -520,7 +529,8 @@ def _held(
                     swaps.put_module(parent, name, dense)
         for module in layer.modules():
             form = "plain" if module in plain else weights
-            rounds = stored_of(module) is not None or form in ("int8", "int4")
+            is_stored = stored_of(module) is not None or stored_experts_of(module) is not None
+            rounds = is_stored or form in ("int8", "int4")
             for name, weight in _made(module, dtype, form):
                 swaps.put(module._parameters, name, weight)
                 if rounds and dtype is narrow:
@@ -540,6 +550,10 @@ def _made(module: nn.Module, dtype: torch.dtype, weights: str) -> Iterator[tuple
     time."""
     if (stored := stored_of(module)) is not None:
         yield "weight", stored_parts.dense(stored).to(dtype)
+    elif (experts := stored_experts_of(module)) is not None:
+        pairs = zip(experts.gate, experts.up, strict=True)
+        yield "gate_up_proj", torch.stack([stored_parts.dense(below(pair)).to(dtype) for pair in pairs])
+        yield "down_proj", torch.stack([stored_parts.dense(one).to(dtype) for one in experts.down])
     elif weights in ("int8", "int4"):
         if type(module) is nn.Linear:
             yield "weight", _dequantized(numbers_of(module), weights).to(dtype)

@@ -113,15 +113,20 @@ def test_experts_and_logits_are_the_originals(family: str, tmp_path: Path) -> No
     assert float((found - wanted).abs().max()) < 1e-4
 
 
-def test_experts_in_blocks_are_dequantised_beside_linears_that_stay(tmp_path: Path) -> None:
+def test_experts_stay_in_their_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write_gguf(mixture(tmp_path / "source", "qwen2_moe"), tmp_path / "x.gguf", "Q8_0")
     convert(file, tmp_path / "plain", Wish(dtype=torch.bfloat16))
     for weights in ("plain", "int8"):
         assert torch.equal(
             logits(load_model(file, weights=weights)), logits(load_model(tmp_path / "plain", weights=weights))
         )
-    kept, plain = logits(load_model(file)), logits(load_model(file, weights="plain"))
-    assert float((kept - plain).abs().max()) < 0.05 * float(plain.abs().max())
+    with caplog.at_level(logging.INFO):
+        kept = logits(load_model(file, weights="auto"))
+    # two layers, each 12 weights of experts, 3 of the shared one and 4 of attention; and the head
+    assert "39 weights stay as the file has them (Q8_0); the embedding's rows are looked up in it" in caplog.text
+    plain = logits(load_model(file, weights="plain"))
+    # of rows; rounded inputs let a few choose another expert
+    assert float(((kept - plain).norm(dim=1) / plain.norm(dim=1)).median()) < 0.1
 
 
 def test_experts_that_are_not_as_many_as_the_metadata_says_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quantized_testing import check_needs_a_cpu_worker_alone, write_quantized
 from safetensors.torch import load_file, save_file
+from space_kernels.linear.compiled_experts import CompiledExperts
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -167,11 +168,38 @@ def test_other_formats_are_plain_by_default_and_refused_else(kind: str, pair: Pa
         load_model(packed, weights="packed")
 
 
-def test_a_mixture_of_experts_is_plain(pair: Pair) -> None:
-    packed, _ = pair("awq", "qwen3_moe")
-    assert load_model(packed, weights="auto").facts.weights == "plain"
-    with pytest.raises(InvalidSetting, match="without experts"):
-        load_model(packed, weights="packed")
+@pytest.mark.parametrize(
+    ("kind", "family"), [("awq", "qwen3_moe"), (ONE_ORDER, "mixtral"), ("int4 with zero points", "qwen3_moe")]
+)
+def test_experts_are_kept_in_their_bits(kind: str, family: str, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, plain = pair(kind, family)
+    with caplog.at_level(logging.INFO):
+        model = load_model(packed, weights="auto")
+    assert model.facts.weights == "packed"
+    assert "32 weights stay as the file has them" in caplog.text  # 2 layers of 4 experts of 3, and of 4 in attention
+    experts = [module for module in model._network.base.modules() if isinstance(module, CompiledExperts)]  # type: ignore[attr-defined]
+    assert [len(each.down) for each in experts] == [4, 4]
+    held = sum(linear.weight.nbytes for each in experts for linear in (*each.gate_up, *each.down))
+    assert held <= 0.31 * 2 * sum(3 * 4 * each.width * each.hidden_size for each in experts)
+    found, rounded = logits_of(model, IDS), logits_of(load_model(plain, weights="int8"), IDS)
+    check_near(found, rounded, logits_of(load_model(plain, dtype="float32"), IDS))
+    for length in (1, 3, 17):
+        assert torch.equal(logits_of(model, IDS[:length]), found[:length])
+    need = ModelNeed.asked(parse([*WORDS, str(packed)]), Checkpoint.open(packed))
+    dense = ModelNeed.asked(
+        parse([*WORDS, str(packed), "--weights", "plain", "--dtype", "bfloat16"]), Checkpoint.open(packed)
+    )
+    linears = 32 * 64 * 64 if family == "qwen3_moe" else 2 * (4 * 3 * 64 * 128 + 2 * 64 * 64 + 2 * 32 * 64)
+    assert dense.weights - need.weights > 1.3 * linears
+
+
+def test_experts_with_inputs_in_several_orders_are_plain(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, plain = pair("gptq 4 bits", "qwen3_moe")
+    with caplog.at_level(logging.INFO):
+        found = logits_of(load_model(packed, weights="packed"), IDS)
+    assert "24 others are held as plain numbers: model.layers.0.mlp.experts.0.down_proj.weight" in caplog.text
+    rounded, wanted = (logits_of(load_model(plain, **how), IDS) for how in ({"weights": "int8"}, {"dtype": "float32"}))
+    check_near(found, rounded, wanted)
 
 
 @pytest.mark.parametrize("size", [-1, 16])

@@ -72,7 +72,7 @@ def write_gguf(
     for name, tensor in (laid_out | dict(more or {})).items():
         if name == without:
             continue
-        held = wanted if tensor.dim() > 1 else GGMLQuantizationType.F32
+        held = wanted if tensor.dim() > 1 and "ffn_gate_inp" not in name else GGMLQuantizationType.F32
         writer.add_tensor(name, quantize(tensor.numpy(), held), raw_dtype=held)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if rope["rope_type"] == "llama3":
