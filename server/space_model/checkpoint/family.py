@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
-from space_model.checkpoint.recurrent_layers import HYBRIDS, attending_layers
+from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, attending_layers
 from space_model.checkpoint.text_part import text_names, text_part
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import LayerKV
@@ -60,9 +60,10 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
         )
     served = SERVED_LAYERS | ({_CHUNKED} if kind == "llama4_text" else set()) | HYBRIDS.get(kind, frozenset())
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - served):
+        what = UNSERVED_LAYERS.get(kind) or f"have {', '.join(others)} layers, which are not served"
         raise UnsupportedModel(
-            f"Models of type {kind!r} have {', '.join(others)} layers, which are not served: attention is, full and "
-            f"sliding, and the recurrent layers of {', '.join(sorted(HYBRIDS))}."
+            f"Models of type {kind!r} {what}. Use a checkpoint whose layers attend, fully or within a window, or are "
+            f"recurrent as those of {', '.join(sorted(HYBRIDS))}."
         )
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "qk_rope_head_dim", None):
         raise UnsupportedModel(
