@@ -62,6 +62,8 @@ class Load(ResponseModel):
     states_cached: Count
     num_workers_up: Count
     draining: bool
+    num_waiting_tokens: Count
+    block_size: Count
 
 
 class RestartProgress(ResponseModel):
