@@ -1,4 +1,4 @@
-"""Each row of the threat table in SECURITY.md names a test that exists."""
+"""Each claim of SECURITY.md, and each row of its threat table, names a test that exists."""
 
 from __future__ import annotations
 
@@ -12,22 +12,41 @@ PARTIES = {
 }  # fmt: skip
 
 
-def rows(text: str) -> Iterator[list[str]]:
-    table = text.partition("\n## Threat table\n")[2].partition("\n## ")[0]
+NAMED = re.compile(r"`(tests/\S+\.py)::(\w+)`")
+
+
+def rows(text: str, chapter: str = "Threat table") -> Iterator[list[str]]:
+    table = text.partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
     for line in table.splitlines():
-        if line.startswith("| ") and not line.startswith("| party "):
+        if line.startswith("| ") and not line.startswith(("| party ", "| threat ")):
             yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def is_there(file: str, name: str, root: Path) -> bool:
+    path = root / file
+    return path.is_file() and re.search(rf"^(?:async )?def {name}\(", path.read_text("utf-8"), re.MULTILINE) is not None
+
+
+def fault_of_claim(row: list[str], root: Path) -> str | None:
+    """What is wrong with a row of claims; None: nothing."""
+    if len(row) != 3 or not row[1]:
+        return "it has no claim"
+    if ";" in row[1]:
+        return "it makes more than one claim"
+    if not row[2] or NAMED.sub("", row[2]).strip(", "):
+        return "something else than tests stands in its last cell"
+    missing = [f"{file}::{name}" for file, name in NAMED.findall(row[2]) if not is_there(file, name, root)]
+    return f"there is no {missing}" if missing else None
 
 
 def fault(row: list[str], root: Path) -> str | None:
     """What is wrong with a row; None: nothing."""
     if len(row) != 4 or not all(row):
         return "it has not four cells"
-    named = re.fullmatch(r"`(tests/\S+\.py)::(\w+)`", row[3])
+    named = NAMED.fullmatch(row[3])
     if named is None:
         return "it names no test"
-    file = root / named[1]
-    if not file.is_file() or not re.search(rf"^(?:async )?def {named[2]}\(", file.read_text("utf-8"), re.MULTILINE):
+    if not is_there(named[1], named[2], root):
         return f"there is no test {row[3]}"
     return None
 
@@ -37,6 +56,29 @@ def test_every_row_of_the_threat_table_names_a_test_that_exists(root: Path) -> N
     assert {row[0] for row in found} == PARTIES
     assert {row[1]: why for row in found if (why := fault(row, root)) is not None} == {}
     assert len({(row[0], row[1]) for row in found}) == len(found)
+
+
+def test_every_claim_names_tests_that_exist(root: Path) -> None:
+    text = (root / "router/SECURITY.md").read_text("utf-8")
+    claims = list(rows(text, "What stands in the way"))
+    assert len(claims) > 70
+    assert {row[1]: why for row in claims if (why := fault_of_claim(row, root)) is not None} == {}
+    for party, _, not_trusted, tests in rows(text, "Trust"):
+        assert bool(not_trusted) == bool(NAMED.findall(tests)), party
+    assert [one for one in NAMED.findall(text) if not is_there(*one, root)] == []
+
+
+def test_a_claim_without_a_test_would_be_seen(root: Path) -> None:
+    here = Path(__file__).relative_to(root)
+    test = f"`{here}::test_a_claim_without_a_test_would_be_seen`"
+    assert fault_of_claim(["", "it holds", f"{test}, {test}"], root) is None
+    nothing = f"`{here}::test_of_nothing`"
+    for claim, tests in (
+        ("", test),
+        ("it holds; it is so", test),
+        *(("it holds", cell) for cell in ("", "x", nothing)),
+    ):
+        assert fault_of_claim(["", claim, tests], root) is not None
 
 
 def test_a_row_without_a_test_would_be_seen(root: Path) -> None:

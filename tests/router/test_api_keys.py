@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from space_router import api_keys
 from space_router.api_keys import (
     LOOK_SECONDS,
     ApiKey,
@@ -19,6 +20,7 @@ from space_router.api_keys import (
     read_keys,
     warn_of_plain_keys,
 )
+from space_router.config import settings
 from space_router.errors import ConfigError, RateLimited
 from space_router.metrics import Metrics
 
@@ -150,6 +152,29 @@ def test_a_key_is_refused_from_the_moment_that_it_expires(date: str, moment: flo
     now.now = moment
     assert keys.name_of("Bearer one") is None
     assert keys.name_of("Bearer two") == "second"
+
+
+def test_every_key_is_compared_in_constant_time_whichever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ApiKeys(read_keys(None, "one,two,three"))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare_digest(given: bytes, known: bytes) -> bool:
+        compared.append((given, known))
+        return given == known
+
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare_digest)
+    digests = [hashlib.sha256(key.encode()).digest() for key in ("one", "two", "three")]
+    for secret in ("one", "two", "three", "none of them"):
+        compared.clear()
+        keys.name_of(f"Bearer {secret}")
+        given = hashlib.sha256(secret.encode()).digest()
+        assert [known for one, known in compared if one == given] == digests
+
+
+def test_no_flag_takes_a_key() -> None:
+    """Other users of the machine can read the words of a command line."""
+    assert "api_key_file" in settings()
+    assert settings().keys() & {"api_key", "api_keys", "key", "keys"} == set()
 
 
 def test_a_digest_in_the_environment_that_is_none_is_refused_at_the_start() -> None:

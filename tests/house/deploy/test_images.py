@@ -78,6 +78,7 @@ def test_the_server_is_not_root_and_says_when_it_is_ready(steps: list[tuple[str,
     assert json.loads(last["ENTRYPOINT"]) == ["entrypoint.sh"]
     assert json.loads(last["CMD"]) == ["serve"]
     assert "HF_HOME=/data/" in last["ENV"]
+    assert "PYTHONSAFEPATH=1 " in last["ENV"] + " "
 
 
 # ------------------------------------------------------------------------------------------------------- flash-attn

@@ -1,5 +1,6 @@
 """Every wrong request gets a small, exact error in the shape of its API, before any header of a stream."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -470,6 +471,19 @@ async def test_malformed_json_is_a_400(router: Any, body: bytes) -> None:
         assert len(answer.content) < 600
     answer = await router.client.post("/generate", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+
+
+async def test_a_body_that_comes_drop_by_drop_is_408(start: Start) -> None:
+    async def drops() -> AsyncIterator[bytes]:
+        for letter in '{"prompt": "' + "x" * 20:
+            yield letter.encode()
+            await asyncio.sleep(0.02)
+
+    async with start("yes", config=ServeConfig(receive_timeout=0.1)) as router:
+        answer = await router.client.post("/v1/completions", content=drops())
+        assert answer.status_code == 408
+        assert "did not come within 0.1 s" in answer.json()["error"]["message"]
+        assert router.value("spaceserve_rejected_total", reason="slow_request") == 1
 
 
 async def test_a_body_in_pieces_is_bounded_too(start: Start) -> None:

@@ -8,6 +8,7 @@ import ssl
 import stat
 import subprocess
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -57,6 +58,26 @@ def test_with_a_certificate_http_and_grpc_are_encrypted_and_plain_text_is_not_he
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             list(generate_pb2_grpc.GenerateStub(channel).Generate(request))  # type: ignore[no-untyped-call]
         assert server.router.stop() == 0
+
+
+def test_older_protocols_than_tls_1_2_are_refused(tmp_path: Path) -> None:
+    own = signed(tmp_path, "server", authority(tmp_path))
+    context = CertificateFiles(own.cert, own.key).latest().context
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    for newest, is_taken in ((ssl.TLSVersion.TLSv1_1, False), (ssl.TLSVersion.TLSv1_2, True)):
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.set_ciphers("ALL:@SECLEVEL=0")
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            client.minimum_version, client.maximum_version = ssl.TLSVersion.TLSv1, newest
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        asking = client.wrap_bio(to_client, to_server)
+        with pytest.raises(ssl.SSLWantReadError):
+            asking.do_handshake()
+        with pytest.raises(ssl.SSLError) as ended:
+            context.wrap_bio(to_server, to_client, server_side=True).do_handshake()
+        assert isinstance(ended.value, ssl.SSLWantReadError) == is_taken, ended.value
 
 
 def test_the_end_waits_for_no_client_that_does_not_take_leave(start_server: StartServer, tmp_path: Path) -> None:

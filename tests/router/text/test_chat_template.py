@@ -118,6 +118,14 @@ def test_a_template_that_costs_too_much_is_stopped(name: str) -> None:
         template.render([{"role": "user", "content": "Hi " * 99}])
 
 
+def test_a_prompt_beyond_its_most_characters_is_the_requests_error() -> None:
+    assert TemplateLimits().num_prompt == 16_777_216
+    template = ChatTemplate("{{ messages[0].content }}", {}, limits=TemplateLimits(num_prompt=1000))
+    assert template.render([{"role": "user", "content": "x" * 1000}]) == "x" * 1000
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        template.render([{"role": "user", "content": "x" * 1001}])
+
+
 def test_filters_that_loop_by_themselves_are_stopped_by_the_clock() -> None:
     source = "{% for i in range(999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}"
     template = ChatTemplate(source, {}, limits=TemplateLimits(seconds=0.05))

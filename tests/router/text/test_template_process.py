@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,20 @@ def test_the_processes_are_those_whose_memory_is_bounded() -> None:
     process = PROCESSES._quick._idle[-1]
     limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
     assert next(line.split()[3] for line in limits if line.startswith("Max address space")) == str(QUICK_MEMORY)
+
+
+def test_slow_processes_give_way_and_have_the_bounds_of_the_page() -> None:
+    assert (template_process.QUICK_SECONDS, LIMITS.seconds, LIMITS.compile_seconds) == (0.05, 5.0, 2.0)
+    assert (template_process.SLOW_PATIENCE, QUICK_MEMORY, SLOW_MEMORY) == (8.0, 256 * 1024**2, 512 * 1024**2)
+    processes = TemplateProcesses()
+    try:
+        kinds = (processes._quick, processes._slow)
+        for kind in kinds:
+            assert kind.ask(LIMITS, template_process.pack_job(TemplateJob("x", {}))).text == "x"
+        quick, slow = (os.getpriority(os.PRIO_PROCESS, kind._idle[0].pid) for kind in kinds)
+        assert slow == min(19, quick + 10)
+    finally:
+        processes.close()
 
 
 def test_a_long_conversation_is_rendered_by_a_slow_process_where_a_quick_one_has_no_room() -> None:

@@ -1,6 +1,7 @@
 """The pool in which long texts are tokenised: turns by bytes, bounded room, jobs that can be given up."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 
@@ -34,6 +35,25 @@ async def test_a_short_job_passes_a_long_one_between_two_pieces() -> None:
     gate.set()
     assert await asyncio.gather(long, short) == ["long", "short"]
     assert done[:6].count("short") == 2
+
+
+@pytest.mark.parametrize(("num_processors", "num_running"), [(2, 1), (16, 4)])
+async def test_a_quarter_of_the_processors_computes(
+    num_processors: int, num_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_processors)))
+    pool, gate, running = TextPool(), threading.Event(), threading.Semaphore(0)
+
+    def work() -> None:
+        running.release()
+        gate.wait(30)
+
+    jobs = [asyncio.create_task(pool.run(f"key {n}", LONG, work)) for n in range(8)]
+    for _ in range(num_running):
+        assert await asyncio.to_thread(running.acquire, timeout=30)
+    assert not await asyncio.to_thread(running.acquire, timeout=0.05), "no more than these compute at once"
+    gate.set()
+    await asyncio.gather(*jobs)
 
 
 async def test_keys_take_turns_by_bytes_however_many_jobs_one_of_them_has() -> None:
