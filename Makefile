@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak chaos gpu-check fuzz audit lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ fuzz: install  ## about 100,000 hostile inputs: requests, messages, checkpoints,
 
 audit: install  ## what is known against the pinned packages: licences, yanked versions, vulnerabilities (FLAGS=--where-reachable)
 	@$(PYTHON_IN_VENV) docker/locks/audit.py $(FLAGS)
+
+sbom: install  ## the bill of materials of what images install, as CycloneDX: runs/sbom.json (FLAGS=FILE; a package index is needed)
+	@$(PYTHON_IN_VENV) docker/locks/sbom.py $(FLAGS)
 
 clean-root:  ## the CPU image's own steps in a new Debian root, and a request to it (as root; apt-get install debootstrap)
 	@docker/clean_root.sh

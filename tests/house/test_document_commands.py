@@ -37,6 +37,7 @@ EMBEDDED = Path(str(importlib.resources.files("space_demo")))
 RUN_BY = {
     "make serve": ("tests/house/test_document_commands.py", "test_make_serve_is_an_installation_and_serve"),
     "make test": (".ci/run", "make test"),
+    "make sbom": ("tests/house/deploy/test_systemd.py", "docker/locks/sbom.py"),
     "make dashboard": ("Makefile", "tests/dashboard"),
     "make gpu-check DRY=1": ("tests/gpu/test_gpu_check.py", "test_every_stage_runs_dry"),
     ".venv/bin/spaceserve workers restart --api-key-file ops.key --finish-seconds 30": (

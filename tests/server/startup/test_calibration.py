@@ -514,6 +514,7 @@ def broken(file: CostFile, change: Callable[[dict[str, Any]], Any]) -> None:
         (lambda said: said.update(passes={str(PLAIN_STEP): [0.001]}), "does not have 3 passes"),
         (lambda said: said.update(passes={str(PLAIN_STEP): [0.001, 0.001, float("nan")]}), "does not have 3 passes"),
         (lambda said: said.update(passes={str(PLAIN_STEP): [0.001, 0.001, 0.002]}), "differ by more than 10 %"),
+        (lambda said: said.update(format=5), "format is 5 there and 4 here"),
     ],
 )
 def test_a_file_that_says_something_else_or_nothing_is_not_used_and_replaced(
