@@ -57,6 +57,7 @@ def visits(number: int, max_tokens: int) -> list[Visit]:
             "input": f"{place}: {prompts[place % len(prompts)]}",
             "max_output_tokens": max_tokens,
             "store": True,
+            "temperature": 0,
         }
         made.append(
             (

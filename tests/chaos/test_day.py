@@ -41,6 +41,7 @@ def test_the_load_has_every_kind_of_request_with_and_without_drafts() -> None:
     assert len({str(visit) for visit in made}) == 24
     assert {"off", "auto"} < {visit.body.get("speculation") for visit in made}
     assert {visit.streams for visit in made if visit.kind == "JSON schema"} == {True, False}
+    assert all(visit.body["temperature"] == 0 or "seed" in visit.body for visit in made)
 
 
 @pytest.mark.parametrize("broken", ["", "kind", "wrong", "lost", "memory", "files"])
