@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from space_router.api.string_formats import has_inner_anchor, of_javascript, with_bounds
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
@@ -139,8 +140,12 @@ class _SchemaWalk:
                 kept[key] = [self.schema(one) for one in inner]
             elif key in _NAMED and isinstance(inner, Mapping):
                 kept[key] = {name: self.schema(one) for name, one in inner.items()}
-            elif key == "pattern" and isinstance(inner, str) and _NOT_REGULAR.search(inner):
+            elif (
+                key == "pattern" and isinstance(inner, str) and (_NOT_REGULAR.search(inner) or has_inner_anchor(inner))
+            ):
                 self._open(key, inner)
+            elif key == "pattern" and isinstance(inner, str):
+                kept[key] = of_javascript(inner)
             elif key == "format" and not self._is_known(inner, value.get("type")):
                 self._open(f"format: {short_repr(inner)}", inner)
             elif key == "$schema":
@@ -166,7 +171,7 @@ class _SchemaWalk:
             kept["oneOf"] = _of_objects(kept["oneOf"])
             if not _are_disjoint(kept["oneOf"]):
                 self._open("oneOf", None)  # the grammar takes it for `anyOf`
-        return kept
+        return with_bounds(kept)
 
     def _open(self, keyword: str, value: Any) -> None:
         has_no_effect = _NO_EFFECT.get(keyword)

@@ -1,0 +1,84 @@
+"""Formats and patterns of texts in JSON schemas, as the grammar library has to be given them.
+
+The library's own expressions for formats leave bounds out, and it reads patterns as Rust's regular expressions, while
+JSON Schema has JavaScript's (ECMA-262).
+
+Sources: RFC 5321 (4.5.3.1) and RFC 1035 (2.3.4) for lengths, RFC 3339 (5.7) for days, RFC 5891 (4.2.3.1) for hyphens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_ALNUM, _IN_LABEL = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = (
+    f"{_ALNUM}(?:{_ALNUM}|{_IN_LABEL}{_ALNUM}|{_IN_LABEL}{{2}}{_ALNUM}"
+    f"|{_IN_LABEL}(?:{_ALNUM}{_IN_LABEL}|-{_ALNUM}){_IN_LABEL}{{0,58}}{_ALNUM})?"
+)
+"""At most 63 characters; not two hyphens in places 3 and 4, which mark names in other encodings."""
+_NAME = rf"{_LABEL}(?:\.{_LABEL})*"
+
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits whose number is a multiple of 4, without 00
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+)
+_HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:[Zz]|[+-]{_HOUR_MINUTE})"
+"""Without second 60, which only the last minutes of some days have."""
+
+_PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "email": (rf"^{_ATOM}(?:\.{_ATOM})*@{_NAME}$", "^[^@]{1,64}@.{1,189}$"),
+    "hostname": (f"^{_NAME}$", "^.{1,253}$"),
+    "date": (f"^{_DATE}$",),
+    "time": (f"^{_TIME}$",),
+    "date-time": (f"^{_DATE}[Tt]{_TIME}$",),
+}
+"""Patterns that each text of a format must match, beside the library's own expression."""
+
+
+def with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with the patterns of its `format`; values that are listed one by one stay as they are."""
+    patterns = _PATTERNS.get(schema.get("format", "")) if isinstance(schema.get("format"), str) else None
+    if patterns is None or schema.keys() & {"const", "enum"}:
+        return schema
+    given = schema.get("allOf")
+    return schema | {"allOf": [*(given if isinstance(given, list) else ()), *({"pattern": one} for one in patterns)]}
+
+
+_PARTS = re.compile(
+    r"(?P<escaped>\\.)|(?P<all>\[\^\])|(?P<open>\[\^?)|(?P<close>\])|(?P<dot>\.)|(?P<twice>&&|--|~~)|(?P<other>.)",
+    re.DOTALL,
+)
+_LINE_ENDS = r"\n\r\u2028\u2029"
+
+
+def of_javascript(pattern: str) -> str:
+    """Return a pattern of JavaScript's for Rust: `.` matches no end of a line, `[^]` every character, and in a class
+    `[`, `&&`, `~~` and the second `-` of `--` are characters."""
+    written, class_at = "", -1  # class_at: where the class began in `written`; -1: outside
+    for found in _PARTS.finditer(pattern):
+        kind, text = found.lastgroup, found[0]
+        if class_at < 0:
+            written += {"all": r"[\x{0}-\x{10FFFF}]", "dot": f"[^{_LINE_ENDS}]"}.get(kind or "", text)
+            class_at = len(written) if kind == "open" else -1
+        elif kind == "twice":
+            is_range = text == "--" and len(written) > class_at  # up to the second, as in [+--]
+            written += f"{text[0]}\\{text[1]}" if is_range else f"\\{text[0]}{text[1]}"
+        else:
+            written += "\\" + text if kind in ("all", "open") else text
+            class_at = -1 if kind in ("all", "close") else class_at
+    return written
+
+
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_INNER_ANCHOR = re.compile(r"(?<![(|:>])(?<!^)\^|\$(?![)|])(?!\Z)")
+
+
+def has_inner_anchor(pattern: str) -> bool:
+    """Return whether `^` follows, or `$` precedes something in a branch of the pattern, which the library refuses."""
+    return _INNER_ANCHOR.search(_CLASS.sub("_", pattern)) is not None
