@@ -1,6 +1,5 @@
 """The ASGI application with all routes."""
 
-import logging
 from collections.abc import Iterable
 
 from fastapi import APIRouter, Request
@@ -18,9 +17,8 @@ from space_router.api.schema import DocumentedApp
 from space_router.api.service import HttpAccess, Service, Traced
 from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
+from space_router.http_server.gone_clients import gone_clients
 from space_router.http_server.responses import error_response, is_open, log_failure
-
-log = logging.getLogger(__name__)
 
 
 def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
@@ -63,7 +61,7 @@ def create_app(service: Service) -> DocumentedApp:
         if not is_open(request.url.path, request.method):  # probes ask again and again while nothing is ready
             log_failure(error)
         if isinstance(error, ClientGone):
-            log.info("%s: 499, %s", request.url.path, error.message)
+            gone_clients.log(f"{request.url.path}: 499, {error.message}")
         elif error.reason is not None:
             service.metrics.rejected_total.labels(reason=error.reason).inc()
         return error_response(error, request.url.path)

@@ -118,7 +118,15 @@ async def serve(
                     stopping.append(asyncio.create_task(face.stop(0.0)))
                 return
             service.draining = True
-            say(f"stopping: running requests have {config.drain_timeout:g} s to finish")
+            load = engine.load()
+            if unfinished := load.num_running + load.num_queued:
+                requests = "1 request has" if unfinished == 1 else f"{unfinished} requests have"
+                say(
+                    f"stopping: {requests} {config.drain_timeout:g} s to finish (--drain-timeout); a second signal "
+                    "ends them at once"
+                )
+            else:
+                say("stopping: no request is running")
             stopping.append(asyncio.create_task(stop()))
 
         def restart() -> None:

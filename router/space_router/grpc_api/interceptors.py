@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from google.protobuf.message import DecodeError
 
 from space_router.api_keys import ApiKeys
 from space_router.errors import ApiError, ClientGone, InvalidRequest, Unauthorized, Unavailable
+from space_router.http_server.gone_clients import gone_clients
 from space_router.http_server.responses import as_api_error
 from space_router.metrics import Metrics
-
-log = logging.getLogger(__name__)
 
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,15 +54,15 @@ async def answering(context: Context, metrics: Metrics) -> AsyncIterator[None]:
         yield
         return
     except grpc.aio.InternalError:  # a write failed: the client is gone
-        log.info(GONE)
+        gone_clients.log(GONE)
         return
     except asyncio.CancelledError:
-        log.info(GONE)
+        gone_clients.log(GONE)
         raise
     except Exception as error:
         refusal = as_api_error(error)
     if isinstance(refusal, ClientGone):
-        log.info("499, %s", refusal.message)
+        gone_clients.log(f"499, {refusal.message}")
     elif refusal.reason is not None:
         metrics.rejected_total.labels(reason=refusal.reason).inc()
     await refuse(context, refusal)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from space_router.errors import ApiError, ClientGone, Internal, TooManyTokens
+from space_router.http_server.gone_clients import gone_clients
 from space_router.web_ui.files import PAGE_FILES
 
 OPEN_PATHS = frozenset(
@@ -227,7 +228,7 @@ class EventStream(Response):
             try:
                 await while_connected(receive, self._send(send))
             except ClientGone:
-                log.info("request %s: 499, the client went away during the stream", logged_id(self._request_id))
+                gone_clients.log(f"request {logged_id(self._request_id)}: 499, the client went away during the stream")
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

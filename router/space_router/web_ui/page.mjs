@@ -88,11 +88,13 @@ function showSettings() {
   showCurl();
 }
 
+let isKeyed = false; // whether the server has asked for a key
+
 function showCurl() {
   try {
     const request = requestOf(settings());
     if (!("seed" in request.body) && sides.length) request.body.seed = sides[0].seed;
-    $("curl").textContent = curlOf(document.baseURI, request, Boolean($("key").value));
+    $("curl").textContent = curlOf(document.baseURI, request, isKeyed || $("key").value !== "");
   } catch {
     $("curl").textContent = "The settings above cannot be sent as they are.";
   }
@@ -324,7 +326,11 @@ async function showServer() {
   } catch (error) {
     if (error.name === "AbortError") return;
     $("facts").textContent = error.status === 401 ? "This server asks for an API key." : wordsFor(error, 0);
-    if (error.status === 401) $("key-box").open = true;
+    if (error.status === 401) {
+      $("key-box").open = true;
+      isKeyed = true;
+      showCurl();
+    }
   }
 }
 

@@ -10,10 +10,12 @@ import orjson
 import pytest
 from doubles.router import ScriptedWorker, never
 from doubles.router.whole_router import Start
+from space_router import app
 from space_router.api_keys import ApiKey, plain_keys, read_keys
 from space_router.config import ServeConfig
 from space_router.engine.workers.rolling_restart import RestartState
 from space_router.errors import ConfigError
+from space_router.http_server.gone_clients import GoneClients
 from space_router.metrics import Metrics
 
 
@@ -222,8 +224,9 @@ class Client:
 
 
 async def test_a_client_that_goes_away_is_a_499_in_the_log_alone(
-    start: Start, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(app, "gone_clients", GoneClients())  # no other test's clients count
     async with start("yes", step_seconds=0.01) as router:
         client = Client("/v1/completions", {"prompt": "x", "max_tokens": 400})
         client.gone.set()
