@@ -640,6 +640,7 @@ class SpeculationController:
         self._advantage = 0.0  # expected gain over plain decoding
         self._rate = 0.0  # expected tokens per second of the choice
         self._realized = RealizedSpeedup()  # share of the predicted rate that is reached
+        self._paid_at: set[int] = set()  # sizes of batches, by doublings, at which drafts paid when last in use
         self._proposals = LookupPolicy()
         self._watched = False  # whether the running step follows the rule and does nothing else
         self.row_price = 0.0  # see Controller.row_price
@@ -806,6 +807,8 @@ class SpeculationController:
         self._cannot_draft = not any(kind.can_draft for kind in mix.kinds)
         self._hopeless_size = mix.size if best is not None and most < HOPELESS * plain else math.inf
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
+        size = mix.size.bit_length()
+        returns = size != self._num_sequences.bit_length() and size in self._paid_at
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, LOOK_SELDOM)
             if most > (1.0 + ENABLE_MARGIN) * plain and self._num_plain >= PATIENCE:
@@ -813,6 +816,11 @@ class SpeculationController:
             elif self._probe.is_due(most / plain, self._num_plain):
                 self._rule = best
                 self._probe.begin()
+            elif returns and best is not None and self._num_plain >= PATIENCE:
+                # What was measured among many, on a machine that was busy with them, says little about a few.
+                self._rule = best
+                self._probe.begin()
+                self._paid_at.discard(size)
         elif best is None:
             self._rule = None
         elif self._probe.goes_on(self._num_since):
@@ -820,9 +828,11 @@ class SpeculationController:
         elif most < (1.0 + DISABLE_MARGIN) * plain:
             self._rule = None
             self._probe.failed()
+            self._paid_at.discard(size)
         else:
             self._rule = best if most > (1.0 + CHANGE_MARGIN) * now else self._rule
             self._probe.paid()
+            self._paid_at.add(size)
         self._rate = plain if self._rule is None else rates[self._rule]
         self._realized.predict(self._rate / self._realized.share, self._expected(self._rule, mix, load).seconds)
 

@@ -473,6 +473,47 @@ def test_a_server_that_started_beside_other_work_finds_the_drafts_that_pay(batch
     assert steps_until_drafts_stay(StepCost.from_points(sure), true, batch, 6000) < 300
 
 
+class TimedServer:
+    """A server with a controller and measured costs: `run` takes steps of so many sequences, and says which drafted."""
+
+    def __init__(self) -> None:
+        layouts = [DraftLayout.plain(), *(DraftLayout.full(k, k) for k in (1, 2, 3, 5))]
+        points = []
+        for batch in (1, 2, 4, 8, 16, 32):
+            for one in layouts:
+                rows, masks = batch * (1 + one.num_drafts), batch * one.num_masks
+                shape = StepShape(batch, rows, masks, batch * (masks > 0))
+                points.append((shape, self.true_seconds(shape)))
+        self._cost, self._rng = StepCost.from_points(points), random.Random(0)
+        self.controller = SpeculationController(self._cost)
+
+    @staticmethod
+    def true_seconds(shape: StepShape) -> float:
+        return 1.0 + 0.04 * shape.num_sequences + 0.02 * max(0, shape.num_rows - shape.num_sequences - 4)
+
+    def run(self, batch: int, num_steps: int, *, slow: float = 1.0) -> list[bool]:
+        drafted, rooms = [], [measured_room()] * batch
+        for _ in range(num_steps):
+            found = self.controller.layouts(rooms, StepLoad())
+            found = [one.fit(layout) for one, layout in zip(rooms, found, strict=True)]
+            chain, masks = sum(1 + one.num_drafts for one in found), sum(one.num_masks for one in found)
+            shape = StepShape(batch, chain, masks, sum(one.num_masks > 0 for one in found))
+            seconds = slow * self.true_seconds(shape) * self._rng.lognormvariate(0.0, 0.05)
+            drafts = (takewhile(lambda chance: self._rng.random() < chance, CHANCES[: one.num_drafts]) for one in found)
+            self._cost.learn(shape, seconds)
+            self.controller.stepped(batch + sum(len(list(kept)) for kept in drafts), seconds, 0.0)
+            drafted.append(masks > 0)
+        return drafted
+
+
+def test_drafts_come_back_within_a_hundred_steps_after_a_flood() -> None:
+    """Steps took three times as long in the flood, and nothing but a trial shows that drafts no longer do."""
+    server = TimedServer()
+    assert sum(server.run(1, 400)[-100:]) > 90
+    assert sum(server.run(32, 3000, slow=3.0)[-100:]) < 10
+    assert sum(server.run(1, 200)[100:]) > 90
+
+
 def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
     known = SpeculationProbe()
     assert not known.is_due(0.5, 10**9)
