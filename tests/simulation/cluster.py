@@ -311,6 +311,9 @@ class _Series:
     def set_function(self, read: Callable[[], float]) -> None:
         pass
 
+    def read_from(self, read: Callable[[], object]) -> None:
+        pass
+
     @property
     def series(self) -> dict[str, _Series]:
         return dict.fromkeys(PHASES, self)

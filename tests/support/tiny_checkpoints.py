@@ -104,6 +104,10 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64, **_MOE,
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **_DELTA_NET},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text", **_DELTA_NET, "num_experts": 4, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, **_MOE,
+    },
     "olmo_hybrid": {"model_type": "olmo_hybrid", **_DELTA_NET},
     "lfm2": {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "bamba": {
@@ -139,7 +143,7 @@ size than keys, and sliding layers with twice as many heads of both. Layers of G
 ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
 keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
 positions whose queries are scaled by position, and experts of scaled rows. Of the hybrids, whose layers are recurrent
-or attend, the first three have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan: Falcon-H1 beside
+or attend, the first four have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan: Falcon-H1 beside
 attention in every layer, with factors everywhere."""
 
 
@@ -148,14 +152,6 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 
 WHOLE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"model_type": "qwen2_vl_text", "rope_parameters": _SECTIONS, "vision_config": _FEW_IMAGES},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe_text",
-        **_DELTA_NET,
-        "num_experts": 4,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        **_MOE,
-    },
 }
 """Models that see images, too: the fields that characterise their text part, and the config of the other."""
 
