@@ -61,15 +61,17 @@ def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
 
 
 def test_what_the_grammar_forces_is_drafted_and_counted(drafting: Any) -> None:
-    # Masks of a model of code know little of this text; the end of it, at least, is certain.
-    fields = {"max_tokens": 60, "structured_outputs": {"choice": ["this and nothing else whatsoever"]}}
+    # Masks of a model of code know little of these texts; the ends of them, at least, are certain. Which of them masks
+    # happen to draft depends on what was accepted before, so there are several.
+    choices = ("this and nothing else whatsoever", "seven quiet herons, unhurried", "the estuary at noon, unnoticed")
     name = "spaceserve_accepted_tokens_by_source_total{source=grammar}"
     before = drafting.metrics()[name]
     for prompt in ("x", "def f():", "# this and nothing else whatsoever\n", "a = 5"):
-        text = drafting.complete(prompt, **fields)
-        assert text["choices"][0]["text"] == "this and nothing else whatsoever"
-        assert text["choices"][0]["finish_reason"] == "stop"
-        assert text["spaceserve"]["accepted"] > 0
+        for choice in choices:
+            text = drafting.complete(prompt, max_tokens=60, structured_outputs={"choice": [choice]})
+            assert text["choices"][0]["text"] == choice
+            assert text["choices"][0]["finish_reason"] == "stop"
+            assert text["spaceserve"]["accepted"] > 0
     assert drafting.metrics()[name] > before
 
 
