@@ -65,7 +65,7 @@ class HistogramSeries:
 
 
 class InfoGauge(Collector):
-    """A gauge with one sample whose labels are read at each scrape: facts that a router or an autoscaler reads."""
+    """A gauge with one sample; its labels are read at each scrape. For facts that a gateway or an autoscaler reads."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._documentation, self._labels = name, documentation, tuple(labels)

@@ -22,7 +22,7 @@ _LABEL = (
 _NAME = rf"{_LABEL}(?:\.{_LABEL})*"
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
-_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits whose number is a multiple of 4, without 00
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits, a multiple of 4, without 00
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
     f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
@@ -76,9 +76,10 @@ def of_javascript(pattern: str) -> str:
 
 
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_INNER_ANCHOR = re.compile(r"(?<![(|:>])(?<!^)\^|\$(?![)|])(?!\Z)")
+_GROUP = re.compile(r"\(\?(?::|<\w+>)")
+_INNER_ANCHOR = re.compile(r"(?<![(|])(?<!^)\^|\$(?![)|])(?!\Z)")
 
 
 def has_inner_anchor(pattern: str) -> bool:
     """Return whether `^` follows, or `$` precedes something in a branch of the pattern, which the library refuses."""
-    return _INNER_ANCHOR.search(_CLASS.sub("_", pattern)) is not None
+    return _INNER_ANCHOR.search(_GROUP.sub("(", _CLASS.sub("_", pattern))) is not None

@@ -62,8 +62,8 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - served):
         what = UNSERVED_LAYERS.get(kind) or f"have {', '.join(others)} layers, which are not served"
         raise UnsupportedModel(
-            f"Models of type {kind!r} {what}. Use a checkpoint whose layers attend, fully or within a window, or are "
-            f"recurrent as those of {', '.join(sorted(HYBRIDS))}."
+            f"Models of type {kind!r} {what}. Use a checkpoint with layers that attend, fully or within a window, "
+            f"or are recurrent as those of {', '.join(sorted(HYBRIDS))}."
         )
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "qk_rope_head_dim", None):
         raise UnsupportedModel(

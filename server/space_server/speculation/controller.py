@@ -808,16 +808,14 @@ class SpeculationController:
         self._hopeless_size = mix.size if best is not None and most < HOPELESS * plain else math.inf
         now = 0.0 if self._rule is None else rates.get(self._rule, 0.0)
         size = mix.size.bit_length()
+        # What was measured among many, on a machine that was busy with them, says little about a few.
         returns = size != self._num_sequences.bit_length() and size in self._paid_at
+        returns = returns and best is not None and self._num_plain >= PATIENCE
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, LOOK_SELDOM)
             if most > (1.0 + ENABLE_MARGIN) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
-            elif self._probe.is_due(most / plain, self._num_plain):
-                self._rule = best
-                self._probe.begin()
-            elif returns and best is not None and self._num_plain >= PATIENCE:
-                # What was measured among many, on a machine that was busy with them, says little about a few.
+            elif returns or self._probe.is_due(most / plain, self._num_plain):
                 self._rule = best
                 self._probe.begin()
                 self._paid_at.discard(size)

@@ -274,13 +274,13 @@ def test_the_inference_pool_is_of_routers_and_its_picker_is_told_of_series_that_
     assert pool["spec"]["targetPorts"] == [{"number": port["containerPort"]}]
     page = (ROOT / "docker/KUBERNETES.md").read_text(encoding="utf-8")
     flags = yaml.safe_load(re.search(r"```yaml\n(inferenceExtension:.*?)```", page, flags=re.DOTALL)[1])
-    told = flags["inferenceExtension"]["flags"]
-    assert told.keys() == {
+    flags_of_picker = flags["inferenceExtension"]["flags"]
+    assert flags_of_picker.keys() == {
         "total-queued-requests-metric", "total-running-requests-metric", "kv-cache-usage-percentage-metric",
         "lora-info-metric", "cache-info-metric",
     }  # fmt: skip
     lines = Metrics().render().decode()
-    for spec in told.values():
+    for spec in flags_of_picker.values():
         name, _, label = spec.partition("{")
         key, _, value = label.rstrip("}").partition("=")
         series = f'{name}{{{key}="{value}"}} ' if label else name

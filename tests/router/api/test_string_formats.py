@@ -91,7 +91,8 @@ def test_a_pattern_that_means_the_same_in_both_languages_is_left_alone() -> None
 @pytest.mark.parametrize(
     ("pattern", "is_inner"),
     [
-        ("x^a", True), ("a$b", True), ("x^a|b", True), ("^a$", False), ("^(a|^b)$", False), ("(^a|b$)", False),
+        ("x^a", True), ("a$b", True), ("x^a|b", True), ("a:^b", True),
+        ("^a$", False), ("^(a|^b)$", False), ("(^a|b$)", False),
         (r"\^a", False), (r"a\$b", False), ("[^a]", False), ("a[$]b", False), ("(?:^a)", False), ("(?<n>^a)", False),
         ("", False), ("$", False), ("^", False), ("[]^]", False), (r"[\]$]x", False),
     ],
