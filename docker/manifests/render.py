@@ -24,6 +24,7 @@ WHOLE = (
     "model=Qwen/Qwen3-8B,revision=main,tokenSecret=hub-token,apiKeySecret=api-keys,tlsSecret=worker-tls,worker.gpus=2,"
     "tracing=http://otel-collector:4318,autoscaling.enabled=true,monitoring.serviceMonitor=true,"
     "monitoring.alerts=true,monitoring.labels.release=kube-prometheus-stack,router.tlsSecret=api-tls,"
+    "router.grpc.enabled=true,"
     "modelVolume.persistentVolumeClaim.claimName=checkpoints,env[0].name=HF_TOKEN,"
     "env[0].valueFrom.secretKeyRef.name=hub-token,env[0].valueFrom.secretKeyRef.key=token"
 )

@@ -91,7 +91,7 @@ def test_the_whole_has_every_part() -> None:
     monitor = of_kind("whole.yaml", "ServiceMonitor")["spaceserve"]["spec"]
     service = of_kind("whole.yaml", "Service")["spaceserve"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
+    assert [end["port"] for end in monitor["endpoints"]] == [service["spec"]["ports"][0]["name"]]
     assert monitor["endpoints"][0]["path"] == "/metrics"
 
 
@@ -288,6 +288,23 @@ def test_the_inference_pool_is_of_routers_and_its_picker_is_told_of_series_that_
         assert f"# TYPE {name} gauge\n" in lines, spec
 
 
+@pytest.mark.parametrize(("name", "port"), [("small.yaml", None), ("whole.yaml", 50051)])
+def test_clients_reach_grpc_by_the_service_where_it_is_enabled(name: str, port: int | None) -> None:
+    box = container(name, "Deployment")
+    (router,) = [one for key, one in of_kind(name, "Service").items() if not key.endswith("-worker")]
+    flags = dict(word.removeprefix("--").split("=", 1) for word in box["args"] if "grpc" in word)
+    assert build({key.replace("-", "_"): value for key, value in flags.items()}, {}).grpc_port == port
+    wanted = {"http": 8080} if port is None else {"http": 8080, "grpc": port}
+    assert {one["name"]: one["containerPort"] for one in box["ports"]} == wanted
+    assert {one["targetPort"]: one["port"] for one in router["spec"]["ports"]} == wanted
+
+
+@needs_helm
+def test_one_port_for_both_protocols_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"router\.grpc\.port and router\.port are both 8080"):
+        RENDER.rendered(HELM, "router.grpc.enabled=true,router.grpc.port=8080")
+
+
 @needs_helm
 def test_fewer_workers_at_most_than_at_least_are_refused() -> None:
     with pytest.raises(SystemExit, match=r"autoscaling.minReplicas \(9\) is above autoscaling.maxReplicas \(8\)"):
@@ -313,7 +330,8 @@ def test_values_have_their_schema_and_a_wrong_one_is_refused() -> None:
     assert values.keys() == schema["properties"].keys() - {"global"}
     for part in ("router", "worker", "autoscaling", "monitoring", "inferencePool"):
         assert values[part].keys() == schema["properties"][part]["properties"].keys()
-    for wrong in ({"modle": "demo"}, {"env": [{"nmae": "A"}]}, {"modelVolume": {"name": "x"}}):
+    grpc = {"router": {"grpc": {"enabled": True, "prot": 1}}}
+    for wrong in ({"modle": "demo"}, {"env": [{"nmae": "A"}]}, {"modelVolume": {"name": "x"}}, grpc):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(values | wrong, schema)
 

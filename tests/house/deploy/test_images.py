@@ -407,6 +407,15 @@ def test_the_server_is_nobody_s_root_and_has_time_to_end(names: list[str]) -> No
 
 
 @needs_compose
+def test_grpc_is_published_to_this_machine_alone_at_the_port_that_the_server_is_told() -> None:
+    server = merged([*PLAIN, "compose.grpc.yaml"])["services"]["spaceserve"]
+    config = build({}, server["environment"])
+    assert config.grpc_port == 50051
+    published = {port["target"]: (port["host_ip"], port["published"]) for port in server["ports"]}
+    assert published == {8080: ("127.0.0.1", "8080"), config.grpc_port: ("127.0.0.1", "50051")}
+
+
+@needs_compose
 def test_router_and_worker_apart_share_a_secret_that_the_first_start_makes(tmp_path: Path) -> None:
     services = merged([*PLAIN, "compose.workers.yaml"])["services"]
     maker, worker, router = (services[name] for name in ("secret", "worker", "spaceserve"))
