@@ -56,9 +56,13 @@ class ResponseFormat(Body):
                     param="response_format",
                 )
             return tgi_grammar(TgiGrammar.model_construct(type=self.type, value=self.value), "response_format")
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
             raise InvalidRequest(
-                f"`response_format.json_schema` goes with `type` json_schema, and only with it; got type {self.type}.",
+                "`response_format.json_schema` is required with the type json_schema.", param="response_format"
+            )
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise InvalidRequest(
+                f"`response_format.json_schema` goes with the type json_schema only; got type {self.type}.",
                 param="response_format",
             )
         if self.type == "text":

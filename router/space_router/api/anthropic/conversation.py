@@ -177,6 +177,8 @@ def conversation_prompt(
     """Return the prompt, and the reasoning that its answer may begin with. An assistant's message at the end is
     continued. Raises InvalidRequest."""
     messages = chat_messages(body)
+    if not messages:
+        raise InvalidRequest("`messages` must have a message with content; all of them are empty.", param="messages")
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
         raise InvalidRequest(

@@ -256,6 +256,16 @@ async def test_what_cannot_be_done_is_refused_in_its_shape(start: Any, words: st
         await refused(router, 400, "invalid_request_error", words, **body)
 
 
+async def test_messages_of_which_nothing_is_left_are_refused(start: Any) -> None:
+    billing = [{"type": "text", "text": "x-anthropic-billing-header: cc_version=2"}]
+    async with start(REPLY, **ROOM) as router:
+        for role, content in (("user", []), ("system", ""), ("system", billing)):
+            empty = [{"role": role, "content": content}]
+            await refused(router, 400, "invalid_request_error", "all of them are empty", messages=empty)
+            counted = await router.post("/v1/messages/count_tokens", messages=empty)
+            assert counted.status_code == 400, counted.text
+
+
 async def test_too_long_a_prompt_is_refused_in_the_words_that_agents_know(start: Any) -> None:
     async with start(REPLY, window=64, num_blocks=64) as router:
         long = [{"role": "user", "content": "word " * 80}]

@@ -83,7 +83,7 @@ async def test_every_choice_of_a_plan_has_the_grammar(router: Any) -> None:
 WRONG = [
     ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
     ({"response_format": "json"}, "response_format", "got 'json'"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "goes with `type` json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "`response_format.json_schema` is required"),
     ({"response_format": {"type": "text", "json_schema": {"name": "n"}}}, "response_format", "got type text"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "tex"}}}},
      "response_format", "Invalid type: tex"),
