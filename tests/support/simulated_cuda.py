@@ -35,6 +35,7 @@ from itertools import count
 from types import SimpleNamespace, TracebackType
 from typing import Any, ClassVar
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -381,8 +382,8 @@ class SimulatedCuda:
         self._capturing: CUDAGraph | None = None
         self._has_failed = False  # the capture
         self._ends: object | None = None  # the pool that the allocator believes to be captured to
-        self._graphs: list[CUDAGraph] = []
-        self._numbers = count(1)  # of pools
+        self._graphs: WeakSet[CUDAGraph] = WeakSet()  # a graph that is dropped gives its memory back
+        self._numbers = count(1)  # of pools and graphs
         self._debug = "default"
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._live: list[tuple[StorageWeakRef, int]] = []
@@ -416,6 +417,7 @@ class SimulatedCuda:
     # -------------------------------------------------------------------------------------------- torch.cuda
 
     def _replaced(self) -> list[tuple[Any, str, Any]]:
+        from triton.runtime import interpreter
         from triton.runtime.interpreter import InterpretedFunction
 
         device, properties = (
@@ -429,7 +431,16 @@ class SimulatedCuda:
                 minor=self.capability[1],
             ),
         )
-        launch = InterpretedFunction.run
+        launch, patch_language, interpreted = InterpretedFunction.run, interpreter._patch_lang, set[tuple[bool, ...]]()
+
+        def patched_once(fn: Any) -> Any:
+            """Once for all kernels: the interpreter does it at every call of a function, for a third of its time."""
+            seen = {id(one) for one in fn.__globals__.values()}
+            languages = tuple(id(one) in seen for one in (interpreter.tl, interpreter.tl.core))
+            if languages not in interpreted:
+                interpreted.add(languages)
+                self._exit.callback(patch_language(fn).restore)
+            return SimpleNamespace(restore=lambda: None)
 
         def launched(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **settings: Any) -> None:
             device._launch(partial(launch, kernel), kernel, args, grid, settings)
@@ -480,6 +491,7 @@ class SimulatedCuda:
         return [
             *((torch.cuda, name, value) for name, value in cuda.items()),
             (InterpretedFunction, "run", launched),
+            (interpreter, "_patch_lang", patched_once),
             (ThreadPoolExecutor, "submit", submitted),
         ]
 
@@ -505,7 +517,7 @@ class SimulatedCuda:
         self._refuse_in_capture("cudaStreamBeginCapture")
         self._wait("cudaDeviceSynchronize", *self._streams)
         before, self.stream = self.stream, stream or self._new_stream()
-        graph.pool, graph.number = pool or self._new_pool(), len(self._graphs) + 1
+        graph.pool, graph.number = pool or self._new_pool(), next(self._numbers)
         self._capturing, self._has_failed, self._ends = graph, False, graph.pool
         try:
             yield
@@ -518,7 +530,7 @@ class SimulatedCuda:
                 graph.reset()
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
             self.stream, self._ends = before, None
-            self._graphs.append(graph)
+            self._graphs.add(graph)
 
     def _cuda_endAllocateToPool(self, device: int, pool: object) -> None:
         if self._ends is None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from simulated_cuda import CUDAGraph, SimulatedCuda
-from space_common.worker.client import WorkerClient
+from space_common.worker.client import SequenceRequest, WorkerClient
+from space_kernels.sampling.device_sampling import Stages
+from space_model.geometry.draft_layout import DraftLayout
 from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepGraphs, StepKind
-from space_server.speculation.controller import Controller, FixedLayout
+from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
 from space_server.worker import Worker
 from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
@@ -217,6 +222,54 @@ def test_a_failed_capture_leaves_its_stream_and_the_graph_cache_restores_it(devi
     torch.cuda.empty_cache()
 
 
+def test_a_tensor_freed_inside_a_capture_is_caught_when_the_graph_is_replayed(device: SimulatedCuda) -> None:
+    given, out, graph = [values(1, 2)], values(0, 0), CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(given.pop() * 2)
+    with pytest.raises(RuntimeError, match="freed since its capture"):
+        graph.replay()
+
+
+def kind_of(batch_size: int) -> StepKind:
+    return StepKind(batch_size, DraftLayout.plain(), Stages(), 16)
+
+
+def test_graphs_that_the_cache_dropped_are_captured_again_in_the_same_memory(device: SimulatedCuda) -> None:
+    """Replays of three kinds in turns, of which two are kept, give what each kind computes then."""
+    state, result = torch.zeros(8, dtype=torch.int32, device="cuda"), torch.zeros(8, dtype=torch.int32, device="cuda")
+
+    def take(kind: StepKind) -> Tensor:
+        state.add_(kind.batch_size)
+        return (state * 2)[: kind.batch_size]
+
+    graphs, expected, used = StepGraphs(take, result, most=2), 0, set()
+    for turn in range(8):
+        for size in (1, 2, 3):
+            expected += size
+            assert graphs(kind_of(size)).tolist() == [2 * expected] * size
+            assert len(graphs) <= 2
+        if turn >= 4:
+            used.add(device.num_bytes)
+    assert len(used) == 1
+    assert graphs.num_replays == device.num_launches["graph"] > 12
+
+
+def test_a_tensor_that_a_kept_graph_reads_and_the_step_drops_is_caught(device: SimulatedCuda) -> None:
+    """As a cache of index tensors would that forgets some."""
+
+    @lru_cache(maxsize=1)
+    def index_of(batch_size: int) -> Tensor:
+        return torch.arange(batch_size, dtype=torch.int32, device="cuda")
+
+    graphs = StepGraphs(lambda kind: index_of(kind.batch_size) + 1, torch.zeros(4, dtype=torch.int32, device="cuda"))
+    for _ in range(4):
+        assert graphs(kind_of(2)).tolist() == [1, 2]
+    assert graphs.num_replays == 2
+    graphs(kind_of(3))
+    with pytest.raises(RuntimeError, match="freed since its capture"):
+        graphs(kind_of(2))
+
+
 def test_nothing_is_left_when_it_is_switched_off() -> None:
     before = torch.cuda.Event, torch.cuda.is_available()
     with SimulatedCuda():
@@ -229,14 +282,31 @@ def test_nothing_is_left_when_it_is_switched_off() -> None:
 # ---------------------------------------------------------------------------------------------- the device runner
 
 
+def tiny_path(folder: Path, **settings: object) -> Path:
+    """A checkpoint of one layer."""
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "kv_heads": 1, "window": 128, "num_masks": 2}
+    return tiny_checkpoint(folder / "tiny", **(sizes | settings))  # type: ignore[arg-type]
+
+
 def tiny(folder: Path, **settings: object) -> SpaceModel:
     """One layer that is computed row-invariantly on the simulated device."""
-    sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "kv_heads": 1, "window": 128, "num_masks": 2}
-    path = tiny_checkpoint(folder / "tiny", **(sizes | settings))  # type: ignore[arg-type]
-    return load_model(path, device="cuda", dtype="float32", exact=True)
+    return load_model(tiny_path(folder, **settings), device="cuda", dtype="float32", exact=True)
 
 
 GREEDY, SAMPLED = pb.Sampling(), pb.Sampling(seed=3, temperature=0.9)
+
+
+def never_waiting(taken: StepGraphs) -> Callable[[StepKind], Tensor]:
+    """Take steps so that a wait of the host in one that is captured or replayed raises."""
+
+    def take(kind: StepKind) -> Tensor:
+        torch.cuda.set_sync_debug_mode("error" if kind in taken._graphs else "default")
+        try:
+            return taken(kind)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return take
 
 
 def texts(
@@ -262,15 +332,7 @@ def texts(
     if worker.engine.device is not None:
         taken = worker.engine.device._take
         assert isinstance(taken, StepGraphs)
-
-        def never_waiting(kind: StepKind) -> Tensor:
-            torch.cuda.set_sync_debug_mode("error" if kind in taken._graphs else "default")
-            try:
-                return taken(kind)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        worker.engine.device._take = never_waiting
+        worker.engine.device._take = never_waiting(taken)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         client.run()
@@ -285,6 +347,7 @@ def accepts_and_rejects(drafts: Sequence[tuple[int, int]]) -> bool:
     return any(accepted for accepted, _ in drafts) and any(accepted < drafted for accepted, drafted in drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_device_step_fails_unseen")
 def test_drafts_of_the_head_leave_the_texts_of_the_simulated_device_as_they_are(
     device: SimulatedCuda, tmp_path: Path
@@ -314,3 +377,91 @@ def test_drafts_of_masks_leave_the_texts_of_the_simulated_device_as_they_are(
     on_host, _ = texts(model, FixedLayout.full(2), requests, max_tokens=24, steps="host")
     assert plain == drafted == on_host
     assert accepts_and_rejects(drafts)
+
+
+def turns(rules: Sequence[Callable[[DraftLimits], DraftLayout]]) -> FixedLayout:
+    """Take these rules in turns, one a step; each sequence of a step has the same layout."""
+    calls = count()
+
+    class Turns(FixedLayout):
+        def layouts(self, limits: Sequence[DraftLimits], load: StepLoad) -> list[DraftLayout]:
+            rule = rules[next(calls) % len(rules)]
+            return [rule(limit) for limit in limits]
+
+    return Turns(rules[0])
+
+
+PLAIN = [lambda limit: DraftLayout.plain()]
+BY_HEAD = [lambda limit: DraftLayout.by_head(min(limit.num_drafts, 2), 2)]
+PROMPT = [70 + number % 20 for number in range(17)]
+
+
+def interrupted(
+    model: SpaceModel,
+    rules: Sequence[Callable[[DraftLimits], DraftLayout]],
+    samplings: Sequence[pb.Sampling],
+    *,
+    max_tokens: int,
+    most_graphs: int = 64,
+    device_steps: bool = True,
+) -> tuple[list[list[int]], list[tuple[int, int]], int]:
+    """Run one request a sampling, all with the prompt of the first, whose page they share. The first is preempted after
+    two steps: released, and admitted again on that page with what it had emitted. Return the texts, accepted and
+    proposed drafts, and the number of captures."""
+    worker = Worker(
+        model,
+        num_blocks=32,
+        block_size=16,
+        controller=turns(rules),
+        max_sequences=len(samplings),
+        device_steps=device_steps,
+    )
+    client, num_captures = WorkerClient(worker), 0
+    if worker.engine.device is not None:
+        taken = worker.engine.device._take
+        assert isinstance(taken, StepGraphs)
+        taken._most, capture = most_graphs, taken._capture
+
+        def counted(kind: StepKind) -> Any:
+            nonlocal num_captures
+            num_captures += 1
+            return capture(kind)
+
+        taken._capture = counted  # type: ignore[method-assign]
+        worker.engine.device._take = never_waiting(taken)
+    limits = pb.Limits(max_tokens=max_tokens)
+    requests = [SequenceRequest(tuple(PROMPT), one, limits, max_draft_length=8) for one in samplings]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        first = client.submit(requests[0], num_pages=3)
+        client.run(lambda: bool(first.tokens))
+        page = first.pages[0]
+        client.keep([page])
+        others = [client.submit(one, num_pages=3, shared=[page]) for one in requests[1:]]
+        client.run(lambda: len(first.tokens) >= 3)
+        client.release_and_wait(first.seq_id)
+        assert first.finish == pb.FINISH_NONE
+        client.submit(first, num_pages=3, shared=[page])
+        client.run()
+        client.drop([page])
+    client.check_all_free()
+    sequences = [first, *others]
+    drafts = [(part.num_accepted, part.num_drafted) for one in sequences for part in one.reports if part.num_drafted]
+    return [one.tokens for one in sequences], drafts, num_captures
+
+
+@pytest.mark.usefixtures("no_device_step_fails_unseen")
+def test_drafts_of_the_head_survive_preemption_and_cached_prefixes_on_the_simulated_device(
+    device: SimulatedCuda, tmp_path: Path
+) -> None:
+    """Against plain decoding on the host's kernels, in float32."""
+    path = tiny_path(tmp_path, head_drafts=2)
+    plain, _, _ = interrupted(
+        load_model(path, device="cpu", dtype="float32"), PLAIN, (GREEDY, SAMPLED), max_tokens=9, device_steps=False
+    )
+    drafted, drafts, num_captures = interrupted(
+        load_model(path, device="cuda", dtype="float32", exact=True), BY_HEAD, (GREEDY, SAMPLED), max_tokens=9
+    )
+    assert drafted == plain
+    assert accepts_and_rejects(drafts)
+    assert num_captures
