@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-import grpc
+if TYPE_CHECKING:  # imported where it is used: it reads its environment once, and `quieten_grpc` sets that first
+    import grpc
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +99,15 @@ def server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
         shown = latest
         return _configuration(latest)
 
-    fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], renewed)  # returning None means unchanged
+    import grpc
+
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", renewed)  # returning None means unchanged
     return grpc.dynamic_ssl_server_credentials(_configuration(shown), fetch, shown.authority is not None)
 
 
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    import grpc
+
     return grpc.ssl_server_certificate_configuration([(certificate.key, certificate.cert)], certificate.authority)
 
 

@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 from space_common.process import JsonLines, forward_stderr, quieten_grpc, report_error
@@ -49,3 +51,8 @@ def test_a_wrong_flag_is_reported_as_json(
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
     quieten_grpc(logs_json=True)
     assert os.environ["GRPC_VERBOSITY"] == "DEBUG"  # as the operator has set it
+
+
+def test_the_command_line_does_not_import_grpc_before_it_is_quiet() -> None:
+    told = "import sys, space_router.cli; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0
