@@ -76,7 +76,7 @@ RUN apt-get update \
     && useradd --uid 10001 --no-create-home --home-dir /data --shell /usr/sbin/nologin spaceserve \
     && install --directory --owner spaceserve --group spaceserve /data
 COPY --from=build /opt/spaceserve /opt/spaceserve
-COPY --chmod=755 docker/entrypoint.sh /usr/local/bin/entrypoint.sh
+COPY --chmod=755 docker/image/entrypoint.py /usr/local/bin/entrypoint.py
 # Other models and compiled kernels live in /data; everything else may be mounted read-only (with a tmpfs at /tmp).
 ENV PATH=/opt/spaceserve/bin:$PATH \
     HF_HOME=/data/huggingface \
@@ -92,6 +92,6 @@ WORKDIR /data
 USER 10001
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --start-interval=2s --retries=3 \
-    CMD ["entrypoint.sh", "healthcheck"]
-ENTRYPOINT ["entrypoint.sh"]
+    CMD ["entrypoint.py", "healthcheck"]
+ENTRYPOINT ["entrypoint.py"]
 CMD ["serve"]

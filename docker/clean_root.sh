@@ -5,7 +5,7 @@
 #
 # Every COPY, RUN and ENV is read from docker/cpu.Dockerfile and done as written, in one root for both stages; only the
 # base is another (Debian with its own python3, not python:3.12-slim), and the caches of RUN --mount are left out. Then the
-# server runs as the image's user with the root mounted read-only, /tmp a tmpfs and /data writable, and may fetch nothing;
+# server runs as the image's user with the root mounted read-only, /tmp a tmpfs and /data writable, no shell, and may fetch nothing;
 # the image's health check must call it ready, and it must answer a question to the default model.
 #
 # Environment: MIRROR, SUITE of Debian; PIP_* of this shell are pip's in there, and BIND names folders to be seen there.
@@ -129,10 +129,14 @@ as_user() { chroot "${words[@]}" "$@"; }
 PORT=$(inside python3 -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
 words=(--userspec="$user:$user" "$new" /usr/bin/env -i "${variables[@]}" HOME=/data SPACESERVE_PORT="$PORT" SPACESERVE_OFFLINE=on)
 if as_user sh -c 'echo x >/opt/spaceserve/x' 2>/dev/null; then fail "the root is not read-only."; fi
-chroot "${words[@]}" sh -c 'cd /data && exec entrypoint.sh' >"$top/server.log" 2>&1 &
+for shell in sh dash bash; do # the image runs without one
+    if [ -e "$new/bin/$shell" ]; then mount --bind /dev/null "$new/bin/$shell"; fi
+done
+if as_user sh -c true 2>/dev/null; then fail "there still is a shell."; fi
+chroot "${words[@]}" env -C /data entrypoint.py >"$top/server.log" 2>&1 &
 server=$!
 for _ in $(seq 120); do
-    if as_user entrypoint.sh healthcheck serve 2>/dev/null; then ready=yes && break; fi
+    if as_user entrypoint.py healthcheck serve 2>/dev/null; then ready=yes && break; fi
     kill -0 "$server" 2>/dev/null || break
     sleep 1
 done

@@ -1,7 +1,7 @@
-"""The container health check, run by Docker as `entrypoint.sh healthcheck`.
+"""The container health check, run by Docker as `entrypoint.py healthcheck`.
 
 The address is taken from the command line of the container's first process and from the environment, or from arguments
-such as `entrypoint.sh healthcheck router --port 9000`.
+such as `entrypoint.py healthcheck router --port 9000`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from space_router.http_server.listening import UNIX, connected
 PATIENCE = 4.0  # seconds; Docker's timeout is 5
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 """Address to ask if the server listens on all addresses."""
-OWN = ("spaceserve", "entrypoint.sh")  # scripts whose first argument is a subcommand of `spaceserve`
+OWN = ("spaceserve", "entrypoint.py")  # scripts whose first argument is a subcommand of `spaceserve`
 
 
 class Unwell(Exception):

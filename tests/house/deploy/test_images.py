@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_server_is_not_root_and_says_when_it_is_ready(steps: list[tuple[str,
     last = dict(steps)
     assert int(last["USER"]) >= 1000
     assert '"healthcheck"' in last["HEALTHCHECK"]
-    assert json.loads(last["ENTRYPOINT"]) == ["entrypoint.sh"]
+    assert json.loads(last["ENTRYPOINT"]) == ["entrypoint.py"]
     assert json.loads(last["CMD"]) == ["serve"]
     assert "HF_HOME=/data/" in last["ENV"]
     assert "PYTHONSAFEPATH=1 " in last["ENV"] + " "
@@ -163,15 +164,29 @@ def test_hadolint_finds_nothing(root: Path) -> None:
 
 def entrypoint(root: Path, tmp_path: Path, *arguments: str, shown: str = "", **environment: str) -> str:
     """What the entrypoint runs: the stub spaceserve says how it was called."""
-    for name in ("spaceserve", "python"):
-        stub = tmp_path / name
-        stub.write_text(f'#!/bin/sh\necho "{name} $* host=$SPACESERVE_HOST$SHOWN"\n'.replace("$SHOWN", shown))
-        stub.chmod(0o755)
-    run = subprocess.run(
-        [str(root / "docker/entrypoint.sh"), *arguments],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    stub = tmp_path / "spaceserve"
+    stub.write_text(f'#!/bin/sh\necho "spaceserve $* host=$SPACESERVE_HOST{shown}"\n')
+    stub.chmod(0o755)
+    run = started(root, tmp_path, *arguments, **environment)
+    assert run.returncode == 0, run.stderr
     return run.stdout.strip()
+
+
+def started(root: Path, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The entrypoint as a container starts it, but by the interpreter of these tests."""
+    return subprocess.run(
+        [sys.executable, "-P", str(root / "docker/image/entrypoint.py"), *arguments],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def entrypoint_module(root: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("entrypoint", root / "docker/image/entrypoint.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -191,26 +206,23 @@ def test_the_entrypoint_runs_what_it_is_told(root: Path, tmp_path: Path, argumen
     assert entrypoint(root, tmp_path, *arguments) == run
 
 
-def test_the_entrypoint_knows_every_program_that_help_lists(root: Path, tmp_path: Path) -> None:
+def test_the_entrypoint_knows_every_program_that_help_lists(root: Path) -> None:
     help = subprocess.run(
         [sys.executable, "-m", "space_router", "--help"], capture_output=True, text=True, check=True
     ).stdout
     listed = re.findall(r"^    ([a-z]+)  ", help, flags=re.MULTILINE)
     assert {"serve", "router", "doctor", *PROGRAMS} == set(listed)
     for name in listed:
-        assert entrypoint(root, tmp_path, name).splitlines()[-1].startswith(f"spaceserve {name} ")
+        assert entrypoint_module(root).command([name, "--a"], {})[0] == ["spaceserve", name, "--a"]
 
 
 def test_an_image_without_the_packages_says_that_it_does_not_train(root: Path, tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    run = subprocess.run(
-        [str(root / "docker/entrypoint.sh"), "train", "--model", "demo"],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True,
-    )  # fmt: skip
+    """`-S`, so that the interpreter sees no packages; with them, `train` is run like any other."""
+    words = [sys.executable, "-S", str(root / "docker/image/entrypoint.py"), "train", "--model", "demo"]
+    run = subprocess.run(words, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert run.returncode == 2
     assert "does not train" in run.stderr
+    assert entrypoint(root, tmp_path, "train", "--model", "demo") == "spaceserve train --model demo host="
     locked = (root / "docker/locks/run.txt").read_text()
     assert not re.search(r"^(accelerate|datasets|tensorboard|matplotlib)==", locked, flags=re.MULTILINE)
 
@@ -225,22 +237,118 @@ def test_an_image_takes_the_place_of_another_servers(root: Path, tmp_path: Path)
     assert as_tgi.split() == ["spaceserve", "serve", "--model-id", "a/b", "host=", "80", "/data"]
     with_port = entrypoint(root, tmp_path, shown=shown, SPACESERVE_DROP_IN="tgi", PORT="81")
     assert with_port.split()[-2:] == ["81", "/data"]
-    assert entrypoint(root, tmp_path, "healthcheck", shown=shown, SPACESERVE_DROP_IN="tgi").split()[-2:] == [
-        "80",
-        "/data",
-    ]
+    words, there = entrypoint_module(root).command(["healthcheck", "--a"], {"SPACESERVE_DROP_IN": "tgi"})
+    assert words == [sys.executable, "-P", "-m", "space_router.commands.healthcheck", "--a"]
+    assert (there["PORT"], there["HF_HOME"]) == ("80", "/data")
+    as_vllm = entrypoint(root, tmp_path, SPACESERVE_DROP_IN="vllm")
+    assert as_vllm == "spaceserve serve host="
     as_llama = entrypoint(root, tmp_path, shown=shown, SPACESERVE_DROP_IN="llama.cpp")
     assert as_llama.split() == ["spaceserve", "serve", "host=", "0.0.0.0"]
 
 
-def test_the_health_check_fails_when_nobody_answers(root: Path) -> None:
-    run = subprocess.run(
-        [str(root / "docker/entrypoint.sh"), "healthcheck", "serve", "--max-queue", "9"],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "SPACESERVE_PORT": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+def test_the_health_check_fails_when_nobody_answers(root: Path, tmp_path: Path) -> None:
+    run = started(root, tmp_path, "healthcheck", "serve", "--max-queue", "9", SPACESERVE_PORT="1")
     assert run.returncode == 1
     assert "http://127.0.0.1:1/readyz" in run.stderr
+
+
+def test_a_command_that_cannot_be_run_ends_as_in_a_shell(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").touch(mode=0o600)
+    for name, code in (("nowhere", 127), (str(tmp_path / "locked"), 126)):
+        run = started(root, tmp_path, name)
+        assert run.returncode == code
+        assert run.stderr.startswith(f"entrypoint.py: {name}: ")
+
+
+def test_what_the_entrypoint_becomes_ends_at_a_closed_pipe_as_it_would_by_itself(root: Path, tmp_path: Path) -> None:
+    ignored = int(re.search(r"SigIgn:\s*(\w+)", started(root, tmp_path, "cat", "/proc/self/status").stdout)[1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1))
+
+
+# --------------------------------------------------------------------------------------------------------- no shell
+SHELLS = re.compile(r"(?:^|[\s/\"'])(?:ba|da|a|k|z)?sh(?=$|[\s\"'])")
+RUN_PATH = [*DOCKERFILES, "docker/image/entrypoint.py"]
+
+
+def shells_of_the_image(root: Path, name: str) -> list[str]:
+    """The lines of a file of the image's that a running container would need a shell for."""
+    text = (root / name).read_text(encoding="utf-8")
+    if not name.endswith("Dockerfile"):
+        return [line for line in text.splitlines()[:1] if SHELLS.search(line)]
+    last = [*instructions(text)]
+    last = last[max(number for number, (word, _) in enumerate(last) if word == "FROM") :]
+    started = [(word, rest.partition("CMD ")[2] if word == "HEALTHCHECK" else rest) for word, rest in last]
+    run = [(word, rest) for word, rest in started if word in ("ENTRYPOINT", "CMD", "HEALTHCHECK", "SHELL")]
+    return [f"{word} {rest}" for word, rest in run if not rest.startswith("[") or SHELLS.search(rest)]
+
+
+def shells_of_a_pod(objects: list[dict[str, Any]]) -> list[Any]:
+    """The commands, probes and hooks of pods that need a shell."""
+    pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] in ("Deployment", "StatefulSet")]
+    boxes = [box for pod in pods for kind in ("containers", "initContainers") for box in pod.get(kind, [])]
+    started = [value for box in boxes for key, value in box.items() if key in ("command", "args", "lifecycle")]
+    probes = [value for box in boxes for key, value in box.items() if key.endswith("Probe")]
+    return [one for one in [*started, *probes] if SHELLS.search(json.dumps(one))]
+
+
+def shells_of_compose(services: dict[str, Any]) -> list[Any]:
+    """The commands and health checks of services that need a shell: a health check given as a text is one, too."""
+    own = [one for one in services.values() if str(one.get("image", "spaceserve")).startswith("spaceserve")]
+    started = [one[key] for one in own for key in ("command", "entrypoint") if one.get(key)]
+    checks = [one["healthcheck"]["test"] for one in own if "test" in one.get("healthcheck", {})]
+    shelled = [one for one in checks if isinstance(one, str) or one[0] == "CMD-SHELL"]
+    return shelled + [one for one in [*started, *checks] if isinstance(one, str) or SHELLS.search(json.dumps(one))]
+
+
+def shells_in_a_running_container(text: str) -> list[str]:
+    """The lines of a page that run a shell in a container of ours, or have Docker run one (`--health-cmd`)."""
+    lines = re.findall(r"^.*(?:kubectl|docker) (?:exec|run) .*$|^.*--health-cmd.*$", text, flags=re.MULTILINE)
+    return [line for line in lines if SHELLS.search(line) or "--health-cmd" in line]
+
+
+def test_nothing_that_the_image_runs_needs_a_shell(root: Path) -> None:
+    assert [shells_of_the_image(root, name) for name in RUN_PATH] == [[], [], []]
+    for file in sorted((root / "docker").glob("compose*.yaml")):
+        assert shells_of_compose(yaml.safe_load(file.read_text(encoding="utf-8"))["services"]) == [], file.name
+    for file in sorted((root / "docker/manifests").glob("*.yaml")):
+        found = [one for one in yaml.safe_load_all(file.read_text(encoding="utf-8")) if one]
+        assert shells_of_a_pod(found) == [], file.name
+    for page in (root / "docker/KUBERNETES.md", root / "docker/README.md", root / "router/guides/deploy.md"):
+        assert shells_in_a_running_container(page.read_text(encoding="utf-8")) == [], page.name
+    called = re.compile(r"shell=True|os\.(?:system|popen)\(|[\"'](?:/bin/)?(?:ba)?sh[\"'],")
+    packages = [file for room in ("proto", "kernels", "router", "server") for file in (root / room).rglob("*.py")]
+    assert len(packages) > 300
+    assert [file for file in packages if called.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_a_shell_that_the_image_ran_would_be_seen(root: Path, tmp_path: Path) -> None:
+    written = (root / "docker/cpu.Dockerfile").read_text(encoding="utf-8")
+    for right, wrong in (
+        ('ENTRYPOINT ["entrypoint.py"]', "ENTRYPOINT entrypoint.py"),
+        ('CMD ["entrypoint.py", "healthcheck"]', "CMD entrypoint.py healthcheck"),
+        ('CMD ["serve"]', 'CMD ["sh", "-c", "serve"]'),
+        ('CMD ["serve"]', 'SHELL ["/bin/bash", "-c"]'),
+    ):
+        assert written.count(right) == 1
+        (tmp_path / "Dockerfile").write_text(written.replace(right, wrong), encoding="utf-8")
+        assert len(shells_of_the_image(tmp_path, "Dockerfile")) == 1, wrong
+    (tmp_path / "entry").write_text("#!/bin/sh\n", encoding="utf-8")
+    assert shells_of_the_image(tmp_path, "entry") == ["#!/bin/sh"]
+    for box in (
+        {"command": ["sh", "-c", "serve"]},
+        {"lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "sleep 5"]}}}},
+        {"livenessProbe": {"exec": {"command": ["bash", "-c", "true"]}}},
+    ):
+        pod = {"kind": "Deployment", "spec": {"template": {"spec": {"containers": [box]}}}}
+        assert len(shells_of_a_pod([pod])) == 1
+    for service in ({"command": "serve"}, {"healthcheck": {"test": ["CMD-SHELL", "true"]}}, {"command": ["sh"]}):
+        assert shells_of_compose({"a": service})
+    for line in (
+        "docker exec C sh -c true",
+        "kubectl exec deploy/R -- /bin/bash",
+        "docker run --health-cmd 'a b' spaceserve",
+    ):
+        assert shells_in_a_running_container(line) == [line]
 
 
 # ---------------------------------------------------------------------------------------------- compose and Grafana

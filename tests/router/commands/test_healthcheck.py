@@ -68,10 +68,13 @@ def answering(family: int = socket.AF_INET, address: object = ("127.0.0.1", 0), 
     ("command", "words"),
     [
         (["python", f"{VENV}/spaceserve", "serve", "--port", "9000"], ["serve", "--port", "9000"]),
-        (["/sbin/docker-init", "--", "entrypoint.sh", "router", "--port=1"], ["router", "--port=1"]),
-        (["/sbin/docker-init", "--", "entrypoint.sh", "--port", "9000"], ["serve", "--port", "9000"]),
-        (["/sbin/docker-init", "--", "entrypoint.sh"], ["serve"]),
-        (["/bin/sh", "/usr/local/bin/entrypoint.sh", "serve"], ["serve"]),  # which is about to begin
+        (["/sbin/docker-init", "--", "entrypoint.py", "router", "--port=1"], ["router", "--port=1"]),
+        (["/sbin/docker-init", "--", "entrypoint.py", "--port", "9000"], ["serve", "--port", "9000"]),
+        (["/sbin/docker-init", "--", "entrypoint.py"], ["serve"]),
+        (
+            ["/opt/spaceserve/bin/python", "-P", "/usr/local/bin/entrypoint.py", "serve"],
+            ["serve"],
+        ),  # which is about to begin
         (["python", "-m", "space_server", "--listen", "h:1"], ["worker", "--listen", "h:1"]),
         (["python", "-m", "space_eval.bench", "--rounds", "1"], ["bench", "--rounds", "1"]),
         (["bash"], []),
