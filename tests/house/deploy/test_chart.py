@@ -414,8 +414,9 @@ def test_every_alert_is_tried_with_figures_of_more_than_one_server(root: Path) -
         }
         assert fired < servers, one["name"]  # at least one fires, at least one does not
         assert fired, one["name"]
-        tried.update(dict.fromkeys(rule["alertname"] for rule in one["alert_rule_test"]))
+        tried.update(dict.fromkeys(rule["alertname"] for rule in one["alert_rule_test"] if rule["exp_alerts"]))
     assert tried.keys() == alerts(root).keys()
+    assert len(tried) >= 10
 
 
 def test_every_alert_has_its_paragraph_of_what_to_do_and_no_paragraph_is_of_none(root: Path) -> None:
@@ -426,6 +427,39 @@ def test_every_alert_has_its_paragraph_of_what_to_do_and_no_paragraph_is_of_none
     for name, rule in alerts(root).items():
         assert rule["annotations"]["runbook"] == f"docker/README.md#{name.lower()}"
         assert rule["labels"]["severity"] in {"page", "warn"}
+
+
+def watched(root: Path) -> dict[str, list[str]]:
+    """The rows of the guide's table of what to watch, by their first cell: query, what is normal, what to do."""
+    page = (root / "router/guides/operate.md").read_text(encoding="utf-8")
+    section = re.search(r"^## What to watch\n(.+?)^## ", page, flags=re.MULTILINE | re.DOTALL)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if line[:1] == "|"]
+    return {what: rest for what, *rest in rows[2:]}
+
+
+def test_what_to_watch_is_series_that_there_are_with_what_is_normal_and_what_to_do(root: Path) -> None:
+    """By the snapshot of the series and their label values, and by the alert that each row leads to."""
+    known = (root / "tests/house/snapshots/metrics.txt").read_text(encoding="utf-8").split("\n")
+    rows = watched(root)
+    assert len(rows) == 9
+    assert {"tokens per step", "drafts off", "queue waiting", "KV use", "errors", "aborted"} < rows.keys()
+    for what, (query, normal, cure) in rows.items():
+        assert normal, what
+        assert cure, what
+        asked = re.findall(r"(spaceserve_\w+)(\{[^}]*\})?", " ".join((query, normal, cure)))
+        assert asked, what
+        for name, labels in asked:
+            assert any(line.split("{")[0].split(" ")[0] == name for line in known), name
+            assert not labels or name + labels in known, name + labels
+        for runbook in re.findall(r"docker/README\.md#(\w+)", cure):
+            assert runbook in {name.lower() for name in alerts(root)}, what
+
+
+def test_promtool_takes_the_queries_of_what_to_watch(root: Path, tmp_path: Path) -> None:
+    queries = [query.strip("`") for query, _, _ in watched(root).values()]
+    rules = [{"record": f"watched:{number}", "expr": query} for number, query in enumerate(queries)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "watched", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in promtool(root, "check", "rules", str(tmp_path / "rules.yml"))
 
 
 def test_alerts_ask_only_for_series_and_labels_that_there_are(root: Path) -> None:
