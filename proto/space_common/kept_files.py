@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import stat
@@ -10,17 +11,26 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
 
-def keep_files(kind: str, name: str, make: Callable[[], Mapping[str, str]]) -> Path:
-    """Return the folder `kind/name` of the cache; if it is missing, `make` returns each of its files' text by name.
 
-    It is written atomically. Raises OSError if no folder can be written, and what `make` raises.
+def keep_files(kind: str, source: str, version: str, make: Callable[[], Mapping[str, str]]) -> Path:
+    """Return the folder `kind/source-version` of the cache; if it is missing, `make` returns each of its files' text by
+    name.
+
+    `source`: a hash of what the files are made from; `version`: of the code that makes them. It is written atomically.
+    Folders of other versions are left as they are, which the log says. Raises OSError if no folder can be written, and
+    what `make` raises.
     """
+    name = f"{source}-{version}"
     places = [place / kind for place in _places()]
     for place in places:
         if (place / name).is_dir():
             return place / name
     texts = make()
+    others = sum(1 for place in places for _ in place.glob(f"{source}-*"))
+    if others:
+        _log.info("%s: made anew for this version; %d of other versions are not used", places[0] / name, others)
     failures = []
     for place in places:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+from space_common.tokenizer import tokenizer_files
 from space_common.tokenizer.tokenizer_files import TokenizerFileError, published_tokenizer, tokenizer_json
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_router.text.checkpoint import locate
@@ -260,3 +261,19 @@ def test_own_symbols_with_spaces_are_refused(write: Write) -> None:
     folder = write(sentencepiece_model(user_defined_symbols=["▁▁▁▁"]))
     with pytest.raises(TokenizerFileError, match="'▁▁▁▁' as a symbol of its own"):
         tokenizer_json(folder)
+
+
+def test_files_of_older_and_newer_code_are_left_and_a_line_says_so(
+    write: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, kept = write(sentencepiece_model()), tokenizer_files._version()
+    made = []
+    with caplog.at_level("INFO"):
+        for version in ("older", "newer", kept):
+            monkeypatch.setattr(tokenizer_files, "_version", lambda version=version: version)
+            made.append(tokenizer_json(folder))
+            assert "1 of other versions are not used" in caplog.text or version == "older"
+            if version != kept:
+                made[-1].write_text("of another version")
+    assert f"{made[-1].parent}: made anew for this version; 2 of other versions are not used" in caplog.text
+    assert [file.read_text() == "of another version" for file in made] == [True, True, False]

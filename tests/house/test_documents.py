@@ -287,3 +287,24 @@ def test_the_series_and_templates_they_name_exist(whole: str, typed: list[list[s
 def test_the_first_page_cites_the_paper_and_thanks_those_it_owes(readme: str) -> None:
     for name in ("2402.11809", "cteant/SPACE", "LLaMA-Factory", "FastChat", "Text Generation Inference"):
         assert name in readme
+
+
+KEPT = {
+    "server/space_server/__main__.py": "step-cost-MODEL-HASH.json",
+    "proto/space_common/gguf/view.py": "`gguf`",
+    "proto/space_common/tokenizer/tokenizer_files.py": "tokenizers`",
+    "kernels/space_kernels/build/cpu_library.py": "compiled operations of CPUs",
+    "router/space_router/response_store.py": "--response-store",
+}
+"""What keeps files between starts, and the words of its row on the page."""
+
+
+def test_whatever_is_kept_between_starts_has_a_row_that_says_which_version_it_belongs_to(
+    root: Path, documents: dict[str, str]
+) -> None:
+    page = documents["router/guides/deploy.md"].partition("## State on disk")[2].partition("\n## ")[0]
+    keeps = re.compile(r"(?<!def )(?:cache_folder|keep_files)\(|sqlite3\.connect\(")
+    packages = (file for room in ("proto", "kernels", "router", "server") for file in (root / room).rglob("*.py"))
+    found = {str(file.relative_to(root)) for file in packages if keeps.search(file.read_text(encoding="utf-8"))}
+    assert found - {"server/space_server/startup/doctor.py"} == KEPT.keys()  # doctor only looks whether it may write
+    assert [words for words in KEPT.values() if words not in page] == []

@@ -569,6 +569,8 @@ def library_file(kind: str) -> Path:
                     return place
                 compiler = find_compiler()
                 _log.info("compiling the operations of this processor with %s", compiler)
+                if others := len(list(place.parent.glob(f"cpu-kernels-{kind}-{'[0-9a-f]' * 16}.so"))):
+                    _log.info("%d compiled of other sources in %s are not used", others, place.parent)
                 build(compiler, kind, platform.machine(), Path(folder)).replace(place)
         except PermissionError:
             continue

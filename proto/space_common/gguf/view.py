@@ -26,9 +26,8 @@ def view_folder(file: Path) -> Path:
 
 def view_of(file: GgufFile) -> Path:
     """Return the folder for a file with its header read. Raises GgufError for an unsupported model."""
-    name = f"{file.header_hash[:24]}-{_version()}"
     try:
-        return keep_files("gguf", name, lambda: view_files(file))
+        return keep_files("gguf", file.header_hash[:24], _version(), lambda: view_files(file))
     except OSError as error:
         raise GgufError(f"{file.path}: {error}") from error
 

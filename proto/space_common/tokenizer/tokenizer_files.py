@@ -53,7 +53,7 @@ def tokenizer_json(folder: Path) -> Path | None:
     texts = {name: _text(folder / name) for name in _SMALL_FILES}
     digest = hashlib.sha256(source.read_bytes() + json.dumps(texts).encode()).hexdigest()
     try:
-        kept = keep_files("tokenizers", f"{digest[:24]}-{_version()}", lambda: {TOKENIZER: _made(source, texts)})
+        kept = keep_files("tokenizers", digest[:24], _version(), lambda: {TOKENIZER: _made(source, texts)})
     except (GgufError, OSError) as error:
         raise TokenizerFileError(f"{source}: {error}") from error
     return kept / TOKENIZER

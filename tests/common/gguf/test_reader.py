@@ -130,10 +130,27 @@ def test_a_header_has_one_folder_with_the_files_of_a_checkpoint(write: Write, ca
     assert view_folder(write("other.gguf", values={"llama.rope.freq_base": 5e5})) != folder
 
 
-def test_other_code_writes_another_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = view_folder(write())
-    monkeypatch.setattr(view, "_version", lambda: "another")
-    assert view_folder(write()) != before
+def test_other_code_writes_another_folder(
+    write: Write, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older or newer: versions are digests, which have no order. What the others wrote stays, and a line says so."""
+    file, kept = write(), view._version()
+    with caplog.at_level("INFO"):
+        folders = []
+        for number, version in enumerate(("older", kept, "newer")):
+            caplog.clear()
+            monkeypatch.setattr(view, "_version", lambda version=version: version)
+            folders.append(view_folder(file))
+            said = [record.getMessage() for record in caplog.records if "other versions" in record.getMessage()]
+            line = f"{folders[-1]}: made anew for this version; {number} of other versions are not used"
+            assert said == ([line] if number else [])
+            (folders[-1] / "config.json").write_text(version)
+        monkeypatch.setattr(view, "_version", lambda: kept)
+        caplog.clear()
+        assert view_folder(file) == folders[1]
+        assert caplog.text == "", "a folder of this version is no news"
+    assert [(folder / "config.json").read_text() for folder in folders] == ["older", kept, "newer"]
+    assert sorted(cache.iterdir()) == sorted(folders)
 
 
 def test_processes_that_write_it_at_once_have_the_same_and_leave_nothing(write: Write, cache: Path) -> None:

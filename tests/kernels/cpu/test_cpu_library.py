@@ -102,6 +102,34 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert cpu_library.library_for(kind).path == built.path
 
 
+def test_libraries_of_older_and_newer_sources_are_left_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name has a digest of the sources; a library of others is neither loaded nor replaced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kind, of_these = cpu_library.own_kinds()[-1], "2" * 16
+
+    def compiled(_compiler: object, _kind: str, _machine: str, folder: Path) -> Path:
+        (folder / "made.so").write_text("of these sources")
+        return folder / "made.so"
+
+    monkeypatch.setattr(cpu_library, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(cpu_library, "build", compiled)
+    monkeypatch.setattr(cpu_library, "library_name", lambda kind, _machine: f"cpu-kernels-{kind}-{of_these}.so")
+    others = [tmp_path / "spaceserve" / f"cpu-kernels-{kind}-{digest * 16}.so" for digest in "13"]
+    others[0].parent.mkdir()
+    for other in others:
+        other.write_text("of other sources")
+    with caplog.at_level("INFO"):
+        assert cpu_library.library_file(kind).read_text() == "of these sources"
+    assert f"2 compiled of other sources in {others[0].parent} are not used" in caplog.text
+    assert [other.read_text() for other in others] == ["of other sources"] * 2
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert cpu_library.library_file(kind).is_file()
+    assert caplog.text == "", "once it is there, nothing is said"
+
+
 def test_without_a_compiler_torch_stands_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
