@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,7 @@ from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.device_runner.device_forward import StepGraphs, StepKind
 from space_server.speculation.controller import Controller, DraftLimits, FixedLayout, StepLoad
+from space_server.step_cost import StepCost, StepShape
 from space_server.worker import Worker
 from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
@@ -296,15 +299,31 @@ def tiny(folder: Path, **settings: object) -> SpaceModel:
 GREEDY, SAMPLED = pb.Sampling(), pb.Sampling(seed=3, temperature=0.9)
 
 
-def never_waiting(taken: StepGraphs) -> Callable[[StepKind], Tensor]:
+SECONDS_OF_REPLAY, SECONDS_OF_COMPILATION = 0.002, 9.0
+
+
+@dataclass
+class StepClock:
+    """The device's clock, which only steps move: a little by a replay, and far by a step that compiles or captures."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def never_waiting(taken: StepGraphs, clock: StepClock | None = None) -> Callable[[StepKind], Tensor]:
     """Take steps so that a wait of the host in one that is captured or replayed raises."""
 
     def take(kind: StepKind) -> Tensor:
-        torch.cuda.set_sync_debug_mode("error" if kind in taken._graphs else "default")
+        is_replay = kind in taken._graphs
+        torch.cuda.set_sync_debug_mode("error" if is_replay else "default")
         try:
             return taken(kind)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+            if clock is not None:
+                clock.now += SECONDS_OF_REPLAY if is_replay else SECONDS_OF_COMPILATION
 
     return take
 
@@ -404,6 +423,8 @@ def interrupted(
     max_tokens: int,
     most_graphs: int = 64,
     device_steps: bool = True,
+    cost: StepCost | None = None,
+    clock: StepClock | None = None,
 ) -> tuple[list[list[int]], list[tuple[int, int]], int]:
     """Run one request a sampling, all with the prompt of the first, whose page they share. The first is preempted after
     two steps: released, and admitted again on that page with what it had emitted. Return the texts, accepted and
@@ -415,6 +436,8 @@ def interrupted(
         controller=turns(rules),
         max_sequences=len(samplings),
         device_steps=device_steps,
+        cost=cost,
+        clock=clock or time.perf_counter,
     )
     client, num_captures = WorkerClient(worker), 0
     if worker.engine.device is not None:
@@ -428,20 +451,20 @@ def interrupted(
             return capture(kind)
 
         taken._capture = counted  # type: ignore[method-assign]
-        worker.engine.device._take = never_waiting(taken)
+        worker.engine.device._take = never_waiting(taken, clock)
     limits = pb.Limits(max_tokens=max_tokens)
     requests = [SequenceRequest(tuple(PROMPT), one, limits, max_draft_length=8) for one in samplings]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        first = client.submit(requests[0], num_pages=3)
+        first = client.submit(requests[0], num_pages=6)
         client.run(lambda: bool(first.tokens))
         page = first.pages[0]
         client.keep([page])
-        others = [client.submit(one, num_pages=3, shared=[page]) for one in requests[1:]]
+        others = [client.submit(one, num_pages=6, shared=[page]) for one in requests[1:]]
         client.run(lambda: len(first.tokens) >= 3)
         client.release_and_wait(first.seq_id)
         assert first.finish == pb.FINISH_NONE
-        client.submit(first, num_pages=3, shared=[page])
+        client.submit(first, num_pages=6, shared=[page])
         client.run()
         client.drop([page])
     client.check_all_free()
@@ -450,18 +473,39 @@ def interrupted(
     return [one.tokens for one in sequences], drafts, num_captures
 
 
+class LearntSteps(StepCost):
+    """Costs that also keep what they learn of decode steps."""
+
+    def __init__(self) -> None:
+        super().__init__(StepCost.typical("cuda").as_json())
+        self.seconds_of: list[float] = []
+
+    def learn(self, shape: StepShape, seconds: float) -> None:
+        super().learn(shape, seconds)
+        if not shape.num_prefill_rows:
+            self.seconds_of.append(seconds)
+
+
 @pytest.mark.usefixtures("no_device_step_fails_unseen")
-def test_drafts_of_the_head_survive_preemption_and_cached_prefixes_on_the_simulated_device(
-    device: SimulatedCuda, tmp_path: Path
-) -> None:
-    """Against plain decoding on the host's kernels, in float32."""
+def test_drafts_of_the_head_survive_preemption_and_cached_prefixes_on_the_simulated_device(tmp_path: Path) -> None:
+    """Against plain decoding on the host's kernels, in float32. What steps cost is learnt from replays alone: the other
+    steps compile their kernels, or are captured."""
+    clock, cost = StepClock(), LearntSteps()
     path = tiny_path(tmp_path, head_drafts=2)
     plain, _, _ = interrupted(
         load_model(path, device="cpu", dtype="float32"), PLAIN, (GREEDY, SAMPLED), max_tokens=9, device_steps=False
     )
-    drafted, drafts, num_captures = interrupted(
-        load_model(path, device="cuda", dtype="float32", exact=True), BY_HEAD, (GREEDY, SAMPLED), max_tokens=9
-    )
+    with SimulatedCuda(clock=clock):
+        drafted, drafts, num_captures = interrupted(
+            load_model(path, device="cuda", dtype="float32", exact=True),
+            BY_HEAD,
+            (GREEDY, SAMPLED),
+            max_tokens=9,
+            cost=cost,
+            clock=clock,
+        )
     assert drafted == plain
     assert accepts_and_rejects(drafts)
     assert num_captures
+    assert cost.seconds_of
+    assert max(cost.seconds_of) <= 2 * SECONDS_OF_REPLAY
