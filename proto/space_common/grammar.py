@@ -112,7 +112,7 @@ def _json_schema(source: str) -> str:
         raise GrammarError(f"A JSON schema is an object; this is {type(schema).__name__}.")
     if "x-guidance" in schema:
         raise GrammarError("`x-guidance` is not taken in a schema.")
-    _check_depth(schema)
+    check_depth(schema)
     return f"start: %json {json.dumps(schema | {'x-guidance': {**AS_ANY_OF, 'whitespace_pattern': WHITESPACE}})}"
 
 
@@ -169,7 +169,8 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Raise GrammarError if lists and objects are nested more than MOST_DEPTH deep."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [

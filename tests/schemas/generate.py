@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema_rs
 from space_common.grammar import GrammarError, GrammarProcess, compile_grammar
 from space_common.json_places import JsonPlaces
+from space_router.api.grammar_fields import json_schema_grammar
 from space_router.api.json_schema import enforceable
 from space_router.errors import InvalidRequest
 from space_server.grammar import GrammarState, TokenVocabulary, ids_of
@@ -88,14 +89,13 @@ class Outcome:
 def taken(schema: Mapping[str, Any], process: GrammarProcess) -> Taken | str | None:
     """Return what is enforced, or why the schema is refused; None: the process is of no use any more."""
     try:
-        enforced = enforceable(schema, "response_format", strict=False)
+        source = json_schema_grammar(dict(schema), "response_format").source
     except InvalidRequest as error:
         return str(error)
-    source = json.dumps(enforced)
     reasons = process.ask("json_schema", source, SECONDS)
     if reasons is None:
         return None
-    return reasons[0] if reasons else Taken(enforced, _open_keywords(schema), source)
+    return reasons[0] if reasons else Taken(json.loads(source), _open_keywords(schema), source)
 
 
 def _open_keywords(schema: Mapping[str, Any]) -> tuple[str, ...]:

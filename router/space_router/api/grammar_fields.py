@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import Field, model_validator
-from space_common.grammar import MOST_CHARACTERS, GrammarError, GrammarProcess
+from space_common.grammar import AS_ANY_OF, MOST_CHARACTERS, WHITESPACE, GrammarError, GrammarProcess, check_depth
 
-from space_router.api.json_schema import enforceable
+from space_router.api.json_schema import enforceable, without_annotations
 from space_router.engine.request.request import Grammar
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, Overloaded
@@ -26,6 +27,7 @@ OLD_NAMES = {f"guided_{name}": name for name in ("json", "regex", "choice", "gra
 
 # Strings, comments and regular expressions. An unclosed one extends to the end, so matching stays linear.
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*+"?|(?://|#)[^\n]*|/(?:\\.|[^/\\])++/?', re.DOTALL)
+_JSON_RULE = re.compile(rf"{_LITERAL.pattern}|(?P<rule>%json\b\s*)", re.DOTALL)
 _SPECIAL = re.compile(r"<[^<>\s]*>?")
 
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
@@ -157,17 +159,60 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
         if not isinstance(schema, dict):
             reason = f"`{param}` must hold a schema that is an object; got {short_repr(schema)}."
             raise InvalidRequest(reason, param=param)
-    return Grammar("json_schema", orjson.dumps(enforceable(schema, param, strict=strict)).decode())
+    _check_depth(schema, param)
+    kept = enforceable(schema, param, strict=strict)
+    source = orjson.dumps(kept).decode()
+    return Grammar("json_schema", source if len(source) <= MOST_CHARACTERS else _shortened(kept))
+
+
+def _shortened(schema: dict[str, Any]) -> str:
+    return orjson.dumps(without_annotations(schema)).decode()
 
 
 def lark_grammar(text: str, param: str) -> Grammar:
-    """Return the grammar for Lark's rules. Raises InvalidRequest."""
-    if found := _SPECIAL.search(_LITERAL.sub(" ", text)):
+    """Return the grammar for Lark's rules; of the schemas in it, behind `%json`, what can be enforced. Raises
+    InvalidRequest."""
+    written, around = "", ""  # all of it, and without the schemas
+    place = 0
+    for found in _JSON_RULE.finditer(text):
+        if found["rule"] is None or found.start() < place:
+            continue
+        schema, end = _schema_at(text, found.end(), param)
+        written += text[place : found.end()] + _guided(enforceable(schema, param, strict=False))
+        around += text[place : found.end()]
+        place = end
+    around += text[place:]
+    if special := _SPECIAL.search(_LITERAL.sub(" ", around)):
         raise InvalidRequest(
-            f"`{param}` asks for the special token {short_repr(found[0])}; a grammar is of text. Leave it out.",
+            f"`{param}` asks for the special token {short_repr(special[0])}; a grammar is of text. Leave it out.",
             param=param,
         )
-    return Grammar("lark", text)
+    return Grammar("lark", written + text[place:])
+
+
+def _schema_at(text: str, place: int, param: str) -> tuple[dict[str, Any], int]:
+    """Return the schema that is written here, and where it ends. Raises InvalidRequest."""
+    try:
+        schema, end = json.JSONDecoder().raw_decode(text, place)
+    except (ValueError, RecursionError):
+        schema, end = None, place
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        reason = f"`{param}` needs a JSON schema behind `%json`, an object without `x-guidance`."
+        raise InvalidRequest(reason, param=param, code="invalid_grammar")
+    _check_depth(schema, param)
+    return schema, end
+
+
+def _guided(schema: dict[str, Any]) -> str:
+    """Return a schema as a rule of Lark's has it, read like one that is a grammar of its own."""
+    return orjson.dumps(schema | {"x-guidance": {**AS_ANY_OF, "whitespace_pattern": WHITESPACE}}).decode()
+
+
+def _check_depth(schema: dict[str, Any], param: str) -> None:
+    try:
+        check_depth(schema)
+    except GrammarError as error:
+        raise InvalidRequest(f"`{param}` cannot be used: {error}", param=param, code="invalid_grammar") from None
 
 
 class TgiGrammar(Body):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from space_router.api.javascript_patterns import of_javascript
+from space_router.api.schema_references import as_uri, is_left_out, may_stand_beside_reference, nodes_of, prepare
 from space_router.api.string_formats import with_bounds
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
@@ -77,6 +78,11 @@ _ANNOTATIONS = frozenset({"default", "example", "examples", "title", "descriptio
 """Keywords that restrict nothing; beside a `$ref` to an outer schema the grammar library takes them for restrictions.
 What they hold is data."""
 
+_OF_EDITORS = frozenset(
+    {"markdownDescription", "enumDescriptions", "markdownEnumDescriptions", "defaultSnippets", "tsType"}
+)
+"""Annotations beyond the standard."""
+
 _OF_OBJECTS = frozenset(
     {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
 )
@@ -96,8 +102,9 @@ def enforceable(schema: Schema, param: str, *, strict: bool) -> dict[str, Any]:
     What is left open is named in a warning. Raises InvalidRequest for that with `strict`, and for numbers in `const`
     and `enum` that a double cannot hold.
     """
-    walk = _SchemaWalk(param)
+    walk = _SchemaWalk(param, str(schema.get("$schema")))
     kept = walk.object(schema)
+    walk.references(schema, kept)
     if walk.left_open:
         named = ", ".join(f"`{keyword}`" for keyword in walk.left_open)
         if strict:
@@ -116,6 +123,7 @@ class _SchemaWalk:
     """Goes through a schema and collects what is left open."""
 
     param: str
+    dialect: str = ""  # the schema's `$schema`
     left_open: dict[str, None] = field(default_factory=dict)  # keywords in the order they were met
 
     def schema(self, value: Any) -> Any:
@@ -127,10 +135,11 @@ class _SchemaWalk:
     def object(self, value: Schema) -> dict[str, Any]:
         """Return the enforceable part of a schema that is an object."""
         kept: dict[str, Any] = {}
+        value = _modern(value, self.dialect)
         for key, inner in value.items():
             if inner is None and key not in _DATA:
                 continue  # as if absent
-            if key in _OPEN:
+            if key in _OPEN or (key == "disallow" and "draft-03" in self.dialect):
                 self._open(key, inner)
             elif key in _ONE and not isinstance(inner, list):
                 kept[key] = self.schema(inner)
@@ -150,6 +159,8 @@ class _SchemaWalk:
                     kept[key] = dialect
             elif key == "$ref" and isinstance(inner, str) and not inner.startswith("#"):
                 self._open(f"$ref: {short_repr(inner)}", inner)  # nothing is fetched
+            elif key == "$ref" and isinstance(inner, str):
+                kept[key] = as_uri(inner)
             elif key not in _DATA | _ANNOTATIONS and isinstance(inner, Mapping):
                 kept[key] = self.object(inner)  # a place of schemas that a `$ref` may name
             elif key in _SIZES and isinstance(inner, float) and inner.is_integer():
@@ -161,7 +172,7 @@ class _SchemaWalk:
                     self._check_numbers(key, inner)
                 kept[key] = inner
         if "$ref" in kept:
-            kept = {key: inner for key, inner in kept.items() if key not in _ANNOTATIONS}
+            kept = {key: inner for key, inner in kept.items() if may_stand_beside_reference(key, inner)}
         self._patterns(kept)
         self._sizes(kept)
         if isinstance(kept.get("oneOf"), list):
@@ -169,6 +180,18 @@ class _SchemaWalk:
             if not _are_disjoint(kept["oneOf"]):
                 self._open("oneOf", None)  # the grammar takes it for `anyOf`
         return with_bounds(kept)
+
+    def references(self, schema: Schema, kept: dict[str, Any]) -> None:
+        """Leave references open to what is left out, and prepare the others. Changes `kept` in place."""
+        nodes = list(nodes_of(kept))
+        if any(node.keys() & {"$id", "id"} for node in nodes[1:]):
+            return  # references begin at those
+        for node in nodes:
+            reference = node.get("$ref")
+            if isinstance(reference, str) and is_left_out(schema, kept, reference):
+                del node["$ref"]
+                self._open(f"$ref: {short_repr(reference)}", reference)
+        prepare(kept, nodes, lambda keyword: self._open(keyword, None))
 
     def _open(self, keyword: str, value: Any) -> None:
         has_no_effect = _NO_EFFECT.get(keyword)
@@ -222,6 +245,51 @@ class _SchemaWalk:
                 param=self.param,
                 code="unsupported_schema",
             )
+
+
+def _modern(schema: Schema, dialect: str) -> Schema:
+    """Return a schema without what only draft 3 had, and with anchors as they are written now."""
+    changed = dict(schema)
+    if isinstance(kinds := changed.get("type"), str | list):
+        every = kinds if isinstance(kinds, list) else [kinds]
+        if "any" in every:
+            del changed["type"]
+        elif any(isinstance(kind, Mapping) for kind in every) and "anyOf" not in changed:
+            changed["anyOf"] = [kind if isinstance(kind, Mapping) else {"type": kind} for kind in every]
+            del changed["type"]
+    if isinstance(changed.get("required"), bool):
+        del changed["required"]  # said of a property
+    if isinstance(properties := changed.get("properties"), Mapping) and "required" not in changed:
+        names = [name for name, one in properties.items() if isinstance(one, Mapping) and one.get("required") is True]
+        changed |= {"required": names} if names else {}
+    for key in ("id", "$id"):
+        if not _dialect(dialect) and isinstance(anchor := changed.get(key), str) and _ANCHOR.fullmatch(anchor):
+            changed["$anchor"] = changed.pop(key)[1:]
+    if "draft-03" in dialect:
+        if isinstance(base := changed.pop("extends", None), Mapping | list):
+            changed["allOf"] = base if isinstance(base, list) else [base]
+        if "divisibleBy" in changed:
+            changed["multipleOf"] = changed.pop("divisibleBy")
+    return changed
+
+
+_ANCHOR = re.compile(r"#[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+def without_annotations(value: Any, *, is_named: bool = False) -> Any:
+    """Return a schema without what describes values, for one that is too long with it. `is_named`: it holds schemas by
+    their names."""
+    if isinstance(value, list):
+        return [without_annotations(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: inner
+        if key in _DATA and not is_named
+        else without_annotations(inner, is_named=key in _NAMED and not is_named)
+        for key, inner in value.items()
+        if is_named or not (key in _ANNOTATIONS or key in _OF_EDITORS or key.startswith("x-"))
+    }
 
 
 def _strings(value: Any) -> frozenset[str]:

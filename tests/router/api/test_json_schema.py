@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
-from space_common.grammar import lark
+from space_common.grammar import MOST_CHARACTERS, lark
 from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
 from space_router.api.generation import translate
+from space_router.api.grammar_fields import json_schema_grammar, lark_grammar
 from space_router.api.json_schema import enforceable
 from space_router.engine.errors import RequestFailed
 from space_router.errors import InvalidRequest
@@ -147,13 +148,67 @@ def test_a_model_that_contains_itself_may_have_a_default_beside_the_reference() 
     assert opened({"$ref": "#/$defs/Node", "$defs": {"Node": node}})[1] == []
 
 
+def test_keywords_of_older_drafts_keep_their_meaning() -> None:
+    third = "http://json-schema.org/draft-03/schema#"
+    properties = {"a": {"type": "any", "required": True}, "b": {"type": ["null", {"minLength": 2}], "required": False}}
+    kept, named = opened(
+        {"$schema": third, "properties": properties, "extends": {"type": "object"}, "disallow": "null"}
+    )
+    assert kept == {
+        "properties": {"a": {}, "b": {"anyOf": [{"type": "null"}, {"minLength": 2}]}},
+        "allOf": [{"type": "object"}],
+        "required": ["a"],
+    }
+    assert named == ["disallow"]
+    assert opened({"$schema": third, "divisibleBy": 3})[0] == {"multipleOf": 3}
+    assert opened({"divisibleBy": 3, "extends": 1}) == ({"divisibleBy": 3, "extends": 1}, [])
+    anchored = {"$ref": "#named", "$defs": {"a": {"id": "#named", "type": "null"}}}
+    assert opened(anchored)[0]["$defs"] == {"a": {"$anchor": "named", "type": "null"}}
+
+
+def test_a_schema_that_its_descriptions_make_too_long_is_sent_without_them() -> None:
+    properties = {"title": {"type": "string", "description": "x" * MOST_CHARACTERS}, "c": {"const": {"title": 1}}}
+    grammar = json_schema_grammar({"type": "object", "properties": properties, "x-y": 1}, "tools")
+    assert json.loads(grammar.source) == {
+        "type": "object",
+        "properties": {"title": {"type": "string"}, "c": {"const": {"title": 1}}},
+    }
+    properties["title"]["description"] = "x"
+    assert "description" in json_schema_grammar({"properties": properties}, "tools").source
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
+    for text in ('{"items":' * 900 + "{}" + "}" * 900, '{"enum":[' + "[" * 70 + "]" * 70 + "]}"):
+        with pytest.raises(InvalidRequest, match="nested more than 64 deep"):
+            json_schema_grammar(text, "tools")
+        with pytest.raises(InvalidRequest, match="nested more than 64 deep"):
+            lark_grammar(f"start: %json {text}", "tools")
+
+
 KEYWORDS = [
     *("type", "properties", "required", "items", "enum", "const", "oneOf", "anyOf", "allOf", "not", "if"),
     *("pattern", "format", "minProperties", "patternProperties", "additionalProperties", "$ref", "$schema"),
-    *("$defs", "uniqueItems", "maximum", "prefixItems", "minLength", "default"),
+    *(
+        "$defs",
+        "uniqueItems",
+        "maximum",
+        "prefixItems",
+        "minLength",
+        "default",
+        "extends",
+        "id",
+        "items",
+        "maxProperties",
+    ),
 ]
+WORDS = [*KEYWORDS, "#", "#/$defs/a", "#/items", "any"]
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4), st.sampled_from(KEYWORDS)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=4),
+    st.sampled_from(WORDS),
 )
 HOSTILE = st.recursive(
     LEAVES,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from doubles.router.whole_router import Start
-from space_common.grammar import GrammarProcess
+from space_common.grammar import GrammarProcess, _bytes_and, compile_grammar
 from space_proto import worker_pb2
 from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, lark_grammar, tgi_grammar
 from space_router.api.openai import completions
@@ -20,6 +20,7 @@ from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Grammar, GrammarKind, SamplingOptions
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import validate
+from space_router.http_server.warnings import collect_warnings
 
 USER = [{"role": "user", "content": "Say"}]
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "string"}}, "required": ["z"]}
@@ -268,3 +269,22 @@ async def test_gbnf_that_takes_long_to_read_is_refused_and_holds_no_other(router
     assert "GBNF that cannot be read within 0.3 s" in answer.json()["error"]["message"]
     assert longest < 1.0
     assert check._idle == []
+
+
+def test_schemas_in_a_grammar_of_rules_are_read_like_others() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"pattern": "^.$", "format": "<a>"}}
+    with collect_warnings() as warnings:
+        grammar = lark_grammar(f'start: "a" x // %json 1\nx: %json {json.dumps(schema)} | "%json"', "grammar")
+    assert "`uniqueItems`, `format: '<a>'`" in warnings[0]
+    begin, _, rest = grammar.source.partition("\nx: %json ")
+    assert begin == 'start: "a" x // %json 1'
+    written, end = json.JSONDecoder().raw_decode(rest)
+    assert rest[end:] == ' | "%json"'
+    assert written.pop("x-guidance")["coerce_one_of"] is True
+    assert written == {"type": "array", "items": {"pattern": r"^[^\n\r\u2028\u2029]$"}}
+    compile_grammar(_bytes_and(frozenset()), "lark", grammar.source)
+    for text in ("start: %json 5", "start: %json {", 'start: %json {"x-guidance": {}}', "start: %json"):
+        with pytest.raises(InvalidRequest, match="needs a JSON schema behind `%json`"):
+            lark_grammar(text, "grammar")
+    with pytest.raises(InvalidRequest, match="special token"):
+        lark_grammar("start: %json {} <eos>", "grammar")
