@@ -46,7 +46,7 @@ schemas: install  ## texts under every schema of JSONSchemaTestSuite, schemastor
 page: install  ## the page in headless Chromium, in front of a real server (Debian: apt-get install chromium)
 	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page
 
-real: install  ## real models (SmolLM2 with its drafts, Gemma 3; 350 MB once): exact text, transformers' logits, every command
+real: install  ## real models (SmolLM2 with its drafts, Gemma 3, MiniLM; 430 MB once): exact text, transformers' logits, every command
 	@$(PYTHON_IN_VENV) tests/support/real_models.py && echo "pytest -m real" && $(PYTEST) -m real tests/real
 
 dashboard: install  ## a real Prometheus scrapes a real server, every panel is asked and drawn (Debian: apt-get install prometheus)

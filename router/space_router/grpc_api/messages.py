@@ -14,6 +14,7 @@ from space_router.api.generation import ChoiceState, Generation, mean_logprob, s
 from space_router.api.openai import chat, completions
 from space_router.api.openai.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, ChatBody, CompletionBody, Count20
 from space_router.api.openai.stream import finite
+from space_router.api.pooling.embeddings import EmbeddingBody
 from space_router.api.request_builder import GenerationPlan, Prompt, RequestBuilder
 from space_router.api.service import Service
 from space_router.engine.request.request import TokenLogprobs
@@ -56,6 +57,14 @@ def values_of(request: generate_pb2.GenerateRequest) -> dict[str, Any]:
     if request.HasField("chat_template_kwargs"):
         values["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
     return values | _prompt(request)
+
+
+def embedding_body(request: generate_pb2.EmbedRequest) -> EmbeddingBody:
+    """Return a call for vectors as HTTP's body. Raises InvalidRequest."""
+    refuse_unknown(request)
+    values: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+    texts = [one.text if one.HasField("text") else list(one.ids.ids) for one in request.input]
+    return validate(EmbeddingBody, values | {"input": texts})
 
 
 def conversation(messages: Iterable[generate_pb2.ChatMessage]) -> list[dict[str, Any]]:

@@ -20,12 +20,14 @@ from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.api.openai.chat import conversation_text
 from space_router.api.openai.fields import ChatBody
 from space_router.api.ops.operating import VERSION
+from space_router.api.pooling import embeddings
+from space_router.api.pooling.sources import counted, request_id
 from space_router.api.request_builder import PromptOptions, RequestBuilder, max_forced_drafts
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
 from space_router.errors import ConfigError, InvalidRequest, SlowReader, Unauthorized
 from space_router.grpc_api.interceptors import NUM_GUESTS, CallChecks, Context, answering, authorization
-from space_router.grpc_api.messages import Events, conversation, read, refuse_unknown, shown
+from space_router.grpc_api.messages import Events, conversation, embedding_body, read, refuse_unknown, shown
 from space_router.http_server.body import validate
 from space_router.http_server.listening import bound_buffers
 
@@ -166,6 +168,25 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
             reply.text = await self._service.text_pool.run(
                 self._key(context), request.ByteSize(), decode, ids, skip_special_tokens=request.skip_special_tokens
             )
+        return reply
+
+    async def Embed(self, request: generate_pb2.EmbedRequest, context: Context) -> generate_pb2.EmbedReply:
+        """Return the vectors of texts. What they hold is freed when the client leaves."""
+        service, size, reply = self._service, request.ByteSize(), generate_pb2.EmbedReply()
+        with call_span(service.tracer, "spaceserve.v1.Generate/Embed", context.invocation_metadata()):
+            async with answering(context, service.metrics), self._text_work(context, size):
+                key = self._key(context)
+                body = embedding_body(request)
+                source, texts, options = embeddings.asked_for(service, key, body)
+                made = await service.text_pool.run(key, size, source.tokenise, texts, options)
+                reply.prompt_tokens = source.num_tokens(made)
+                reply.request_id, reply.model = request_id("embd", body.request_id), source.name
+                await context.send_initial_metadata((("x-request-id", reply.request_id),))
+                async with counted(service, key, reply.prompt_tokens):
+                    vectors = await source.run(reply.request_id, made)
+                    is_normal = body.normalize is not False
+                    for one in embeddings.shown(vectors, dimensions=body.dimensions, normalise=is_normal):
+                        reply.embeddings.add().values.extend(one)
         return reply
 
     async def Info(self, request: generate_pb2.InfoRequest, context: Context) -> generate_pb2.InfoReply:

@@ -111,11 +111,12 @@ class ModelNeed:
     held: str = "plain"  # one of precision.WEIGHTS
     fp8_kv: bool = False
     states: int = 0  # recurrent states of one sequence; 0: there are none
+    encoder: int = 0  # the encoder beside the model
 
     @property
     def fixed(self) -> int:
         """All but keys and values."""
-        return self.weights + self.head + self.drafting + self.step
+        return self.weights + self.head + self.drafting + self.encoder + self.step
 
     @property
     def keys_and_values(self) -> int:
@@ -177,6 +178,7 @@ class ModelNeed:
             unread=unread,
             most_drafts=config.max_draft_length,
         )
+        need = replace(need, encoder=_encoder_bytes(config.embedding_model))
         return need if asked.weights == "plain" else need.with_weights(asked.weights) or need
 
     @classmethod
@@ -283,6 +285,7 @@ class ModelNeed:
             (self.weights, f"weights in {str(self.dtype).removeprefix('torch.')}{of_linears}"),
             (self.head, "the output head's packed copy"),
             (self.drafting, "what drafts"),
+            (self.encoder, "the encoder"),
             (self.states, "recurrent states of a sequence"),
             (self.keys_and_values if windows else 0, f"keys and values of one window of {self.window}"),
             (self.step, "a step"),
@@ -450,6 +453,16 @@ def _in_linears(stored: Iterator[tuple[str, str, int]], kinds: Collection[str]) 
     stay in memory until packed."""
     names = ("embed", "lm_head", "norm", "bias", EXPANSION)
     return sum(count for name, kind, count in stored if kind in kinds and not any(part in name for part in names))
+
+
+def _encoder_bytes(place: str | None) -> int:
+    """Return the bytes of an encoder's weights in memory, all in float32; 0 if there is none, or it is not here yet.
+
+    Raises ModelError.
+    """
+    if place is None or not Path(place).exists():
+        return 0
+    return _held(stored(Checkpoint.open(place)), None, torch.float32)
 
 
 def _held(stored: Iterator[tuple[str, str, int]], config: PreTrainedConfig | None, dtype: torch.dtype) -> int:

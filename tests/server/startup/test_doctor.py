@@ -12,10 +12,13 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
+from doubles.encoders import write_encoder
 from eagle_heads import DenseHead, HeadShape, dense_base
 from space_common.finding import Finding
 from space_common.nvml import NvmlError
 from space_kernels.build import cpu_library
+from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.eagle import load_eagle
 from space_model.loading.load import load_model
 from space_server.__main__ import _check_machine
@@ -23,8 +26,9 @@ from space_server.__main__ import main as serve
 from space_server.config import ModelSource, parse
 from space_server.startup import doctor
 from space_server.startup.doctor import TorchBuild, check_compiler, check_gpu, check_shared_memory, examine, main
-from space_server.startup.model_need import ModelNeed
+from space_server.startup.model_need import ModelNeed, shown
 from tiny_checkpoints import add_mtp_layer, released_adapter, tiny_checkpoint, tiny_lora
+from transformers import AutoModel
 
 H100 = SimpleNamespace(name="NVIDIA H100", memory=80 * 1024**3)
 CUDA_13 = TorchBuild("2.13.0", "13.0", sees_gpu=True)
@@ -360,3 +364,15 @@ def test_an_mtp_layer_is_counted_alone(tmp_path: Path) -> None:
     assert 0 < both.drafting - alone.drafting < alone.weights
     states = 64 * both.dtype.itemsize
     assert both.kv_bytes_per_token == alone.kv_bytes_per_token * 3 // 2 + states
+
+
+def test_the_encoder_beside_the_model_is_counted(tmp_path: Path) -> None:
+    model, place = tiny_checkpoint(tmp_path), write_encoder(tmp_path / "encoder")
+    words = [*LISTEN, "--model", str(model), "--embedding-model", str(place)]
+    alone, both = (ModelNeed.asked(parse(words[:end]), Checkpoint.open(str(model))) for end in (-2, None))
+    loaded = AutoModel.from_pretrained(place, dtype=torch.float32)
+    assert both.encoder == sum(one.numel() * 4 for one in loaded.parameters())
+    assert both.fixed == alone.fixed + both.encoder
+    assert both.held_in(torch.bfloat16).encoder == both.encoder
+    assert f"the encoder {shown(both.encoder)}" in both.parts()
+    assert any(f"the encoder {shown(both.encoder)}" in one.fact for one in examine(parse(words)))

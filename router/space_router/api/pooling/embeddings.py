@@ -140,6 +140,18 @@ def in_base64(vector: Vector) -> str:
     return base64.b64encode(values.tobytes()).decode()
 
 
+def asked_for(service: Service, key: str, body: EmbeddingBody) -> tuple[PoolingSource, list[Any], InputOptions]:
+    """Return what makes the vectors, the texts, and how they are tokenised. Raises ApiError."""
+    source = choose_source(service, key, body.model, pooling=body.pooling, priority=body.priority)
+    check_makes_vectors(source)
+    special = body.add_special_tokens is not False
+    return (
+        source,
+        texts_of(body.input, "input"),
+        InputOptions("input", special, body.truncate_prompt_tokens, body.prompt_name),
+    )
+
+
 def check_makes_vectors(source: PoolingSource) -> None:
     """Raise InvalidRequest for a cross-encoder."""
     if source.scores_pairs:
@@ -168,12 +180,9 @@ def routes(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """Vectors of texts, of length 1."""
         body, size = await service.read(request, EmbeddingBody)
-        source = choose_source(service, key_of(request), body.model, pooling=body.pooling, priority=body.priority)
-        options = InputOptions(
-            "input", body.add_special_tokens is not False, body.truncate_prompt_tokens, body.prompt_name
-        )
+        source, texts, options = asked_for(service, key_of(request), body)
         name = request_id("embd", body.request_id)
-        vectors, num_tokens = await vectors_of(request, size, source, texts_of(body.input, "input"), options, name)
+        vectors, num_tokens = await vectors_of(request, size, source, texts, options, name)
         made = shown(vectors, dimensions=body.dimensions, normalise=body.normalize is not False)
         written = [in_base64(one) for one in made] if body.encoding_format == "base64" else made
         answer = {
