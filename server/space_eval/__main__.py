@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from space_model.model_error import ModelError
 
 from space_eval.bench.server_process import exit_on_sigterm
-from space_eval.flags import EvalError
+from space_eval.flags import EvalError, check_out
 
 COMMANDS = {
     "acceptance": ("space_eval.acceptance.command", "tokens per step by k and temperature, loops apart"),
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         options = parser(given).parse_args(given)
+        if options.out is not None:
+            check_out(options.out)  # now, and not when everything has been measured
         status: int = options.run(options)
     except (EvalError, ModelError) as error:
         print(f"spaceserve eval: {error}", file=sys.stderr)

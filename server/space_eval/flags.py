@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -56,3 +58,14 @@ def number_in(low: float, high: float, what: str = "a number") -> Callable[[str]
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return some flags by name, as keyword arguments."""
     return {name: getattr(options, name) for name in names}
+
+
+def check_out(out: Path) -> None:
+    """Raise FlagError if nothing can be written to the folder (or .json file) that --out names; it need not exist."""
+    folder = (out.parent if out.suffix == ".json" else out).absolute()
+    try:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise FlagError(f"--out: {out} cannot be written: {error.strerror or error}. Give another folder.") from error

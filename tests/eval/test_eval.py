@@ -66,3 +66,11 @@ def test_a_removed_benchmark_says_what_to_use_instead(name: str, capsys: pytest.
     assert name not in bench.COMMANDS
     assert bench.main([name]) == 2
     assert capsys.readouterr() == ("", f"spaceserve bench {name} was removed; {bench.MOVED[name]}\n")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", "/no/model", "--prompts", "/no/prompts", "--out", f"{__file__}/out"]
+    assert main(["acceptance", *given]) == 2
+    assert "test_eval.py/out cannot be written: Not a directory" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from space_eval.bench.arms import APIS, Exchange
 from space_eval.bench.workload import FORMS, Closed, Lengths, LoadShape, Open, Swing
-from space_eval.flags import FlagError, number_in, whole, whole_from
+from space_eval.flags import FlagError, check_out, number_in, whole, whole_from
 
 Read = TypeVar("Read")
 
@@ -131,6 +131,8 @@ def parse(argv: Sequence[str], commands: str) -> tuple[BenchSettings, list[str]]
     names = [name for name, _ in settings.urls]
     if len(set(names)) < len(names):
         raise FlagError(f"--url: two servers are called {names[-1]!r}; give each its own NAME=http://…")
+    if settings.out is not None:
+        check_out(settings.out)  # now, and not when everything has been measured
     return settings, serve_flags
 
 

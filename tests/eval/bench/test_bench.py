@@ -249,6 +249,8 @@ def test_flags_that_mean_nothing_are_refused_by_name(
         (["--swing", "1:2:1s", "--requests", "5"], 2, "give --duration instead"),
         (["--url", "http://x", "--rate", "file"], 2, "takes the arrivals of --prompts FILE"),
         (["--url", "http://x", "--prompts", "/none"], 2, "There is no prompt file at /none"),
+        (["--url", "http://x", "--out", f"{__file__}/out"], 2, "cannot be written: Not a directory"),
+        (["--url", "http://x", "--out", f"{__file__}/out.json"], 2, "cannot be written: Not a directory"),
     ],
 )
 def test_unusable_settings_end_with_one_line(
