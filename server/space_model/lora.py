@@ -133,18 +133,30 @@ def read_lora(folder: Path, base: LoraBase) -> Lora:
     return Lora(digest, pairs)
 
 
-def describe_lora(folder: Path) -> str:
-    """Return rank and number of linears of a LoRA, without its base. Raises InvalidLora as `read_lora` does for its
-    config and names."""
+_HIDDEN_SIDED = re.compile(r"\.(?:[qkvo]|gate|up|down)_proj$")
+"""Linears that read or write the hidden state in every family that has them."""
+
+
+def describe_lora(folder: Path, hidden_size: int) -> str:
+    """Return rank and number of linears of a LoRA, without its base's weights. Raises InvalidLora as `read_lora` does
+    for its config and names, and if its linears are not those of a base with this hidden size."""
     try:
         config = read_object(folder / LORA_CONFIG)
         _check_config(folder, config)
         with safe_open(folder / LORA_WEIGHTS, framework="pt") as found:
-            names = list(found.keys())
+            shapes = {name: found.get_slice(name).get_shape() for name in found.keys()}  # noqa: SIM118
     except (CheckpointNotFound, OSError, SafetensorError) as error:
         raise InvalidLora(f"{folder} is no LoRA of peft that can be read: {error}") from error
+    names = list(shapes)
     if others := [name for name in names if not name.endswith((_A, _B))]:
         raise InvalidLora(f"{folder} has {min(others)}, which is not served. {how_to_merge(folder)}")
+    for path in (name.removesuffix(_A) for name in names if name.endswith(_A)):
+        inputs, outputs = shapes[path + _A][-1], shapes.get(path + _B, [hidden_size])[0]
+        if _HIDDEN_SIDED.search(path) and hidden_size not in (inputs, outputs):
+            raise InvalidLora(
+                f"{folder} changes {path.removeprefix(_PREFIX)} from {inputs} to {outputs} values; the hidden size of "
+                f"this model is {hidden_size}. Is it for this base?"
+            )
     return f"rank {config.get('r')} on {len(names) // 2} linears"
 
 

@@ -293,7 +293,7 @@ def _model(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
         f"({asked.dtype_reason}){kept}; {drafts}",
     )
     yield from adapters
-    yield from _check_loras(config, device)
+    yield from _check_loras(config, device, int(model.hidden_size))
     yield _attention(config, device, asked.dtype, model)
     trained = family.positions(model) or 0
     window = config.max_model_len or trained
@@ -398,13 +398,13 @@ def _check_adapters(config: WorkerSettings, checkpoint: Checkpoint, asked: Asked
     return found
 
 
-def _check_loras(config: WorkerSettings, device: torch.device) -> Iterator[Finding]:
-    """Check the folders of --lora; whether they fit the model's linears is known once it is loaded."""
+def _check_loras(config: WorkerSettings, device: torch.device, hidden_size: int) -> Iterator[Finding]:
+    """Check the folders of --lora; whether they fit every linear of the model is known once it is loaded."""
     for name, folder in config.lora:
         try:
             if why_none := why_no_loras(device, config.tensor_parallel):
                 raise InvalidLora(why_none)
-            yield Finding("model", "ok", f"--lora {name}: a LoRA, {describe_lora(Path(folder))}")
+            yield Finding("model", "ok", f"--lora {name}: a LoRA, {describe_lora(Path(folder), hidden_size)}")
         except InvalidLora as error:
             yield Finding("model", "fail", f"--lora {name}: {error}")
 

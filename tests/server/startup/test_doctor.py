@@ -228,9 +228,11 @@ def test_an_adapter_of_another_base_is_found_and_a_worker_says_so_too(
 def test_a_lora_is_described_or_refused_with_its_cure(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base")
     good, dora = tiny_lora(tmp_path / "good", base), tiny_lora(tmp_path / "dora", base, use_dora=True)
-    words = ["--model", str(base), "--lora", f"a={good}", "--lora", f"b={dora}"]
+    other = tiny_lora(tmp_path / "other", tiny_checkpoint(tmp_path / "wider", hidden_size=128))
+    words = ["--model", str(base), "--lora", f"a={good}", "--lora", f"b={dora}", "--lora", f"c={other}"]
     found = [finding for finding in examine(parse([*LISTEN, *words])) if finding.fact.startswith("--lora")]
-    assert [finding.state for finding in found] == ["ok", "fail"]
+    assert [finding.state for finding in found] == ["ok", "fail", "fail"]
+    assert "Is it for this base?" in found[2].fact
     assert found[0].fact == "--lora a: a LoRA, rank 4 on 14 linears"
     assert "DoRA" in found[1].fact
     assert "merge_and_unload" in found[1].fact
