@@ -86,7 +86,7 @@ chaos: install  ## everything at once: kills, cuts, full disk, clock jumps, floo
 
 # On a GPU machine without this environment its own python3 runs it: nothing of it needs the router.
 gpu-check: export PYTHONPATH := $(CURDIR)/kernels:$(CURDIR)/proto:$(CURDIR)/server:$(CURDIR)/tests/support:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-check:  ## what only a GPU can show, and one report (DRY=1: every stage, tiny, on the CPU; FLAGS="--stages … --minutes …")
+gpu-check:  ## what only a GPU can show, and one report (DRY=1: the plan, and every stage, tiny, on the CPU; FLAGS="--plan", "--stages … --resume")
 	@$(or $(wildcard $(PYTHON_IN_VENV)),python3) -P -m gpu $(if $(DRY),--dry) $(FLAGS)
 
 lock: install  ## renew the pinned versions and hashes in docker/locks from pyproject.toml

@@ -1,8 +1,9 @@
 """`python -P -m gpu`: everything that only a GPU can show, in one command and one report.
 
-Each stage is a run of pytest in a process of its own with a time limit, and writes down its results as it goes.
-report.md and report.json have the machine, every stage's outcome, and each target beside what was measured. Stages that
-are run one by one into the same folder make one report, as long as machine, commit and kind of run are the same.
+Each stage consists of slices: runs of pytest in processes of their own, each with a limit of at most four minutes. They
+write down their results as they go. report.md and report.json have the machine, every slice's outcome, and each target
+beside what was measured. Slices that are run one by one into the same folder make one report, as long as machine,
+commit and kind of run are the same; --resume leaves out those that have passed, and --plan lists what would be run.
 
 Exit status: 0; 1 if a stage failed or ran out of time; 2 for unusable flags. A target that is missed is in the report,
 and no failure.
@@ -29,10 +30,10 @@ import torch
 from space_common.process import module_command, safe_environment
 
 from gpu.report import Record, Report, written
-from gpu.stages import FAST_STAGES, ROOT, STAGES, Stage, num_processes
+from gpu.stages import FAST_STAGES, ROOT, STAGES, Slice, Stage, num_processes
 
 HERE = Path(__file__).parent
-MINUTES, DRY_MINUTES = 75.0, 10.0
+MINUTES, DRY_MINUTES = 100.0, 10.0
 LEAST_SECONDS = 20.0  # a stage for which less time is left is not begun
 
 _SHOWN = 25
@@ -47,47 +48,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dry", action="store_true", help="every stage at tiny sizes on the CPU: figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of the report [%(default)s]")
+    slices = [str(one) for name in STAGES for one in Slice.all_of(name) if one.count > 1]
     parser.add_argument(
-        "--stages", nargs="+", default=[], metavar="STAGE", choices=[*STAGES, "fast"], help="only these [all]"
+        "--stages",
+        nargs="+",
+        default=[],
+        metavar="STAGE",
+        choices=[*STAGES, *slices, "fast"],
+        help="only these, or these slices (kernels-2) [all]",
     )
+    parser.add_argument("--resume", action="store_true", help="leave out slices that have passed")
+    parser.add_argument("--plan", action="store_true", help="list the slices and their limits; run nothing")
     parser.add_argument("--minutes", type=float, help=f"of all stages together [{MINUTES:g}; dry {DRY_MINUTES:g}]")
     parser.add_argument("--commit", help="of a copy that is no checkout")
     options = parser.parse_args(argv)
-    if not options.dry and not torch.cuda.is_available():
+    if not (options.dry or options.plan) and not torch.cuda.is_available():
         parser.error("there is no CUDA device here (or this torch has none); --dry runs every stage on the CPU")
-    asked = {name for word in options.stages for name in (FAST_STAGES if word == "fast" else (word,))}
+    asked = {name for word in options.stages for name in (FAST_STAGES if word == "fast" else (word,))} or set(STAGES)
     minutes = options.minutes or (DRY_MINUTES if options.dry else MINUTES)
     report = Report(options.out.resolve(), dry=options.dry, commit_given=options.commit)
-    records = check([name for name in STAGES if name in asked or not asked], report, minutes)
+    found = {one for name in asked for one in Slice.named(name, dry=options.dry)}
+    chosen = [one for name in STAGES for one in Slice.all_of(name, dry=options.dry) if one in found]
+    if options.resume:
+        passed = {name for name, record in report.records().items() if record.outcome == "passed"}
+        chosen = [one for one in chosen if str(one) not in passed]
+    if options.plan:
+        print("\n".join(plan(chosen)))
+        return 0
+    if options.dry:
+        whole = [one for name in dict.fromkeys(one.stage for one in chosen) for one in Slice.all_of(name)]
+        print("\n".join(["on a GPU:", *plan(whole)]), file=sys.stderr)
+    records = check(chosen, report, minutes)
     for record in records.values():
-        print(f"{record.stage:<16} {record.outcome:<10} {written(record.seconds, 's'):>8}  {record.why}")
+        print(f"{record.stage:<18} {record.outcome:<10} {written(record.seconds, 's'):>8}  {record.why}")
     print(f"wrote {report.folder}/report.md and report.json", file=sys.stderr)
     return int(any(record.outcome in ("failed", "timed out") for record in records.values()))
 
 
-def check(names: Sequence[str], report: Report, minutes: float) -> dict[str, Record]:
-    """Run stages and write the report after each; the records that the folder then has."""
+def plan(slices: Sequence[Slice]) -> list[str]:
+    """Lines: each slice's name, limit and title, and the limit of all together."""
+    limits = [STAGES[one.stage].seconds for one in slices]
+    lines = [
+        f"{one!s:<18} ≤ {limit:3.0f} s  {STAGES[one.stage].title}" for one, limit in zip(slices, limits, strict=True)
+    ]
+    return [*lines, f"{len(slices)} slices: ≤ {sum(limits) / 60:.0f} minutes"]
+
+
+def check(slices: Sequence[Slice], report: Report, minutes: float) -> dict[str, Record]:
+    """Run slices and write the report after each; the records that the folder then has."""
     report.folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (report.folder / f"{name}.json").unlink(missing_ok=True)
+    for one in slices:
+        (report.folder / f"{one}.json").unlink(missing_ok=True)
     until = time.monotonic() + 60 * minutes
 
-    def run(name: str) -> None:
-        print(f"== {name}: {STAGES[name].title}", file=sys.stderr, flush=True)
-        run_stage(name, STAGES[name], report, until - time.monotonic())
+    def run(one: Slice) -> None:
+        print(f"== {one}: {STAGES[one.stage].title}", file=sys.stderr, flush=True)
+        run_slice(one, STAGES[one.stage], report, until - time.monotonic())
 
     # Figures want the machine for themselves; those of a dry run mean nothing.
     with ThreadPoolExecutor(2 if report.dry else 1) as pool:
-        for _ in pool.map(run, names):
+        for _ in pool.map(run, slices):
             report.write()
     return report.records()
 
 
-def run_stage(name: str, stage: Stage, report: Report, seconds: float) -> Record:
-    """Run a stage in a process of its own, for at most so many seconds; its record, however it ended."""
-    file = report.folder / f"{name}.json"
+def run_slice(one: Slice, stage: Stage, report: Report, seconds: float) -> Record:
+    """Run a slice in a process of its own, for at most so many seconds; its record, however it ended."""
+    file = report.folder / f"{one}.json"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    blank = Record(name, report.dry, report.machine, date)
+    blank = Record(str(one), report.dry, report.machine, date)
     if seconds < LEAST_SECONDS or stage.missing():
         blank.outcome = "not run"
         blank.why = stage.missing() or f"{max(0.0, seconds):.0f} s were left; raise --minutes"
@@ -99,19 +128,24 @@ def run_stage(name: str, stage: Stage, report: Report, seconds: float) -> Record
     with TemporaryDirectory(prefix="gpu-check") as folder:
         results = Path(folder) / "results.xml"
         if stage.suite is None:
-            node = f"{HERE / stage.file}::test_{name.replace('-', '_')}"
+            node = f"{HERE / stage.file}::test_{one.stage.replace('-', '_')}"
             words = [node, "-s", "-m", "gpu", "--out", report.folder, "--seconds", f"{limit:.1f}"]
-            words += ["--commit", report.facts["commit"]]  # else its record is another machine's
+            words += [
+                "--slice",
+                f"{one.number}/{one.count}",
+                "--commit",
+                report.facts["commit"],
+            ]  # else its record is another machine's
             words += ["--dry"] if report.dry else []
         else:
-            words = [*stage.suite(report.dry), "--junitxml", results]
+            words = [*one.words(stage.suite(report.dry)), "--junitxml", results]
             added = {"OMP_NUM_THREADS": "2"}  # of the references, in as many processes as half of the cores
             if not report.dry and importlib.util.find_spec("xdist") is not None:
                 words += ["-n", num_processes()]
         status = _run(["-q", "-p", "no:cacheprovider", "-p", "gpu.stages", *words], limit, dry=report.dry, added=added)
         record = Record.read(file) or blank
         if stage.suite is not None and status is not None:
-            _add_results(record, results, status)
+            _add_results(record, one.stage, results, status)
     record.machine, record.date, record.seconds = report.machine, date, time.monotonic() - begun
     if status is None:
         record.outcome, record.why = "timed out", f"stopped after {limit:.0f} s; what it had found until then stands"
@@ -144,12 +178,12 @@ def _run(words: Sequence[object], limit: float, *, dry: bool, added: Mapping[str
                 process.wait(patience)
 
 
-def _add_results(record: Record, results: Path, status: int) -> None:
+def _add_results(record: Record, stage: str, results: Path, status: int) -> None:
     cases = list(ElementTree.parse(results).iter("testcase")) if results.is_file() else []
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
-    record.figures[f"{record.stage}: tests that passed"] = (len(cases) - len(failed) - skipped, "")
-    record.figures[f"{record.stage}: tests that failed"] = (len(failed), "")
+    record.figures[f"{stage}: tests that passed"] = (len(cases) - len(failed) - skipped, "")
+    record.figures[f"{stage}: tests that failed"] = (len(failed), "")
     record.notes += [f"{case.get('classname')}::{case.get('name')}" for case in failed[:_SHOWN]]
     is_bad = bool(failed) or status not in (0, 5)
     record.outcome = "failed" if is_bad else "passed"

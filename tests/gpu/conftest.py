@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.report import Notes, Record, Report
-from gpu.stages import STAGES
+from gpu.stages import STAGES, Slice
 
 OUT = Path("runs/gpu-check")
 MARGIN = 60.0  # seconds after which a stage that its check has not ended fails by itself, with pytest-timeout
@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--dry", action="store_true", help="tiny sizes on the CPU: figures mean nothing")
     group.addoption("--out", type=Path, default=OUT, help="folder of the report")
     group.addoption("--seconds", type=float, help="limit of a stage")
+    group.addoption("--slice", default="1/1", help="of the stage: number and count")
     group.addoption("--commit", help="of a copy that is no checkout")
 
 
@@ -55,7 +56,8 @@ def notes(request: pytest.FixtureRequest, report: Report) -> Notes:
     name = _stage(request.node)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     seconds = request.config.getoption("--seconds", None) or STAGES[name].seconds
-    return Notes(Record(name, report.dry, report.machine, date), report.folder / f"{name}.json", seconds)
+    one = Slice(name, *map(int, request.config.getoption("--slice", "1/1").split("/")))
+    return Notes(Record(str(one), report.dry, report.machine, date), report.folder / f"{one}.json", seconds, one)
 
 
 @pytest.hookimpl(wrapper=True)

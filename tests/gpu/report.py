@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from space_eval.report import commit, machine, markdown_table, without_nan, write_report
 
-from gpu.stages import STAGES
+from gpu.stages import STAGES, Slice
 
 GRACE = 15.0  # seconds before its limit at which a stage begins nothing new
 
@@ -81,9 +81,10 @@ class Record:
 class Notes:
     """Writes down the results of one stage, in its file and on stderr. The `notes` fixture of a stage's test."""
 
-    def __init__(self, record: Record, file: Path, seconds: float) -> None:
-        """`seconds`: limit of the stage; in the last of them `is_late` tells it to begin nothing new."""
-        self.record, self._file = record, file
+    def __init__(self, record: Record, file: Path, seconds: float, part: Slice) -> None:
+        """`seconds`: limit; in the last of them `is_late` tells the stage to begin nothing new. `part`: the slice to
+        measure."""
+        self.record, self._file, self.part = record, file, part
         self.dry = record.dry  # tiny sizes on the CPU: the figures mean nothing
         self.device = torch.device("cpu" if self.dry else "cuda")
         self._until = time.monotonic() + seconds - min(GRACE, seconds / 4)
@@ -217,7 +218,10 @@ class Report:
 
     def records(self) -> dict[str, Record]:
         """The stages that were run in the same way, on this machine and commit."""
-        found = {name: Record.read(self.folder / f"{name}.json") for name in STAGES}
+        names = dict.fromkeys(
+            str(one) for name in STAGES for dry in (True, False) for one in Slice.all_of(name, dry=dry)
+        )
+        found = {name: Record.read(self.folder / f"{name}.json") for name in names}
         return {
             name: record
             for name, record in found.items()
@@ -235,20 +239,31 @@ class Report:
         """Cells of `_HEAD`: for each stage its outcome, its targets, its other figures."""
         rows = []
         for name, stage in STAGES.items():
-            record = records.get(name)
-            if record is None:
+            labels = [name, *(str(one) for one in Slice.all_of(name))]
+            found = {label: records[label] for label in dict.fromkeys(labels) if label in records}
+            if not found:
                 rows.append([name, stage.title, "–", "", "not run: not asked for"])
-                continue
-            verdict = f"{record.outcome}: {record.why}" if record.why else record.outcome
-            rows.append([name, stage.title, written(record.seconds, "s"), "", verdict])
-            values = {name: written(*figure) for name, figure in record.figures.items()}
             targets = {target.name: target for target in TARGETS.get(name, ())}
-            for target in targets.values():
-                verdict = target.verdict(record, self.facts["device"])
-                rows.append(["", target.name, values.get(target.name, "–"), str(target), verdict])
-            values |= {name: f"not run: {why}" for name, why in record.missing.items()}
-            rows += [["", name, value, "", ""] for name, value in values.items() if name not in targets]
+            absent = {
+                one for one in targets if not any(one in (*each.figures, *each.missing) for each in found.values())
+            }
+            for label, record in found.items():
+                reached = {*record.figures, *record.missing}
+                is_last = label == [*found][-1]
+                own = [one for key, one in targets.items() if key in reached or (is_last and key in absent)]
+                rows += self._rows_of(label, stage.title, record, own)
         return rows
+
+    def _rows_of(self, label: str, title: str, record: Record, targets: Sequence[Target]) -> list[list[str]]:
+        verdict = f"{record.outcome}: {record.why}" if record.why else record.outcome
+        rows = [[label, title, written(record.seconds, "s"), "", verdict]]
+        values = {name: written(*figure) for name, figure in record.figures.items()}
+        for target in targets:
+            verdict = target.verdict(record, self.facts["device"])
+            rows.append(["", target.name, values.get(target.name, "–"), str(target), verdict])
+        values |= {name: f"not run: {why}" for name, why in record.missing.items()}
+        names = {target.name for target in targets}
+        return [*rows, *(["", name, value, "", ""] for name, value in values.items() if name not in names)]
 
     def markdown(self, records: Mapping[str, Record]) -> str:
         lines = ["# GPU check", ""]

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,14 +23,49 @@ class Stage:
 
     title: str
     file: str  # with the test; "" for a suite
-    seconds: float  # limit
+    seconds: float  # limit of each slice
     suite: Callable[[bool], Sequence[str]] | None = None  # (dry) -> words for pytest
     needs: Sequence[str] = ("transformers", "safetensors", "grpc", "numpy")  # beside torch, triton and pytest
+    num_slices: int = 1  # processes that share its work, one after the other
 
     def missing(self) -> str:
         """Why it cannot run here; "" where it can."""
         absent = [package for package in self.needs if importlib.util.find_spec(package) is None]
         return f"not installed: {', '.join(absent)}" if absent else ""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a stage's work, which one process does within the stage's limit."""
+
+    stage: str
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def all_of(cls, name: str, *, dry: bool = False) -> list[Slice]:
+        """The slices of a stage; a dry run is small enough for one."""
+        count = 1 if dry else STAGES[name].num_slices
+        return [cls(name, number, count) for number in range(1, count + 1)]
+
+    @classmethod
+    def named(cls, name: str, *, dry: bool = False) -> list[Slice]:
+        """Those that a stage's or a slice's name stands for. Raises KeyError."""
+        if name in STAGES:
+            return cls.all_of(name, dry=dry)
+        return {str(one): [one] for stage in STAGES for one in cls.all_of(stage)}[name]
+
+    def __str__(self) -> str:
+        return self.stage if self.count == 1 else f"{self.stage}-{self.number}"
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """Its share of a stage's items: each belongs to one slice."""
+        return list(items[self.number - 1 :: self.count])
+
+    def words(self, words: Sequence[str]) -> list[str]:
+        """Pytest's words for its share of the files in `words`."""
+        files = [word for word in words if word.endswith(".py")]
+        return [*(word for word in words if word not in files), *self.share(files)]
 
 
 def num_processes() -> int:
@@ -63,21 +101,24 @@ def _gpu_suite(dry: bool) -> list[str]:
     return ["-m", "gpu", *([gpu_tests()[0], "--collect-only"] if dry else gpu_tests())]
 
 
+LONGEST = 240.0
+"""Seconds that a slice may take at most: machines are lent for a few minutes at a time."""
+
 STAGES: dict[str, Stage] = {
-    "compile": Stage("Every Triton kernel compiles for this GPU", "test_compile.py", 400, needs=()),
-    "kernels": Stage("The kernels' tests on the device", "", 600, _kernel_suite, needs=()),
-    "gpu-tests": Stage("The tests that need a GPU", "", 300, _gpu_suite),
-    "attention": Stage("Attention against its roofline", "test_attention.py", 240, needs=()),
-    "exact-products": Stage("Exact products: SPACE ≡ plain to the last bit", "test_exact.py", 300),
-    "eight-bits": Stage("Weights, keys and values of eight bits", "test_exact.py", 300),
-    "exact-float32": Stage("IEEE float32: SPACE on, off and transformers", "test_exact.py", 300),
-    "exact-bfloat16": Stage("The same in bfloat16, and where it ties", "test_exact.py", 240),
-    "device-steps": Stage("Device-resident steps against host steps", "test_worker.py", 240),
+    "compile": Stage("Every Triton kernel compiles for this GPU", "test_compile.py", LONGEST, needs=(), num_slices=2),
+    "kernels": Stage("The kernels' tests on the device", "", LONGEST, _kernel_suite, needs=(), num_slices=4),
+    "gpu-tests": Stage("The tests that need a GPU", "", LONGEST, _gpu_suite, num_slices=2),
+    "attention": Stage("Attention against its roofline", "test_attention.py", LONGEST, needs=()),
+    "exact-products": Stage("Exact products: SPACE ≡ plain to the last bit", "test_exact.py", LONGEST, num_slices=2),
+    "eight-bits": Stage("Weights, keys and values of eight bits", "test_exact.py", LONGEST, num_slices=2),
+    "exact-float32": Stage("IEEE float32: SPACE on, off and transformers", "test_exact.py", LONGEST, num_slices=2),
+    "exact-bfloat16": Stage("The same in bfloat16, and where it ties", "test_exact.py", LONGEST),
+    "device-steps": Stage("Device-resident steps against host steps", "test_worker.py", LONGEST),
     "worker": Stage("The worker over gRPC", "test_worker.py", 180),
-    "llama-1b": Stage("Decoding at the shape of a 1B Llama", "test_speed.py", 300),
-    "llama-8b": Stage("Decoding at the shape of an 8B Llama", "test_speed.py", 420),
+    "llama-1b": Stage("Decoding at the shape of a 1B Llama", "test_speed.py", LONGEST, num_slices=2),
+    "llama-8b": Stage("Decoding at the shape of an 8B Llama", "test_speed.py", LONGEST, num_slices=3),
     "start-1b": Stage("From process start to the first answer, 1B", "test_worker.py", 180),
-    "start-8b": Stage("From process start to the first answer, 8B", "test_worker.py", 420),
+    "start-8b": Stage("From process start to the first answer, 8B", "test_worker.py", LONGEST),
 }
 
 FAST_STAGES = ("attention", "exact-products")  # of a dry run: what a test of every change can afford

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from space_common.process import module_command
-from space_kernels.compile_check import SHARED_KIB
+from space_kernels.compile_check import SHARED_KIB, triton_modules
 
 from gpu.report import Notes
 from gpu.stages import num_processes
@@ -26,7 +26,9 @@ def test_compile(notes: Notes, tmp_path: Path) -> None:
     """Compile each kernel in every configuration for this GPU; dry: the first ones of a small module."""
     out = tmp_path / "compiled.json"
     words: list[object] = ["--cc", 90 if notes.dry else _capability(), "--processes", num_processes(), "--out", out]
-    words += ["--module", "norm", "--first", "1"] if notes.dry else []
+    modules = ["norm"] if notes.dry else notes.part.share(triton_modules())
+    words += [word for name in modules for word in ("--module", name)]
+    words += ["--first", "1"] if notes.dry else []
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = module_command("space_kernels.compile_check", *words)
     status = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode

@@ -50,9 +50,9 @@ def test_exact_products(notes: Notes) -> None:
             path = checkpoint_of(Path(folder) / f"{name}-{dtype}", family, dtype, head_drafts=NUM_MASKS if head else 0)
             return Subject(name, load_model(path, dtype=dtype, device=str(notes.device), exact=True))
 
-        cells = [((name, cell.dtype), cell) for name, cell in _cells(dry=notes.dry)]
+        cells = notes.part.share([((name, cell.dtype), cell) for name, cell in _cells(dry=notes.dry)])
         equal, faults = _check_cells(notes, "exact", subject, cells)
-        if not notes.dry:
+        if not notes.dry and notes.part.number == 1:
             _refused(notes, Path(folder))
     assert not faults, f"{len(faults)} of {equal + len(faults)} cells are not equal; the first: {faults[0]}"
 
@@ -140,7 +140,7 @@ def _differences(notes: Notes) -> list[str]:
             )  # fmt: skip
             return Subject(name, model)
 
-        cells = [((name, held), cell) for name, held, cell in _held_cells(dry=notes.dry)]
+        cells = notes.part.share([((name, held), cell) for name, held, cell in _held_cells(dry=notes.dry)])
         return _check_cells(notes, "eight bits", subject, cells)[1]
 
 
@@ -166,7 +166,7 @@ def _seconds(notes: Notes) -> None:
     clock = DeviceClock(device)
     usual: dict[tuple[int, int], float] = {}
     rows = []
-    for held in (Held("plain", "auto"), *WAYS):
+    for held in (Held("plain", "auto"), *notes.part.share(WAYS)):
         if notes.is_late(f"eight bits: seconds with {held}"):
             continue
         model = _model(shape, device, held)
@@ -221,7 +221,7 @@ def _compare_all(notes: Notes, dtype: str) -> None:
     accepted: Counter[str] = Counter()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for family in (*families, *(() if notes.dry else ("demo",))):
+        for family in notes.part.share((*families, *(() if notes.dry else ("demo",)))):
             if notes.is_late(f"{dtype} {family}"):
                 continue
             path = Path(folder) / family

@@ -15,7 +15,8 @@ from space_kernels.dispatch import ops_for
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 
-from gpu.__main__ import check, main, run_stage
+from gpu import __main__ as gpu_main
+from gpu.__main__ import check, main, run_slice
 from gpu.llama import (
     DRY,
     FIRST_MASK,
@@ -29,7 +30,7 @@ from gpu.llama import (
 )
 from gpu.pace import BLOCK_SIZE, DEVICE, HOST, PacedWorker, SequenceSize, covered
 from gpu.report import TARGETS, Record, Report, Target, written
-from gpu.stages import FAST_STAGES, STAGES, Stage, kernel_tests
+from gpu.stages import FAST_STAGES, LONGEST, STAGES, Slice, Stage, kernel_tests
 from gpu.test_attention import Sizes, Step
 from gpu.ties import Difference, TieRule, differences
 
@@ -85,7 +86,7 @@ def stage(function: str, folder: Path, limit: float = 60.0) -> Stage:
 
 def ran(function: str, folder: Path, limit: float = 60.0) -> Record:
     report = Report(folder, dry=True, commit_given="abc")
-    return run_stage(function, stage(function, folder, limit), report, seconds=600.0)
+    return run_slice(Slice(function), stage(function, folder, limit), report, seconds=600.0)
 
 
 def wait_until_ended(pid: int) -> None:
@@ -123,7 +124,7 @@ def test_a_stage_that_hangs_is_stopped_with_all_it_started_and_keeps_what_it_had
 
 
 def test_a_stage_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
-    record = run_stage("hangs", stage("hangs", tmp_path), Report(tmp_path, dry=True), seconds=3.0)
+    record = run_slice(Slice("hangs"), stage("hangs", tmp_path), Report(tmp_path, dry=True), seconds=3.0)
     assert (record.outcome, record.seconds) == ("not run", 0.0)
     assert "raise --minutes" in record.why
 
@@ -133,7 +134,7 @@ def test_one_failure_ends_no_other_and_all_are_in_the_report(made_up: Path, monk
     for name in ("fails", "hangs", "passes"):
         monkeypatch.setitem(STAGES, name, stage(name, made_up, 20.0 if name == "hangs" else 60.0))
     report = Report(made_up / "out", dry=True)
-    records = check(["fails", "hangs", "passes"], report, minutes=5)
+    records = check([*map(Slice, ("fails", "hangs", "passes"))], report, minutes=5)
     assert [record.outcome for record in records.values()] == ["failed", "timed out", "passed"]
     found = json.loads((made_up / "out" / "report.json").read_text())
     assert [found["stages"][name]["outcome"] for name in records] == ["failed", "timed out", "passed"]
@@ -172,6 +173,52 @@ def test_every_stage_has_a_function_a_title_and_targets(name: str) -> None:
         assert found.suite(True)
     assert found.title[0].isupper()
     assert TARGETS[name]
+
+
+def test_every_slice_takes_at_most_four_minutes_and_every_item_belongs_to_one() -> None:
+    assert {name for name, one in STAGES.items() if one.seconds > LONGEST} == set()
+    for name in STAGES:
+        items = [f"test_{number}.py" for number in range(11)]
+        shares = [one.words(["-m", "gpu", *items]) for one in Slice.all_of(name)]
+        assert sorted(word for words in shares for word in words[2:]) == sorted(items)
+        assert all(words[:2] == ["-m", "gpu"] for words in shares)
+
+
+def test_the_plan_names_every_slice_and_runs_none_and_what_has_passed_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_main, "run_slice", lambda *_: pytest.fail("nothing was to be run"))
+    words = ["--out", str(tmp_path), "--plan", "--stages", "kernels", "worker", "llama-8b-2"]
+    assert main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"kernels-{n}" for n in (1, 2, 3, 4)] + ["worker", "llama-8b-2"]
+    assert "≤ 240 s" in lines[0]
+    assert last == "6 slices: ≤ 23 minutes"
+    machine = Report(tmp_path, dry=False).machine
+    for name, outcome in (("kernels-1", "passed"), ("kernels-2", "failed")):
+        Record(name, False, machine, outcome=outcome).save(tmp_path / f"{name}.json")
+    assert main([*words, "--resume"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:3]] == [
+        "kernels-2", "kernels-3", "kernels-4",
+    ]  # fmt: skip
+
+
+def test_slices_share_the_targets_of_their_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = tuple(Target(name, 2.0, True) for name in ("one", "two", "three"))
+    monkeypatch.setitem(TARGETS, "exact-products", targets)
+    records = {f"exact-products-{n}": Record(f"exact-products-{n}", False, outcome="passed") for n in (1, 2)}
+    records["exact-products-1"].figures = {"one": (3.0, "")}
+    records["exact-products-2"].missing = {"two": "no time was left"}
+    rows = [
+        row for row in Report(tmp_path, dry=False).rows(records) if row[1] in ("one", "two", "three") or row[2] != "–"
+    ]
+    assert [(row[0], row[1], row[4]) for row in rows] == [
+        ("exact-products-1", STAGES["exact-products"].title, "passed"),
+        ("", "one", "met"),
+        ("exact-products-2", STAGES["exact-products"].title, "passed"),
+        ("", "two", "not run: no time was left"),
+        ("", "three", "not run: the stage did not get so far"),
+    ]
 
 
 @pytest.mark.slow

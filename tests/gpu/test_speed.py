@@ -37,6 +37,7 @@ from gpu.pace import (
     memory_in_use,
 )
 from gpu.report import BATCH_SIZES, Notes, written
+from gpu.stages import Slice
 from gpu.ties import changed_texts
 
 pytestmark = pytest.mark.gpu
@@ -103,18 +104,19 @@ class _Measurement:
         notes.figure(f"{name} seconds to make the weights", time.perf_counter() - begun, "s")
         notes.note(f"attention: {ops.attention}; drafts are accepted at the synthetic rates {ACCEPTANCE}")
         kv = self._pages(model)
-        self._forwards(model, kv)
         steps = known_steps(model.facts)
-        step_seconds = {}
-        for how in steps:
+        step_seconds, is_first = {}, notes.part.number == 1
+        if is_first:
+            self._forwards(model, kv)
+        for how in steps if is_first else ():
             step_seconds = self._batch_of_one(model, kv, how, bandwidth, is_default=how == steps[-1])
-        if DEVICE not in steps:
+        if DEVICE not in steps and is_first:
             notes.missing(f"{name} device-resident steps", why_on_host(model.facts) or "")
         self._batches(model, kv, steps[-1])
         tensors, reserved = memory_in_use(self._device)
         notes.figure(f"{name} weights and pages", tensors / 1024**3, "GiB")
         notes.figure(f"{name} most that torch had taken", reserved / 1024**3, "GiB")
-        if exact:
+        if exact and is_first:
             del model, kv
             gc.collect()
             torch.cuda.empty_cache()
@@ -199,8 +201,13 @@ class _Measurement:
         return {arm: pace.step_seconds for arm, pace in found.items()}
 
     def _batches(self, model: SpaceModel, kv: PagedKV, how: StepsHere) -> None:
-        """Throughput of the server's own choice of layouts over plain decoding's, the two in turn."""
+        """Throughput of the server's own choice of layouts over plain decoding's, the two in turn. Where the stage has
+        slices, those after the first share the batches."""
         notes, name, effort = self._notes, self._name, self._effort
+        part = notes.part
+        if part.count > 1 and part.number == 1:
+            return
+        others = Slice(part.stage, max(1, part.number - 1), max(1, part.count - 1))
         foretold = Foretold(model.facts, ACCEPTANCE)
         arms = [plain(), auto(), by_head(5)]
         cost = self._cost(model, kv, how)
@@ -211,7 +218,7 @@ class _Measurement:
             for arm, c in zip(arms, (None, cost, None), strict=True)
         }
         rows = []
-        for batch in [batch for batch in effort.batch_sizes if batch <= self._most]:
+        for batch in others.share([batch for batch in effort.batch_sizes if batch <= self._most]):
             if notes.is_late(f"{name} auto/plain at batch {batch}"):
                 continue
             rates: dict[str, list[DecodingSpeed]] = {arm.name: [] for arm in arms}

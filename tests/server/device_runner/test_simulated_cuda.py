@@ -412,6 +412,12 @@ def turns(rules: Sequence[Callable[[DraftLimits], DraftLayout]]) -> FixedLayout:
 
 PLAIN = [lambda limit: DraftLayout.plain()]
 BY_HEAD = [lambda limit: DraftLayout.by_head(min(limit.num_drafts, 2), 2)]
+MIXED = [
+    *BY_HEAD,
+    lambda limit: DraftLayout.full(2, 2).with_drafts(limit.num_drafts),
+    lambda limit: DraftLayout.of(1, (2, 1)).with_drafts(limit.num_drafts),
+    *PLAIN,
+]
 PROMPT = [70 + number % 20 for number in range(17)]
 
 
@@ -509,3 +515,18 @@ def test_drafts_of_the_head_survive_preemption_and_cached_prefixes_on_the_simula
     assert num_captures
     assert cost.seconds_of
     assert max(cost.seconds_of) <= 2 * SECONDS_OF_REPLAY
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_device_step_fails_unseen")
+def test_layouts_in_turns_survive_preemption_cached_prefixes_and_an_eviction_of_their_graphs(
+    device: SimulatedCuda, tmp_path: Path
+) -> None:
+    """Head-only steps, whole and partial mask groups and plain steps; one graph is kept."""
+    model = tiny(tmp_path, head_drafts=2)
+    requests = GREEDY, pb.Sampling(seed=5, temperature=0.8, top_p=0.8)
+    plain, _, _ = interrupted(model, PLAIN, requests, max_tokens=64)
+    mixed, drafts, num_captures = interrupted(model, MIXED, requests, max_tokens=64, most_graphs=1)
+    assert mixed == plain
+    assert accepts_and_rejects(drafts)
+    assert num_captures > 4
