@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = {name for word in options.stages for name in (FAST_STAGES if word == "fast" else (word,))} or set(STAGES)
     minutes = options.minutes or (DRY_MINUTES if options.dry else MINUTES)
     report = Report(options.out.resolve(), dry=options.dry, commit_given=options.commit)
-    found = {one for name in asked for one in Slice.named(name, dry=options.dry)}
-    chosen = [one for name in STAGES for one in Slice.all_of(name, dry=options.dry) if one in found]
+    in_one = options.dry and not options.plan
+    found = {one for name in asked for one in Slice.named(name, dry=in_one)}
+    chosen = [one for name in STAGES for one in Slice.all_of(name, dry=in_one) if one in found]
     if options.resume:
         passed = {name for name, record in report.records().items() if record.outcome == "passed"}
         chosen = [one for one in chosen if str(one) not in passed]
