@@ -25,6 +25,7 @@ from space_router.setting import (
     ADAPTERS,
     CHANCES,
     IDS,
+    JSON_OBJECT,
     MAX_DRAFT_LENGTH,
     MEMORY,
     ON_OFF,
@@ -153,6 +154,10 @@ class ServeConfig:
     """most tokens of one sequence, prompt and output together; default: the checkpoint's own window"""
     chat_template: str | None = _model(None, text("NAME|PATH"))
     """chat template: vicuna, llama-2, chatml, alpaca or a file with a Jinja template; default: the checkpoint's own"""
+    default_chat_template_kwargs: str | None = _model(None, JSON_OBJECT)
+    """variables for the chat template, as a JSON object such as {"enable_thinking": false}; a request's own
+    chat_template_kwargs, reasoning_effort and enable_thinking come first. One that the template does not know has no
+    effect"""
     tool_call_parser: str = _model("auto", one_of("auto", "off", *TOOL_CALL_PARSERS, metavar="auto|off|NAME"))
     """format of the model's tool calls: hermes (<tool_call>JSON</tool_call>), llama3_json, mistral ([TOOL_CALLS]),
     pythonic ([f(a=1)]), qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, openai (harmony), granite,

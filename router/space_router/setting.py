@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import math
 import re
 import sys
@@ -200,6 +201,17 @@ def _adapters(value: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, folder) for name, _, folder in found)
 
 
+def _json_object(value: str) -> str:
+    """Return the text of a JSON object, in one form for equal ones."""
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError('must be a JSON object such as {"enable_thinking": false}')
+    return json.dumps(found, sort_keys=True)
+
+
 def _ids(value: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", value):
         raise ValueError("must be token ids separated by commas, such as 32002")
@@ -209,6 +221,7 @@ def _ids(value: str) -> tuple[int, ...]:
 SIZE = Kind(_size, "SIZE")  # a number of bytes, 1 or more; KiB, MiB, GiB, KB, MB, GB allowed
 ON_OFF = one_of("on", "off")
 ADAPTERS = Kind(_adapters, "NAME=FOLDER")  # NAME=FOLDER, separated by commas; each name once
+JSON_OBJECT = Kind(_json_object, "JSON")
 IDS = Kind(_ids, "ID[,ID...]")  # token ids separated by commas
 
 # Checked here and passed to the worker as they are.

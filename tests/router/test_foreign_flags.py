@@ -120,6 +120,7 @@ TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "-v": ("", {"log_level": "debug"}),
     "-lv": ("2", {"log_level": "warning"}),
     "--log-disable": ("", {"log_level": "error"}),
+    "--chat-template-kwargs": ('{"a":1}', {"default_chat_template_kwargs": '{"a": 1}'}),
 }
 """A value of each flag that becomes a setting, and what the configuration then has. Files are tried elsewhere."""
 
@@ -222,6 +223,7 @@ VLLM_LINES = [
     "meta-llama/Llama-3.1-8B-Instruct --max-num-batched-tokens 8192 --max-num-seqs 64 --enable-prefix-caching "
     "--enforce-eager --swap-space 4 --disable-log-requests --max-model-len 32k",
     "Qwen/Qwen3-8B --speculative-config.method ngram --speculative-config.num_speculative_tokens 5",
+    'Qwen/Qwen3-8B --reasoning-parser qwen3 --default-chat-template-kwargs {"enable_thinking":false}',
 ]
 
 LLAMA_LINES = [
@@ -242,10 +244,6 @@ def test_documented_command_lines_start_this_server(line: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            'Qwen/Qwen3-8B --reasoning-parser qwen3 --default-chat-template-kwargs {"enable_thinking":false}',
-            "Send chat_template_kwargs, enable_thinking or reasoning_effort there",
-        ),
         ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M --tokenizer Qwen/Qwen3-0.6B", "name the file instead of Q4_K_M"),
         ("m --trust-remote-code", "code from a model's repository is never run"),
         ("m --tokenizer other/model", "the tokenizer is the checkpoint's own"),

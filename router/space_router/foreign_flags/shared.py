@@ -64,11 +64,10 @@ FLAGS: tuple[ForeignFlag, ...] = (
         "chat_template",
         variable="LLAMA_ARG_CHAT_TEMPLATE",
     ),
-    _vllm_llama.refused(
+    _vllm_llama.same(
         "--chat-template-kwargs --default-chat-template-kwargs",
-        "they are fields of a request. Send chat_template_kwargs, enable_thinking or reasoning_effort there",
+        "default_chat_template_kwargs",
         variable="LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
-        allowed="{}",
     ),
     _vllm_llama.nothing("--seed -s", "a request without `seed` has one of its own, and the answer says which"),
 )

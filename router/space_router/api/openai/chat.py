@@ -86,7 +86,10 @@ def prompt_text(builder: RequestBuilder, messages: Sequence[Message], options: T
     Raises InvalidRequest.
     """
     template = template_for(builder, options.tools)
-    variables = template_variables(template, options.variables, options.reasoning_effort, options.enable_thinking)
+    defaults = json.loads(builder.config.default_chat_template_kwargs or "{}")
+    variables = template_variables(
+        template, options.variables, options.reasoning_effort, options.enable_thinking, defaults
+    )
     if options.continue_final_message and not messages[-1].content:
         raise InvalidRequest(
             "`continue_final_message` needs a last message with `content` to continue.", param="continue_final_message"

@@ -77,9 +77,14 @@ def behind_thinking(
 
 
 def template_variables(
-    template: ChatTemplate, given: Mapping[str, Any] | None, effort: str | None, enable: bool | None
+    template: ChatTemplate,
+    given: Mapping[str, Any] | None,
+    effort: str | None,
+    enable: bool | None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the variables that a template knows; of others a warning says that they have no effect.
+    """Return the variables that a template knows; of others a warning says that they have no effect. `defaults`: the
+    server's, of what the request does not say.
 
     Raises InvalidRequest if the fields contradict each other.
     """
@@ -95,17 +100,24 @@ def template_variables(
             param="enable_thinking",
         )
     switch = next((name for name in SWITCHES if name in template.variables), None)
-    if switch is not None:
-        if "enable_thinking" in variables:
-            variables.setdefault(switch, variables["enable_thinking"])
-        elif "reasoning_effort" in variables and "reasoning_effort" not in template.variables:
-            variables.setdefault(switch, variables["reasoning_effort"] != "none")
-            del variables["reasoning_effort"]
-    heeded = {}
-    for key, value in variables.items():
+    own = _switched(template, variables, switch)
+    others = _switched(template, dict(defaults or {}), switch)
+    heeded = {key: value for key, value in others.items() if key in template.variables}
+    for key, value in own.items():
         if key in template.variables:
             heeded[key] = value
         elif not (key == "reasoning_effort" and value == "none") and not (key in SWITCHES and switch is not None):
             names = ", ".join(sorted(template.variables)[:16]) or "none"
             warn(f"{short_repr(key)} is no variable of the chat template and has no effect; there are: {names}.")
     return heeded
+
+
+def _switched(template: ChatTemplate, variables: dict[str, Any], switch: str | None) -> dict[str, Any]:
+    """Return the variables with the one that switches reasoning on and off, under the template's name for it."""
+    if switch is not None:
+        if "enable_thinking" in variables:
+            variables.setdefault(switch, variables["enable_thinking"])
+        elif "reasoning_effort" in variables and "reasoning_effort" not in template.variables:
+            variables.setdefault(switch, variables["reasoning_effort"] != "none")
+            del variables["reasoning_effort"]
+    return variables

@@ -11,6 +11,8 @@ from doubles.router import Script
 from doubles.router.script import listed
 from doubles.router.whole_router import USER, Start
 from doubles.tokenizers import EOS_ID, VOCAB_SIZE, byte_level
+from space_router.config import ServeConfig
+from space_router.setting import JSON_OBJECT
 from space_router.text.tokenizer import Tokenizer
 from tokenizers import AddedToken
 
@@ -51,6 +53,25 @@ async def test_a_templates_variables_can_be_set(start: Any) -> None:
             assert "warning" not in (await router.post("/v1/chat/completions", messages=USER, **{name: value})).headers
         assert await prompt(router, enable_thinking=True) == "THINK <user>Hi</><assistant>"
         assert await prompt(router, chat_template_kwargs={"messages": []}) == "<user>Hi</><assistant>"
+
+
+async def test_the_servers_variables_are_those_that_a_request_does_not_set(start: Any) -> None:
+    config = ServeConfig(default_chat_template_kwargs='{"enable_thinking": true, "reasoning_effort": "low", "x": 1}')
+    async with start("ok", chat=TEMPLATE, config=config, **ROOM) as router:
+        assert await prompt(router) == "THINK EFFORT=low <user>Hi</><assistant>"
+        assert await prompt(router, enable_thinking=False) == "EFFORT=low <user>Hi</><assistant>"
+        own = {"enable_thinking": False, "reasoning_effort": "high"}
+        assert await prompt(router, chat_template_kwargs=own) == "EFFORT=high <user>Hi</><assistant>"
+        answer = await router.post("/v1/chat/completions", messages=USER, reasoning_effort="high")
+        assert (answer.status_code, "warning" in answer.headers) == (200, False)
+    for text in ("no", "[]", "1"):
+        with pytest.raises(ValueError, match="must be a JSON object"):
+            JSON_OBJECT.parse(text)
+    named = TEMPLATE.replace("enable_thinking", "thinking")
+    config = ServeConfig(default_chat_template_kwargs='{"enable_thinking": true}')
+    async with start("ok", chat=named, config=config, **ROOM) as router:
+        assert await prompt(router) == "THINK <user>Hi</><assistant>"
+        assert await prompt(router, enable_thinking=False) == "<user>Hi</><assistant>"
 
 
 async def test_an_effort_of_none_is_what_a_template_without_the_variable_does_anyway(start: Any) -> None:
