@@ -29,14 +29,13 @@ from space_kernels.build.cache_folder import cache_folder
 
 from chaos.crowd import timed, unread_stream
 from chaos.day_load import ALLOWED, MixedLoad, visits
+from chaos.footprint import ROUTER, WORKER, Footprint, FootprintWatch, footprint_table
 from chaos.harness import PATH, RECOVERY_SECONDS, add_flags, num_leaked_pages
 from chaos.hosts import Host
 from chaos.machine_faults import FaultyMachine, NetworkLink, built_library, press_memory
 from chaos.schedule import Event, EventKind, events
 
 WORKER_TIMEOUT = 3.0  # seconds of silence after which the router considers a worker lost
-MAX_GROWTH = 96 << 20  # bytes that the router may hold more at the end than after its warm-up
-MAX_MORE_FILES = 16  # of the router, open at the end, above those after its warm-up
 SETTLE_SECONDS = 60.0  # in which an idle server holds nothing any more
 GAUGES = ("spaceserve_requests{", 'spaceserve_kv_blocks{state="held"')  # 0 on an idle server
 
@@ -148,6 +147,7 @@ class Day:
         self._endpoint = Endpoint.parse(server.url)
         self._load = MixedLoad(self._endpoint, visits(options.requests, options.tokens), options.seed)
         self._record = DayRecord()
+        self._footprints = FootprintWatch(min(60.0, options.cycle / 4))
         self._taking = asyncio.Lock()  # one worker is lost at a time: a request that loses two may be refused
         self._disk = asyncio.Lock()
         self._stop = asyncio.Event()  # SIGTERM or Ctrl-C: report what there is so far
@@ -170,11 +170,11 @@ class Day:
         for machine in self._machines:
             machine.set_clock(0.0)
         await self._all_up()
-        before, after = self._before, await self._after()
+        await self._settle()
+        self._look()
         known = facts(await get_json(self._endpoint, "/info"))
-        return report(known, self._record, self._load, loop.time() - begun, (before, after), self._options.seed)
-
-    _before = ProcessFigures()
+        found = self._footprints.footprints
+        return report(known, self._record, self._load, loop.time() - begun, found, self._options.seed)
 
     async def _happen(self, begun: float) -> None:
         """The events, each at its time, until the day is over."""
@@ -325,18 +325,26 @@ class Day:
         return found
 
     async def _watch(self) -> None:
-        """The router answers its own pages all the time; its memory after the warm-up is what the end is held to."""
-        await asyncio.sleep(min(60.0, self._options.cycle / 2))
-        self._before = ProcessFigures.of(self._server.pid)
+        """The router answers its own pages all the time, and no process takes more than it may."""
         while True:
             try:
                 async with asyncio.timeout(30):
                     await get_text(self._endpoint, "/metrics")
             except (LoadError, TimeoutError) as error:
                 self._record.wrong.append(f"/metrics: {type(error).__name__}: {error}")
-            await asyncio.sleep(5.0)
+            for _ in range(5):
+                self._look()
+                await asyncio.sleep(1.0)
 
-    async def _after(self) -> ProcessFigures:
+    def _look(self) -> None:
+        """At memory and open files of the router and of each worker's newest process."""
+        now, look = asyncio.get_running_loop().time(), self._footprints.look
+        look("router", self._server.pid, ROUTER, now, ProcessFigures.of(self._server.pid))
+        for place, host in enumerate(self._hosts):
+            if host.is_ready:
+                look(f"worker {place}", host.pid, WORKER, now, ProcessFigures.of(host.pid))
+
+    async def _settle(self) -> None:
         """Wait until the server holds nothing; what it holds longer is recorded."""
         clock = asyncio.get_running_loop().time
         limit = clock() + SETTLE_SECONDS
@@ -345,7 +353,6 @@ class Day:
         self._record.wrong += [f"still held after {SETTLE_SECONDS:g} s without a request: {line}" for line in held]
         if leaked := await num_leaked_pages(self._endpoint):
             self._record.wrong.append(f"{leaked} pages leaked.")
-        return ProcessFigures.of(self._server.pid)
 
 
 def held_gauges(metrics: str) -> list[str]:
@@ -383,19 +390,18 @@ def report(
     record: DayRecord,
     load: MixedLoad,
     seconds: float,
-    router: tuple[ProcessFigures, ProcessFigures],
+    footprints: Sequence[Footprint],
     seed: int,
 ) -> Report:
-    """`router`: after the warm-up, and at the end."""
-    before, after = router
+    """`footprints`: of the router and of all workers that were there for long enough."""
     counts = load.counts
     failures = [*counts.wrong[:20], *record.wrong[:20]]
     failures += [f"{kind.value}: never happened." for kind in EventKind if not record.happened[kind]]
-    grown = after.resident_bytes - before.resident_bytes
-    if grown > MAX_GROWTH:
-        failures.append(f"The router has grown by {grown >> 20} MiB.")
-    if after.num_files > before.num_files + MAX_MORE_FILES:
-        failures.append(f"The router has {after.num_files} open files; after its warm-up it had {before.num_files}.")
+    failures += [failure for one in footprints for failure in one.failures]
+    watched = {one.name.partition(" ")[0].rstrip(",") for one in footprints}
+    failures += [
+        f"No {kind} was there for long enough to be judged." for kind in ("router", "worker") if kind not in watched
+    ]
     statuses = {
         name: ", ".join(f"{number} × {status or 'closed'}" for status, number in sorted(found.items()))
         for name, found in record.statuses.items()
@@ -407,17 +413,17 @@ def report(
         notes=f"{seconds / 60:.1f} minutes, seed {seed}: {record.happened.total()} events; "
         f"{counts.num_answered.total()} requests answered as alone, {counts.num_refused.total()} refused (429, 503), "
         f"{len(counts.wrong)} lost or different, {len(record.wrong)} other findings; the longest took "
-        f"{counts.longest:.1f} s. The router held {before.resident_bytes >> 20} MiB and {before.num_files} files after "
-        f"its warm-up, {after.resident_bytes >> 20} MiB and {after.num_files} files at the end.",
+        f"{counts.longest:.1f} s.",
         tables=[
             table(("event", "times"), [(kind.value, record.happened[kind]) for kind in EventKind]),
             table(("request", "answered"), sorted(counts.num_answered.items())),
             table(("others", "answered with"), list(statuses.items())),
+            footprint_table(footprints),
         ],
         record={
             "seed": seed, "seconds": seconds, "events": {kind.value: record.happened[kind] for kind in EventKind},
             "requests": counts.record(), "statuses": {name: dict(found) for name, found in record.statuses.items()},
-            "router": [{"bytes": one.resident_bytes, "files": one.num_files} for one in router],
+            "processes": [one.record for one in footprints],
             "findings": [*counts.wrong, *record.wrong],
         },
     )  # fmt: skip

@@ -11,10 +11,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_eval.bench.client import Endpoint, LoadError, parsed, post_json, stream_events
+from space_eval.bench.client import Endpoint, LoadError, post_json
 from space_eval.data import built_in
 
-from chaos.harness import PATH, bodies
+from chaos.harness import PATH, bodies, stream_choices
 from chaos.soak import SCHEMA
 
 CHAT = "/v1/chat/completions"
@@ -73,7 +73,7 @@ def visits(number: int, max_tokens: int) -> list[Visit]:
 
 
 async def ask(endpoint: Endpoint, visit: Visit, answer: Answer, leave_after: int | None = None) -> None:
-    """Fill the answer as it comes; disconnect after so many events. Raises LoadError."""
+    """Fill the answer as it comes; disconnect after so many choices of events. Raises LoadError."""
     if not visit.streams:
         whole = await post_json(endpoint, visit.path, visit.body)
         if visit.path == RESPONSES:
@@ -84,24 +84,15 @@ async def ask(endpoint: Endpoint, visit: Visit, answer: Answer, leave_after: int
             answer.text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
             answer.finish = choice["finish_reason"]
         return
-    is_done, num_events = False, 0
-    async with aclosing(stream_events(endpoint, visit.path, visit.body)) as stream:
-        async for together in stream:
-            for event in together:
-                if event == b"[DONE]":
-                    is_done = True
-                    continue
-                value = parsed(event)
-                if value.get("error"):
-                    raise LoadError(f"The stream ended with an error: {value['error']}")
-                for choice in value.get("choices") or ():
-                    answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                    answer.finish = choice.get("finish_reason") or answer.finish
-                num_events += 1
-            if leave_after is not None and num_events >= leave_after:
+    num_choices = 0
+    async with aclosing(stream_choices(endpoint, visit.path, visit.body)) as stream:
+        async for choices in stream:
+            for choice in choices:
+                answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                answer.finish = choice.get("finish_reason") or answer.finish
+            num_choices += len(choices)
+            if leave_after is not None and num_choices >= leave_after:
                 return
-    if not is_done:
-        raise LoadError("The stream ended without [DONE].")
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,18 +67,18 @@ def raw_request(body: Mapping[str, Any]) -> bytes:
     return head.encode() + content
 
 
-async def ask(
-    endpoint: Endpoint, body: Mapping[str, Any], on_tokens: Callable[[int], None] = lambda number: None
-) -> StreamAnswer:
-    """The streamed answer; `on_tokens` is called with the number of tokens of each event. Raises LoadError."""
-    ids: list[int] = []
-    text, finish, is_done = "", None, False
-    clock = asyncio.get_running_loop().time
-    last, longest = None, 0.0
-    async with aclosing(stream_events(endpoint, PATH, body)) as events:
+async def stream_choices(
+    endpoint: Endpoint, path: str, body: Mapping[str, Any]
+) -> AsyncGenerator[list[dict[str, Any]]]:
+    """`POST` `body` and yield the choices of events that arrive together. Raises LoadError, also for an error in the
+    stream, and for one that ends before its `[DONE]`.
+
+    Use it in `aclosing`, which closes its connection.
+    """
+    is_done = False
+    async with aclosing(stream_events(endpoint, path, body)) as events:
         async for together in events:
-            now = clock()
-            last, longest = now, max(longest, 0.0 if last is None else now - last)
+            choices: list[dict[str, Any]] = []
             for event in together:
                 if event == b"[DONE]":
                     is_done = True
@@ -86,13 +86,29 @@ async def ask(
                 value = parsed(event)
                 if value.get("error"):
                     raise LoadError(f"The stream ended with an error: {value['error']}")
-                for choice in value.get("choices") or ():
-                    ids += choice.get("token_ids") or ()
-                    text += choice.get("text") or ""
-                    finish = choice.get("finish_reason") or finish
-                    on_tokens(len(choice.get("token_ids") or ()))
+                choices += value.get("choices") or ()
+            yield choices
     if not is_done:
         raise LoadError("The stream ended without [DONE].")
+
+
+async def ask(
+    endpoint: Endpoint, body: Mapping[str, Any], on_tokens: Callable[[int], None] = lambda number: None
+) -> StreamAnswer:
+    """The streamed answer; `on_tokens` is called with the number of tokens of each event. Raises LoadError."""
+    ids: list[int] = []
+    text, finish = "", None
+    clock = asyncio.get_running_loop().time
+    last, longest = None, 0.0
+    async with aclosing(stream_choices(endpoint, PATH, body)) as stream:
+        async for choices in stream:
+            now = clock()
+            last, longest = now, max(longest, 0.0 if last is None else now - last)
+            for choice in choices:
+                ids += choice.get("token_ids") or ()
+                text += choice.get("text") or ""
+                finish = choice.get("finish_reason") or finish
+                on_tokens(len(choice.get("token_ids") or ()))
     return StreamAnswer(tuple(ids), text, finish, longest)
 
 

@@ -59,6 +59,7 @@ class Host:
     def __init__(self, number: int, command: Callable[[str], Sequence[str]], *, namespaces: bool) -> None:
         """`command`: of a worker, by its address; `namespaces`: False: the host is another loopback address."""
         self.num_starts = 0
+        self.is_ready = False  # the newest process has its model
         self._name = f"ss{os.getpid() % 100000}n{number}"
         self._link = f"ssv{os.getpid() % 100000}n{number}"
         self._namespaces = namespaces
@@ -135,11 +136,13 @@ class Host:
             with self._changed:
                 self._process = process
                 self.num_starts += 1
+                self.is_ready = False
                 self._changed.notify_all()
             for line in process.stdout or ():
                 with self._changed:
                     self._output = [*self._output[-30:], line.rstrip("\n")]
-                    self._ready = self._ready or line.startswith("ready ")
+                    self.is_ready = self.is_ready or line.startswith("ready ")
+                    self._ready = self._ready or self.is_ready
                     self._changed.notify_all()
             process.wait()
             if process.stdout is not None:

@@ -17,12 +17,12 @@ from typing import Any
 
 from perf.harness import PerfError, Report, log, table
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint, LoadError, get_json, get_text, idle, parsed, post_json, stream_events
+from space_eval.bench.client import Endpoint, LoadError, get_json, get_text, idle, post_json
 from space_eval.bench.server_process import ServerProcess
 from space_eval.data import built_in, long_text
 from space_eval.report import facts
 
-from chaos.harness import PATH, StreamAnswer, add_flags, ask, num_leaked_pages, raw_request
+from chaos.harness import PATH, StreamAnswer, add_flags, ask, num_leaked_pages, raw_request, stream_choices
 
 SLOW_SECONDS = 5.0  # after which a slow reader disconnects
 
@@ -79,19 +79,13 @@ class Visits:
         }  # fmt: skip
 
     async def _events(self, body: Mapping[str, Any], leave_after: int | None = None) -> None:
-        """Read a stream to its end, or disconnect after so many events."""
-        num_events, is_done = 0, False
-        async with aclosing(stream_events(self._endpoint, PATH, {**body, "stream": True})) as events:
-            async for together in events:
-                num_events += len(together)
-                is_done = is_done or together[-1] == b"[DONE]"
-                for event in together:
-                    if b'"error"' in event and (error := parsed(event).get("error")):
-                        raise LoadError(f"The stream ended with an error: {error}")
-                if leave_after is not None and num_events >= leave_after:
+        """Read a stream to its end, or disconnect after so many choices of events."""
+        num_choices = 0
+        async with aclosing(stream_choices(self._endpoint, PATH, {**body, "stream": True})) as stream:
+            async for choices in stream:
+                num_choices += len(choices)
+                if leave_after is not None and num_choices >= leave_after:
                     return
-        if not is_done:
-            raise LoadError("The stream ended without [DONE].")
 
     async def _stream(self) -> None:
         await self._events(self._body())

@@ -144,8 +144,8 @@ def test_a_run_passes_only_where_nothing_was_lost(field: str) -> None:
 def test_a_process_has_memory_files_and_threads_and_one_that_is_gone_has_none(tmp_path: Path) -> None:
     (tmp_path / "7" / "fd").mkdir(parents=True)
     (tmp_path / "7" / "fd" / "0").touch()
-    (tmp_path / "7" / "status").write_text("Name:\ta: b\nVmRSS:\t  20 kB\nThreads:\t3\n")
-    assert ProcessFigures.of(7, tmp_path) == ProcessFigures(20 * 1024, 1, 3)
+    (tmp_path / "7" / "status").write_text("Name:\ta: b\nVmHWM:\t  21 kB\nVmRSS:\t  20 kB\nThreads:\t3\n")
+    assert ProcessFigures.of(7, tmp_path) == ProcessFigures(20 * 1024, 1, 3, 21 * 1024)
     assert ProcessFigures.of(8, tmp_path) == ProcessFigures()
 
 

@@ -8,16 +8,19 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncGenerator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from processes import ProcessFigures
-from space_eval.bench.client import Endpoint
+from space_eval.bench.client import Endpoint, LoadError
 
+from chaos import day_load, harness
 from chaos.__main__ import main
-from chaos.day import MAX_GROWTH, DayRecord, final_status, held_gauges, report
+from chaos.day import DayRecord, final_status, held_gauges, report
 from chaos.day_load import MixedLoad, visits
+from chaos.footprint import ROUTER, WORKER, Footprint, FootprintWatch
 from chaos.machine_faults import FaultyMachine, NetworkLink, built_library
 from chaos.schedule import EventKind, events
 
@@ -44,7 +47,7 @@ def test_the_load_has_every_kind_of_request_with_and_without_drafts() -> None:
     assert all(visit.body["temperature"] == 0 or "seed" in visit.body for visit in made)
 
 
-@pytest.mark.parametrize("broken", ["", "kind", "wrong", "lost", "memory", "files"])
+@pytest.mark.parametrize("broken", ["", "kind", "wrong", "lost", "memory", "files", "unwatched"])
 def test_a_day_passes_only_where_everything_happened_and_nothing_was_lost(broken: str) -> None:
     record, load = DayRecord(), MixedLoad(Endpoint("127.0.0.1", 1), [], 1)
     record.happened = Counter(kind for kind in EventKind if not (broken == "kind" and kind is EventKind.CLOCK))
@@ -54,14 +57,81 @@ def test_a_day_passes_only_where_everything_happened_and_nothing_was_lost(broken
         record.wrong.append("2 pages leaked.")
     if broken == "lost":
         load.counts.wrong.append("chat: lost")
-    more_bytes, more_files = (MAX_GROWTH + 1) * (broken == "memory"), 17 * (broken == "files")
-    after = ProcessFigures(1000 + more_bytes, 10 + more_files, 1)
-    made = report(FACTS, record, load, 120.0, (ProcessFigures(1000, 10, 1), after), seed=3)
-    assert len(made.failures) == (broken != "")
+    found = [Footprint("router, process 1", ROUTER, ProcessFigures(1000, 10))]
+    found += [Footprint("worker 0, process 2", WORKER, ProcessFigures(1000, 10))] * (broken != "unwatched")
+    found[-1].add(ProcessFigures(1000 + 2 * WORKER.growth_bytes * (broken == "memory"), 10 + 17 * (broken == "files")))
+    made = report(FACTS, record, load, 120.0, found[: 1 if broken == "unwatched" else 2], seed=3)
+    assert len(made.failures) == (2 if broken == "memory" else broken != ""), "too much at last is too much at most"
     assert "| clock jump | " in made.markdown()
     assert "| flood | 3 × 429 |" in made.markdown()
     assert made.record["events"]["worker killed"] == 1
     json.dumps(made.record)
+
+
+def test_both_loads_read_a_stream_to_its_done_and_refuse_one_that_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(text: str, finish: str | None = None) -> bytes:
+        return json.dumps({"choices": [{"text": text, "token_ids": [7], "finish_reason": finish}]}).encode()
+
+    whole = [[event("a"), event("b")], [b'{"choices": []}'], [event("c", "stop"), b"[DONE]"]]
+    endpoint, body = Endpoint("127.0.0.1", 1), {"stream": True}
+
+    def served(batches: list[list[bytes]]) -> None:
+        async def stream(*_: object) -> AsyncGenerator[list[bytes]]:
+            for batch in batches:
+                yield batch
+
+        monkeypatch.setattr(harness, "stream_events", stream)
+
+    def answered(leave_after: int | None = None) -> day_load.Answer:
+        answer = day_load.Answer()
+        asyncio.run(day_load.ask(endpoint, day_load.Visit("stream", harness.PATH, body), answer, leave_after))
+        return answer
+
+    served(whole)
+    alone = asyncio.run(harness.ask(endpoint, body))
+    assert (alone.token_ids, alone.text, alone.finish) == ((7, 7, 7), "abc", "stop")
+    assert answered() == day_load.Answer("abc", "stop")
+    assert answered(leave_after=2) == day_load.Answer("ab", None)
+    for batches, reason in (
+        (whole[:2], r"without \[DONE\]"),
+        ([[event("a"), b'{"error": {"message": "no"}}']], "with an error"),
+    ):
+        served(batches)
+        with pytest.raises(LoadError, match=reason):
+            asyncio.run(harness.ask(endpoint, body))
+        with pytest.raises(LoadError, match=reason):
+            answered()
+
+
+def test_a_process_is_held_to_its_figures_after_the_warm_up_and_its_successor_to_its_own() -> None:
+    mib = 1 << 20
+    watch = FootprintWatch(warm_seconds=60.0)
+
+    def look(now: float, pid: int, memory: int, files: int = 20, peak: int = 0) -> None:
+        watch.look("worker 0", pid, WORKER, now, ProcessFigures(memory * mib, files, 1, peak * mib))
+
+    for now, memory, peak in ((0.0, 5, 5), (59.0, 900, 2000), (60.0, 1000, 2000), (61.0, 1100, 2000)):
+        look(now, 7, memory, peak=peak)
+    (first,) = watch.footprints
+    assert first.failures == [], "the peak of the start is none of the run's"
+    look(62.0, 7, 1000, files=53)
+    look(63.0, 7, 1257, peak=2001)
+    look(64.0, 7, 0, files=0)  # it is gone
+    assert first.row == (
+        "worker 0, process 7", "1000 MiB, 20 files", "2001 MiB, 53 files", "1257 MiB, 20 files",
+    )  # fmt: skip
+    assert [line.split("; ")[0] for line in first.failures] == [
+        "worker 0, process 7 had 1257 MiB at last, 1000 after its warm-up",
+        "worker 0, process 7 had 2001 MiB at most, 1000 after its warm-up",
+        "worker 0, process 7 had 53 open files at most, 20 after its warm-up",
+    ]
+    look(65.0, 8, 3000)
+    assert watch.footprints == [first]
+    look(125.0, 8, 3000, files=30)
+    look(126.0, 8, 3000, files=47)
+    assert [one.failures[:1] for one in watch.footprints[1:]] == [
+        ["worker 0, process 8 had 47 open files at last, 30 after its warm-up; it may have 16 more."]
+    ]
 
 
 def test_gauges_of_an_idle_server_that_are_not_zero_are_named() -> None:

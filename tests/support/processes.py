@@ -16,6 +16,7 @@ class ProcessFigures:
     resident_bytes: int = 0  # private and shared memory in RAM
     num_files: int = 0  # open file descriptors
     num_threads: int = 0
+    peak_bytes: int = 0  # the most that was ever resident
 
     @classmethod
     def of(cls, pid: int, processes: Path = Path("/proc")) -> ProcessFigures:
@@ -26,8 +27,8 @@ class ProcessFigures:
         except OSError:
             return cls()
         fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
-        resident = int(fields["VmRSS"][0]) * 1024 if "VmRSS" in fields else 0  # a zombie has none
-        return cls(resident, num_files, int(fields["Threads"][0]))
+        resident, peak = (int(fields[name][0]) * 1024 if name in fields else 0 for name in ("VmRSS", "VmHWM"))
+        return cls(resident, num_files, int(fields["Threads"][0]), peak)  # a zombie has no memory
 
 
 _given_ports: set[int] = set()
