@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,6 @@ from space_router.text.template_process import (
     PROCESSES,
     QUICK_MEMORY,
     SLOW_MEMORY,
-    SLOW_PROCESSES,
     NotStarted,
     TemplateProcesses,
 )
@@ -186,15 +187,28 @@ async def test_others_wait_less_than_a_second_while_a_client_renders_what_takes_
 
 
 def test_no_more_slow_ones_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = TemplateProcesses()
+    """Two run and two wait, by the page; a fifth is refused, and there is room again once they have ended."""
+    processes, begun, end = TemplateProcesses(), threading.Semaphore(0), threading.Event()
+    text = TemplateAnswer(2, AnswerKind.TEXT, "x")
 
     def out_of_time(*_: Any) -> TemplateAnswer:
         return TemplateAnswer(1, AnswerKind.NO_TIME)
 
+    def take_long(*_: Any) -> TemplateAnswer:
+        begun.release()
+        end.wait(5.0)
+        return text
+
     monkeypatch.setattr(processes._quick, "ask", out_of_time)
-    monkeypatch.setattr(processes, "_num_slow", SLOW_PROCESSES + template_process._WAITING)
-    with pytest.raises(Overloaded, match="takes long"):
-        processes.ask(TemplateJob("x", {}), LIMITS)
+    monkeypatch.setattr(processes._slow, "ask", take_long)
+    with ThreadPoolExecutor(4) as threads:
+        four = [threads.submit(processes.ask, TemplateJob("x", {}), LIMITS) for _ in range(4)]
+        assert all(begun.acquire(timeout=5.0) for _ in four)
+        with pytest.raises(Overloaded, match="takes long for these messages, as it does for 4 other requests"):
+            processes.ask(TemplateJob("x", {}), LIMITS)
+        end.set()
+        assert [one.result() for one in four] == [text] * 4
+    assert processes.ask(TemplateJob("x", {}), LIMITS) == text
 
 
 async def test_short_texts_take_no_more_of_the_event_loop_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
