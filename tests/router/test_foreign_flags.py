@@ -324,7 +324,8 @@ def test_each_foreign_flag_has_one_line_that_names_ours(
         "--dtype half (TGI and vLLM) is --dtype float16 here",
         "--swap-space 4 (vLLM): nothing to do here (what a preempted request had is computed again, or kept by "
         "--kv-offload)",
-        "--api-key (TGI and vLLM and llama.cpp) is SPACESERVE_API_KEYS here",
+        "--api-key (TGI and vLLM and llama.cpp) is SPACESERVE_API_KEYS here; every user of this machine can read it on "
+        "a command line: put it into the variable or --api-key-file",
         "--seed 0 (vLLM and llama.cpp): nothing to do here (a request without seed has one of its own, and the answer "
         "says which)",
     )
@@ -338,6 +339,15 @@ def test_each_foreign_flag_has_one_line_that_names_ours(
         config.notices[0],
         config.notices[2],
     ]
+
+
+def test_a_key_on_the_command_line_is_taken_and_warned_of_and_one_in_a_variable_is_not() -> None:
+    (line,) = translated("--api-key sk-secret").notices
+    assert "every user of this machine can read it on a command line" in line
+    found = translated("--drop-in vllm", VLLM_API_KEY="sk-secret")
+    assert found.environment["SPACESERVE_API_KEYS"] == "sk-secret"
+    assert "can read it" not in str(found.notices)
+    assert "sk-secret" not in str([line, *found.notices])
 
 
 def test_a_routers_command_names_where_a_workers_flag_goes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ DROP_IN = "drop_in"  # the setting that has variables read
 _UNMISTAKABLE = ("MODEL_ID", "NUM_SHARD", "QUANTIZE", "MAX_INPUT_TOKENS", "MAX_TOTAL_TOKENS", "LLAMA_ARG_MODEL")
 """Variables that only a user of another engine sets."""
 
+_READABLE = "; every user of this machine can read it on a command line: put it into the variable or --api-key-file"
+
 _FALSE = {"", "0", "false", "off", "no"}
 
 
@@ -97,7 +99,7 @@ def translate(
             elif known.put(name, text, word.name, typed):
                 changed += [_flag(name), text]
         if not _is_unchanged(word, texts, own):
-            notices.append(_notice(typed, texts, word.row))
+            notices.append(_notice(typed, texts, word.row) + (_READABLE if KEYS in texts else ""))
     drop_in = given.get(DROP_IN, environment.get(PREFIX + DROP_IN.upper()))
     if drop_in in set(OtherEngine):
         notices += _read_variables(OtherEngine(drop_in), added, environment, settings, known, surroundings)
