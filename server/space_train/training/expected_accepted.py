@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from space_kernels.sampling.sampler import gumbel_argmax
-from space_kernels.step.draft_head import NUM_CANDIDATES, NUM_GREEDY_CANDIDATES
+from space_kernels.step.draft_head import DRAFT_SHARPNESS, NUM_CANDIDATES, NUM_GREEDY_CANDIDATES
 from space_model.adapters import GatedLora
 from space_model.checkpoint import family
 from space_model.checkpoint.checkpoint import Checkpoint
@@ -202,7 +202,8 @@ def _agreement(
                 possible = logits
                 if kind == "head":
                     possible = _among_best(logits, drafts["masks"], is_sampled=bool(temperature))
-                parts.setdefault((kind, temperature), []).append(_choice(possible, temperature, here, seed) == wanted)
+                sharper = possible * DRAFT_SHARPNESS if kind == "head" else possible
+                parts.setdefault((kind, temperature), []).append(_choice(sharper, temperature, here, seed) == wanted)
     return {key: torch.cat(some) for key, some in parts.items()}
 
 

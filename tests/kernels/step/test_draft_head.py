@@ -11,7 +11,14 @@ from space_kernels.build import cpu_library
 from space_kernels.linear.row_table import RowTable
 from space_kernels.sampling.sampler import sample_rows
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow
-from space_kernels.step.draft_head import CompiledDraftHead, DraftHeadForm, SamplingColumns, propose, sample_candidates
+from space_kernels.step.draft_head import (
+    DRAFT_SHARPNESS,
+    CompiledDraftHead,
+    DraftHeadForm,
+    SamplingColumns,
+    propose,
+    sample_candidates,
+)
 from torch.nn import functional as F
 
 HIDDEN, VOCAB, K, M = 8, 40, 3, 12
@@ -71,12 +78,20 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
 
 
 def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
-    logits = tensors(9, len(LAWS), VOCAB)
-    ids = torch.arange(VOCAB).expand(len(LAWS), VOCAB)
-    keys, positions = torch.tensor([sampling_params.key for sampling_params in LAWS]), torch.tensor([1, 2, 3, 4])
-    drafts = sample_candidates(logits, ids, SamplingColumns.of(LAWS, logits.device), keys, positions)
-    rows = [SamplingRow(sampling_params, ids=(0,) * (n + 1), num_prompt=1) for n, sampling_params in enumerate(LAWS)]
-    assert drafts.tolist() == sample_rows(logits.clone(), rows, torch.tensor([], dtype=torch.int64)).ids.tolist()
+    """Of logits times DRAFT_SHARPNESS."""
+    ids, keys = torch.arange(VOCAB).expand(len(LAWS), VOCAB), torch.tensor([params.key for params in LAWS])
+    columns, banned = SamplingColumns.of(LAWS, ids.device), torch.tensor([], dtype=torch.int64)
+    num_changed = 0
+    for seed in range(40):
+        logits, positions = tensors(seed, len(LAWS), VOCAB), torch.tensor([1, 2, 3, 4])
+        drafts = sample_candidates(logits, ids, columns, keys, positions)
+        rows = [SamplingRow(params, ids=(0,) * (n + 1), num_prompt=1) for n, params in enumerate(LAWS)]
+        sharper = logits * DRAFT_SHARPNESS
+        assert drafts.tolist() == sample_rows(sharper, rows, banned).ids.tolist()
+        plain = sample_rows(logits.clone(), rows, banned).ids
+        assert drafts[0] == plain[0], "greedy"
+        num_changed += int((drafts != plain).sum())
+    assert num_changed
 
 
 WIDTH, INNER, VOCABULARY, CANDIDATES = 64, 48, 300, 40
