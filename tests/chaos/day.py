@@ -205,6 +205,8 @@ class Day:
         try:
             if event.kind.takes_worker:
                 async with self._taking:
+                    if self._stop.is_set():
+                        return  # it waited for its turn
                     await kinds[event.kind](event)
                     await self._all_up()
                     await self._others_end()
