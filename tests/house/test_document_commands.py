@@ -50,6 +50,10 @@ RUN_BY = {
     ),
     'make crowd FLAGS="--slow 64 --fast 30 --turns 4"': ("tests/chaos/test_chaos.py", '["crowd", "--turns", "2"'),
     'make chaos HOURS=1 FLAGS="--seed 1 --out chaos"': ("tests/chaos/test_day.py", '["day", "--hours"'),
+    'make chaos HOURS=1 FLAGS="--model smollm2 --seed 1 --out chaos"': (
+        "tests/chaos/test_day.py",
+        '["day", "--hours"',
+    ),
     'make hosts FLAGS="--hosts 3 --streams 24 --faults 6 --restarts 2 --out hosts"': (
         "tests/chaos/test_chaos.py",
         '["hosts", *flags',
