@@ -40,6 +40,7 @@ RUN_BY = {
     "make sbom": ("tests/house/deploy/test_systemd.py", "docker/locks/sbom.py"),
     "make dashboard": ("Makefile", "tests/dashboard"),
     "make gpu-check DRY=1": ("tests/gpu/test_gpu_check.py", "test_every_stage_runs_dry"),
+    'make gpu-check DRY=1 FLAGS="--plan"': ("tests/gpu/test_gpu_check.py", '"--plan"'),
     ".venv/bin/spaceserve workers restart --api-key-file ops.key --finish-seconds 30": (
         "tests/router/process/test_rolling_restart_process.py",
         'front.workers("restart", "--finish-seconds"',
