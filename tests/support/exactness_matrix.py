@@ -349,7 +349,7 @@ def check_joined_sources(subject: Subject, temperature: float, *, device_steps: 
     for connection in range(len(PROMPT_LENGTHS)):
         # A penalty keeps the text from looping; few ids let it repeat itself, exactly and nearly.
         sampling = pb.Sampling(
-            seed=connection, temperature=temperature, frequency_penalty=0.2, allowed_ids=subject.live_ids[:4]
+            seed=connection + 14, temperature=temperature, frequency_penalty=0.2, allowed_ids=subject.live_ids[:4]
         )
         limits = pb.Limits(max_tokens=JOINED_TOKENS)
         prompt = subject.prompt(connection, long=False)
