@@ -16,7 +16,7 @@ SERVERS = ("serve", "router")
 OTHERS = ("doctor", "worker", "workers", "ray", "train", "eval", "bench", "chat", "convert")
 HEALTHCHECK = [sys.executable, "-P", "-m", "space_router.commands.healthcheck"]
 EVERY_ADDRESS = "0.0.0.0"
-"""Inside a container 127.0.0.1 is reachable by nobody."""
+"""A container's 127.0.0.1 cannot be reached from outside of it."""
 
 
 def command(words: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

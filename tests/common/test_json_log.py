@@ -54,5 +54,5 @@ def test_a_wrong_flag_is_reported_as_json(
 
 
 def test_the_command_line_does_not_import_grpc_before_it_is_quiet() -> None:
-    told = "import sys, space_router.cli; sys.exit('grpc' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0
+    program = "import sys, space_router.cli; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

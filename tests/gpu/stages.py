@@ -102,7 +102,7 @@ def _gpu_suite(dry: bool) -> list[str]:
 
 
 LONGEST = 240.0
-"""Seconds that a slice may take at most: machines are lent for a few minutes at a time."""
+"""Seconds that a slice may take at most, for machines that can be had for a few minutes at a time."""
 
 STAGES: dict[str, Stage] = {
     "compile": Stage("Every Triton kernel compiles for this GPU", "test_compile.py", LONGEST, needs=(), num_slices=2),

@@ -162,11 +162,9 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
     _check_depth(schema, param)
     kept = enforceable(schema, param, strict=strict)
     source = orjson.dumps(kept).decode()
-    return Grammar("json_schema", source if len(source) <= MOST_CHARACTERS else _shortened(kept))
-
-
-def _shortened(schema: dict[str, Any]) -> str:
-    return orjson.dumps(without_annotations(schema)).decode()
+    if len(source) > MOST_CHARACTERS:
+        source = orjson.dumps(without_annotations(kept)).decode()
+    return Grammar("json_schema", source)
 
 
 def lark_grammar(text: str, param: str) -> Grammar:

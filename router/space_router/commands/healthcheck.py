@@ -25,7 +25,7 @@ from space_router.http_server.listening import UNIX, connected
 PATIENCE = 4.0  # seconds; Docker's timeout is 5
 EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 """Address to ask if the server listens on all addresses."""
-OWN = ("spaceserve", "entrypoint.py")  # scripts whose first argument is a subcommand of `spaceserve`
+OWN = ("spaceserve", "entrypoint.py")  # scripts that take a subcommand of `spaceserve` first
 
 
 class Unwell(Exception):

@@ -37,7 +37,7 @@ TREE = {"type": "object", "properties": {"v": {"type": "integer"}}, "additionalP
 
 
 def tree(beside: dict[str, Any]) -> dict[str, Any]:
-    """A schema of trees whose children have restrictions of their own."""
+    """A recursive schema: a tree, with the keywords `beside` next to the `$ref` of its child."""
     child = {"$ref": "#/$defs/tree", **beside}
     inside = {**TREE, "properties": {**TREE["properties"], "child": child}}
     return {"$ref": "#/$defs/tree", "$defs": {"tree": inside}}

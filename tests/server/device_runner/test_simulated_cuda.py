@@ -432,8 +432,8 @@ def interrupted(
     cost: StepCost | None = None,
     clock: StepClock | None = None,
 ) -> tuple[list[list[int]], list[tuple[int, int]], int]:
-    """Run one request a sampling, all with the prompt of the first, whose page they share. The first is preempted after
-    two steps: released, and admitted again on that page with what it had emitted. Return the texts, accepted and
+    """Run one request for each of `samplings`, all with the same prompt and its cached page. The first is preempted
+    after two steps: released, and admitted again on that page with what it had emitted. Return the texts, accepted and
     proposed drafts, and the number of captures."""
     worker = Worker(
         model,
