@@ -161,7 +161,8 @@ async def _run(
     session.start()
     serialized: list[float] = []
     try:
-        while sum(seconds is not None for seconds in worker.seen) < num_steps + WARM_STEPS:
+        # The stepping thread may be ahead by several reports: only steps whose report was serialised are complete.
+        while sum(seconds is not None for seconds in worker.seen[: len(serialized)]) < num_steps + WARM_STEPS:
             before = time.thread_time()
             message = await session.message(60.0)
             if message is None or not message.report.stepped:
@@ -171,7 +172,7 @@ async def _run(
             serialized.append(time.thread_time() - before)
     finally:
         await session.stop()
-    steps = zip(worker.seen, serialized, strict=False)
+    steps = zip(worker.seen, serialized, strict=False)  # those after the last serialised report are left out
     return [replace(step, serialize=seconds) for step, seconds in steps if step is not None][WARM_STEPS:]
 
 

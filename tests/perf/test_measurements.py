@@ -8,6 +8,8 @@ import re
 import resource
 import subprocess
 import sys
+import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,6 +25,8 @@ from space_kernels.build import cpu_library
 from space_model.loading.load import load_model
 from space_model.make_model import Size, random_llama
 from space_model.space_model import SpaceModel
+from space_proto import worker_pb2 as pb
+from space_server.grpc_server import RouterSession
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_train.estimate import SHAPES
 
@@ -215,6 +219,17 @@ def test_every_decode_step_has_its_parts_and_its_computation(demo: SpaceModel) -
         assert all(getattr(step, part) > 0 for part in PARTS)
         assert step.host == pytest.approx(sum(getattr(step, part) for part in PARTS))
     assert median(step.computed for step in steps) > median(step.host for step in steps)  # one may be disturbed
+
+
+def test_a_slow_event_loop_leaves_no_step_out(demo: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = RouterSession.message
+
+    def late(session: RouterSession, patience: float) -> Coroutine[None, None, pb.WorkerMessage | None]:
+        time.sleep(0.02)  # on the loop: the stepping thread goes ahead as far as it may
+        return message(session, patience)
+
+    monkeypatch.setattr(RouterSession, "message", late)
+    assert len(run_cell(demo, Cell(1, 0), num_steps=2, seed=0)) >= 2
 
 
 def test_more_steps_than_the_window_holds_are_refused(demo: SpaceModel) -> None:
