@@ -10,7 +10,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: install  ## tokens per second and latency of the embedded model, with and
 
 crowd: install  ## 64 readers that do not read beside fast ones, and ten times more requests than can be served (FLAGS="--turns 2")
 	@$(CHAOS) crowd $(FLAGS)
+
+overload: install  ## API keys of unequal greed at half to ten times the capacity: what is answered in time, and to whom (FLAGS="--loads 1,10")
+	@$(CHAOS) overload $(FLAGS)
 
 faults: install  ## kill, stop and crash the worker 200 times under 32 streams: nothing may be lost (FLAGS="--faults 20")
 	@$(CHAOS) faults $(FLAGS)

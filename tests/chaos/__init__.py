@@ -1,4 +1,4 @@
 """A server under load while something breaks: nothing may be lost.
 
-PYTHONPATH=tests .venv/bin/python -P -m chaos faults|hosts|crowd|soak|day [FLAG …] [-- FLAG of `spaceserve serve` …]
+PYTHONPATH=tests .venv/bin/python -P -m chaos EXPERIMENT [FLAG …] [-- FLAG of `spaceserve serve` …]
 """

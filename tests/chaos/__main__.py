@@ -13,6 +13,7 @@ EXPERIMENTS: Mapping[str, tuple[str, str]] = {
     "faults": ("chaos.faults", "kill, stop and crash the workers under load"),
     "hosts": ("chaos.hosts", "workers on hosts of their own: killed, cut off and restarted"),
     "crowd": ("chaos.crowd", "slow readers beside fast ones, and ten times more requests than can be served"),
+    "overload": ("chaos.overload", "API keys of unequal greed at half to ten times the capacity, and who gets what"),
     "soak": ("chaos.soak", "mixed load for an hour: does memory, latency or anything else grow"),
     "day": ("chaos.day", "everything at once for hours: workers, network, disk, clock, memory and clients"),
 }

@@ -21,9 +21,10 @@ MAX_LINE = 1 << 20  # bytes of one header or chunk-size line
 class LoadError(RuntimeError):
     """A request failed or its stream broke; the message has the server's text."""
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status  # HTTP status of an error; None if the connection or the stream failed
+        self.retry_after = retry_after  # seconds, of a refusal that names them
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ async def _request(
         pieces = _body(reader, headers)
         if status != 200:
             refusal = b"".join([piece async for piece in pieces])[:500].decode(errors="replace")
-            raise LoadError(f"{method} {path} was answered with {status}: {refusal}", status)
+            seconds = headers.get("retry-after", "")
+            retry_after = float(seconds) if seconds.isdecimal() else None
+            raise LoadError(f"{method} {path} was answered with {status}: {refusal}", status, retry_after)
         yield pieces
     except (OSError, EOFError, ValueError) as error:
         raise LoadError(f"{method} {path}: the server broke off its answer: {error or type(error).__name__}") from error
