@@ -7,7 +7,7 @@ warning. With `strict` it is refused, because the client relies on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,17 +105,23 @@ def enforceable(schema: Schema, param: str, *, strict: bool) -> dict[str, Any]:
     walk = _SchemaWalk(param, str(schema.get("$schema")))
     kept = walk.object(schema)
     walk.references(schema, kept)
-    if walk.left_open:
-        named = ", ".join(f"`{keyword}`" for keyword in walk.left_open)
-        if strict:
-            raise InvalidRequest(
-                f"`{param}` is strict, and its schema asks for {named}, which cannot be enforced. Leave it out, or set "
-                "`strict` to false: then it is left open, and a warning names it.",
-                param=param,
-                code="unsupported_schema",
-            )
-        warn(f"The schema in `{param}` asks for {named}, which is not enforced.")
+    name_what_is_left_open(walk.left_open, param, strict=strict)
     return kept
+
+
+def name_what_is_left_open(keywords: Collection[str], param: str, *, strict: bool) -> None:
+    """Warn of keywords of a schema that no grammar enforces. `strict`: raises InvalidRequest instead."""
+    if not keywords:
+        return
+    named = ", ".join(f"`{keyword}`" for keyword in keywords)
+    if strict:
+        raise InvalidRequest(
+            f"`{param}` is strict, and its schema asks for {named}, which cannot be enforced. Leave it out, or set "
+            "`strict` to false: then it is left open, and a warning names it.",
+            param=param,
+            code="unsupported_schema",
+        )
+    warn(f"The schema in `{param}` asks for {named}, which is not enforced.")
 
 
 @dataclass

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import orjson
+
+from space_router.text.json_pointer import resolve
 
 Node = dict[str, Any]
 
@@ -43,24 +45,6 @@ def as_uri(reference: str) -> str:
 
 def _is_octet(part: str) -> bool:
     return len(part) >= 2 and all(character in "0123456789abcdefABCDEF" for character in part[:2])
-
-
-def resolve(root: Any, reference: str) -> Any:
-    """Return what `#/...` refers to. Raises LookupError if there is nothing, or it is no such reference."""
-    if reference == "#":
-        return root
-    if not reference.startswith("#/"):
-        raise LookupError(reference)
-    found = root
-    for name in unquote(reference[2:]).split("/"):
-        key = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal():
-            found = found[int(key[:9])]
-        elif isinstance(found, Mapping):
-            found = found[key]
-        else:
-            raise LookupError(reference)
-    return found
 
 
 def may_stand_beside_reference(key: str, value: Any) -> bool:

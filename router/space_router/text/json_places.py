@@ -31,7 +31,7 @@ def places_of_calls_or(
         builder.set(start, PlaceState(((trigger, calls),), searches=False, otherwise=JSON))
     elif trigger:
         builder.set(start, PlaceState(((trigger, calls),)))
-    else:
+    elif layout.notation is None:
         heads = tuple((_head(layout, name, special_id), JSON) for name in tools)
         builder.set(start, PlaceState(heads, searches=False, then=calls))
     return builder.places()
@@ -44,6 +44,8 @@ def _head(layout: ToolCallLayout, name: str, special_id: SpecialId) -> Units:
 def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, special_id: SpecialId) -> int:
     """Add the states of calls; return the first, which looks for the head of a call."""
     calls = builder.new()
+    if layout.notation is not None:
+        return calls  # nothing in it is JSON whose keys could repeat
     if layout.parameter is None:
         heads = tuple((_head(layout, name, special_id), JSON) for name in tools)
         builder.set(calls, PlaceState(heads, then=calls))

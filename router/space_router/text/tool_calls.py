@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from space_common.grammar import AS_ANY_OF
 
@@ -501,8 +501,8 @@ def python_call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[
     """Parse `f(a=1)`. Returns False if it is no call; the caller then returns to the mark."""
     yield from cursor.skip()
     name = yield from cursor.run(_in_name, 64)
-    written = yield from _parentheses(cursor)
-    arguments = None if name not in tools or written is None else _keywords(written)
+    parts = yield from _parentheses(cursor)
+    arguments = None if name not in tools or parts is None else _keywords(parts)
     if arguments is None:
         return False
     cursor.let_go()
@@ -510,14 +510,21 @@ def python_call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[
     return True
 
 
-def _parentheses(cursor: Cursor) -> Reading[str | None]:
-    """Read `(...)` by Python's rules: brackets in strings do not count. None if it is not closed."""
-    written, depth, quote, escaped = "", 0, "", False
-    while len(written) < MAX_UNCERTAIN and (char := (yield from cursor.peek())):
-        if not written and char != "(":
-            return None
+def _parentheses(cursor: Cursor) -> Reading[list[str] | None]:
+    """Read `(...)` by Python's rules: brackets in strings do not count. Returns what stands between its commas; None
+    if it is not closed."""
+    parts, depth, quote, escaped = [""], 0, "", False
+    if not (yield from cursor.takes("(")):
+        return None
+    start = cursor.at
+    while cursor.at - start < MAX_UNCERTAIN and (char := (yield from cursor.peek())):
         cursor.at += 1
-        written += char
+        if not quote and depth == 0 and char in ",)":
+            if char == ")":
+                return parts
+            parts.append("")
+            continue
+        parts[-1] += char
         if quote:
             quote = "" if char == quote and not escaped else quote
             escaped = not escaped and char == "\\"
@@ -527,8 +534,6 @@ def _parentheses(cursor: Cursor) -> Reading[str | None]:
             depth += 1
         elif char in ")]}":
             depth -= 1
-            if depth == 0:
-                return written
     return None
 
 
@@ -540,13 +545,20 @@ class _Literals(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(values[node.id]), node) if node.id in values else node
 
 
-def _keywords(written: str) -> Mapping[str, Any] | None:
-    """Return the keyword arguments of `(...)`, or None unless all are literals that JSON can represent."""
+def _keywords(parts: list[str]) -> Mapping[str, Any] | None:
+    """Return the arguments `key=value`, or None unless all values are literals that JSON can represent.
+
+    A key may be a word that Python reserves, as `from`, or have a hyphen: tools have such arguments.
+    """
+    if not parts[-1].strip():
+        parts = parts[:-1]
+    values: dict[str, Any] = {}
     try:
-        call = _Literals().visit(ast.parse("f" + written, mode="eval")).body
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
-            return None
-        values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        for part in parts:
+            key, sign, written = part.partition("=")
+            if not sign or not key.strip() or not all(map(_in_name, key.strip())):
+                return None
+            values[key.strip()] = ast.literal_eval(_Literals().visit(ast.parse(written.strip(), mode="eval")))
         json.dumps(values, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
@@ -564,6 +576,10 @@ def no_call(cursor: Cursor, output: CallCollector, word: str) -> None:
     output.content(word)
 
 
+TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+"""What a JSON schema can ask of a string."""
+
+
 @dataclass(frozen=True)
 class ParameterLayout:
     """How one argument is generated where arguments are no JSON: `before_key KEY behind_key VALUE behind_value`."""
@@ -576,6 +592,29 @@ class ParameterLayout:
     def head(self, key: str, value: Any) -> str:
         """Return what stands before the value of an argument with this schema."""
         return self.before_key + key + ((is_json(value) and self.behind_json_key) or self.behind_key)
+
+    def left_open(self, schema: Mapping[str, Any]) -> list[str]:
+        """Return the keywords of a schema that the grammar of such arguments does not enforce."""
+        properties = schema.get("properties")
+        texts = [one for one in properties.values() if not is_json(one)] if isinstance(properties, Mapping) else []
+        found = [key for key in TEXT_KEYWORDS if any(isinstance(one, Mapping) and key in one for one in texts)]
+        return found + [key for key in _OF_WHOLE_OBJECTS if key in schema]
+
+
+_OF_WHOLE_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties")
+
+SpecialId: TypeAlias = Callable[[str], int | None]
+"""Maps a text to the id of its special token, or None."""
+
+
+class ArgumentNotation(Protocol):
+    """How arguments are written by a format whose values are no JSON."""
+
+    def rules(self, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
+        """Return the rules of `arguments_{index}`: the arguments of the call of this number, by their schema."""
+
+    def left_open(self, schema: Mapping[str, Any]) -> list[str]:
+        """Return the keywords of a schema that these rules do not enforce."""
 
 
 @dataclass(frozen=True)
@@ -590,20 +629,21 @@ class ToolCallLayout:
     between: str = ""
     closing: str = ""
     alone: bool = False  # no grammar allows both it and other text
-    parameter: ParameterLayout | None = None  # None: the arguments are JSON
+    parameter: ParameterLayout | None = None
+    notation: ArgumentNotation | None = None  # with neither this nor `parameter`, the arguments are JSON
+    begins: str = ""  # without a trigger: a regular expression of texts that the parser takes for calls
 
 
-SpecialId = Callable[[str], int | None]  # Maps a text to the id of its special token, or None
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by name of tool
 
 _SPACED = {"x-guidance": {**AS_ANY_OF, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-_CALL_KEYS = "|".join(sorted(NAME_KEYS | OTHER_KEYS | ARGUMENT_KEYS))
+CALL_KEYS = "|".join(sorted(NAME_KEYS | OTHER_KEYS | ARGUMENT_KEYS))
 
 
 def calls_only(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> str:
     """Return a grammar for exactly one call (`many`: one or more)."""
     rules = _rules(layout, tools, special_id, many=many)
-    return "\n".join(["start: " + _joined(_terminal(layout.trigger, special_id), "calls"), *rules])
+    return "\n".join(["start: " + joined(terminal(layout.trigger, special_id), "calls"), *rules])
 
 
 def calls_or(
@@ -613,13 +653,11 @@ def calls_or(
     rules = _rules(layout, tools, special_id, many=many)
     trigger = layout.trigger
     if answer is not None:
-        start = f"start: answer | {_joined(_terminal(trigger, special_id), 'calls')}\nanswer: {_json(answer)}"
+        start = f"start: answer | {joined(terminal(trigger, special_id), 'calls')}\nanswer: {json_rule(answer)}"
     elif not trigger:
-        # Plain text must not contain lines that the parser would read as the start of a call.
-        begins = r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + _CALL_KEYS + r")\"(?s:.*)"
-        start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{begins}/"
+        start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{layout.begins}/"
     else:
-        marker = _pattern(trigger)
+        marker = pattern_of(trigger)
         plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
         special = special_id(trigger)
         head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
@@ -628,27 +666,44 @@ def calls_or(
 
 
 def _rules(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> list[str]:
-    terminal = {name: _terminal(text, special_id) for name, text in vars(layout).items() if isinstance(text, str)}
-    more = f"({_joined(terminal['between'], 'call')})*" if many else ""
-    rules = ["calls: " + _joined(terminal["opening"], "call", more, terminal["closing"])]
+    written = {name: terminal(text, special_id) for name, text in vars(layout).items() if isinstance(text, str)}
+    more = f"({joined(written['between'], 'call')})*" if many else ""
+    opens = layout.opening if not layout.trigger else ""
+    if opens:  # one text with the head of the first call, so that no other text can be meant by its beginning
+        rules = ["calls: " + joined("first", more, written["closing"])]
+        rules.append("first: " + " | ".join(f"first_{index}" for index in range(len(tools))))
+    else:
+        rules = ["calls: " + joined(written["opening"], "call", more, written["closing"])]
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, (name, schema) in enumerate(tools.items()):
-        head = _terminal(layout.before_name + name + layout.before_arguments, special_id)
-        rules.append(f"call_{index}: {_joined(head, f'arguments_{index}', terminal['behind_arguments'])}")
-        if layout.parameter is None:
-            rules.append(f"arguments_{index}: {_json(schema)}")
+        head, rest = layout.before_name + name + layout.before_arguments, f"arguments_{index}"
+        for rule, text in (("call", head), ("first", opens + head)):
+            if rule == "call" or opens:
+                body = joined(terminal(text, special_id), rest, written["behind_arguments"])
+                rules.append(f"{rule}_{index}: {body}")
+        if layout.notation is not None:
+            rules += layout.notation.rules(index, schema, special_id)
+        elif layout.parameter is None:
+            rules.append(f"arguments_{index}: {json_rule(schema)}")
         else:
             rules += _parameters(layout.parameter, index, schema, special_id)
     if layout.parameter is not None:
-        rules += [*_text_until(layout.parameter.behind_value, special_id), "KEY: /[A-Za-z0-9_-]{1,64}/"]
+        rules += [*text_until("text_value", layout.parameter.behind_value, special_id), "KEY: /[A-Za-z0-9_-]{1,64}/"]
     return rules
 
 
-def _text_until(end: str, special_id: SpecialId) -> list[str]:
-    """Return the rule `text_value`: any text, and what ends it."""
-    if next((part for part in _TOKEN.findall(end) if special_id(part) is not None), None) is None:
-        return [f"text_value[lazy]: /(?s:.*){_pattern(end)}/"]
-    return [f"text_value: TEXT {_terminal(end, special_id)}", "TEXT: /(?s:.*)/"]
+def text_until(name: str, end: str, special_id: SpecialId) -> list[str]:
+    """Return the rules of `name`: any text, and what ends it."""
+    parts = text_parts(end)
+    place = next((place for place, part in enumerate(parts) if part and special_id(part) is not None), None)
+    if place is None:
+        return [f"{name}[lazy]: /(?s:.*){pattern_of(end)}/"]
+    text = f"TEXT_{name}".upper()
+    marker = pattern_of(parts[place])  # in letters it would be read as the end, too
+    return [
+        f"{name}: {text} {terminal(''.join(parts[place:]), special_id)}",
+        f"{text}: /(?s:.*){pattern_of(''.join(parts[:place]))}/ & ~/(?s:.*){marker}(?s:.*)/",
+    ]
 
 
 def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
@@ -658,18 +713,18 @@ def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], 
     known = properties if isinstance(properties, Mapping) else {}
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     order = dict.fromkeys([*known, *names])
-    end = _terminal(layout.behind_value, special_id)
+    end = terminal(layout.behind_value, special_id)
     rules, parts = [], []
     for place, key in enumerate(order):
         value = known.get(key)
         parts.append(f"parameter_{index}_{place}" + ("" if key in names else "?"))
-        head = _terminal(layout.head(key, value), special_id)
+        head = terminal(layout.head(key, value), special_id)
         rules.append(f"parameter_{index}_{place}: {head} {_value(value, schema, end)}")
     if not known:
-        key = _joined(_terminal(layout.before_key, special_id), "KEY", _terminal(layout.behind_key, special_id))
+        key = joined(terminal(layout.before_key, special_id), "KEY", terminal(layout.behind_key, special_id))
         rules.append(f"any_{index}: {key} text_value")
         parts.append(f"any_{index}*")
-    return [f"arguments_{index}: " + _joined(*parts), *rules]
+    return [f"arguments_{index}: " + joined(*parts), *rules]
 
 
 def _value(value: Any, schema: Mapping[str, Any], end: str) -> str:
@@ -679,7 +734,7 @@ def _value(value: Any, schema: Mapping[str, Any], end: str) -> str:
     if not isinstance(value, Mapping) or not is_json(value):
         return "text_value"
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return f"{_json({**shared, **value})} {end}"
+    return f"{json_rule({**shared, **value})} {end}"
 
 
 def _choices(value: Any) -> list[str]:
@@ -696,24 +751,24 @@ def is_json(value: Any) -> bool:
     return value.get("type", "string") != "string" or bool(value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"})
 
 
-_TOKEN = re.compile(r"\[[A-Z_]+\]|<[^<>\s]+>")
+_TOKEN = re.compile(r"\[[A-Z_]+\]|\]<\]\w+\[>\[|<[^<>\s]+>")
 
 
-def _pattern(text: str) -> str:
+def pattern_of(text: str) -> str:
     """Return a text as a regular expression between slashes."""
     return re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", text).replace("\n", r"\n")
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | _SPACED)
 
 
 def text_parts(text: str) -> list[str]:
     """Cut a text where special tokens may stand in it."""
-    return re.split(r"(\[[A-Z_]+\]|<[^<>\s]+>)", text)
+    return re.split(f"({_TOKEN.pattern})", text)
 
 
-def _terminal(text: str, special_id: SpecialId) -> str:
+def terminal(text: str, special_id: SpecialId) -> str:
     """Return a text in Lark syntax. Special tokens are given by id, because no characters produce them."""
     parts = []
     for part in text_parts(text):
@@ -726,5 +781,5 @@ def _terminal(text: str, special_id: SpecialId) -> str:
     return " ".join(parts)
 
 
-def _joined(*parts: str) -> str:
+def joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)

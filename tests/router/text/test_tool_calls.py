@@ -237,7 +237,7 @@ CITY = {
 }
 SCHEMAS: dict[str, dict[str, Any]] = {"get_weather": CITY, "f": {"type": "object"}}
 LAYOUTS = {
-    **{name: form.layout for name, form in FORMATS.items() if form.layout is not None},
+    **{name: form.layout for name, form in FORMATS.items() if form.layout is not None and form.layout.notation is None},
     "mistral [ARGS]": named("mistral", "[TOOL_CALLS] [ARGS]").layout,
 }
 SPECIAL_ID, EOS_ID = 256, 257

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import ChoiceState, CompletedChoice
-from space_router.api.json_schema import enforceable
+from space_router.api.json_schema import enforceable, name_what_is_left_open
 from space_router.api.openai import fields
 from space_router.api.openai.answers import ChatCompletion, ChatEvent
 from space_router.api.openai.completions import common_parameters
@@ -31,7 +31,7 @@ from space_router.text.control_tokens import RenderedPrompt, render_as_data
 from space_router.text.json_places import places_of_calls, places_of_calls_or
 from space_router.text.reasoning import AnswerReasoning, form_with
 from space_router.text.text_stream import FinishReason, TextDelta
-from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallReader
+from space_router.text.tool_calls import CallPiece, ParsedText, ToolCallLayout, ToolCallReader
 from space_router.text.tool_parsers import formats
 from space_router.text.tool_parsers.formats import ToolFormat
 from space_router.text.written_numbers import WrittenNumber
@@ -310,6 +310,10 @@ def _grammar(
         if answer is None and not strict:
             return None  # an answer has one call at most
         known = replace(known, layout=None)
+    if known is not None and known.layout is not None:
+        begin = _special_id(builder, known.layout.trigger)
+        if begin is not None and begin in builder.facts.eos_ids:  # the text would end where a call begins
+            known = replace(known, layout=None)
     if known is None or known.layout is None:
         what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
         raise InvalidRequest(
@@ -319,8 +323,8 @@ def _grammar(
             code="unsupported_parameter",
         )
     schemas = {
-        tool.function.name: enforceable(_schema(tool), "tools", strict=bool(tool.function.strict))
-        if mode != "auto" or tool.function.strict
+        tool.function.name: _enforced(tool, known.layout)
+        if mode != "auto" or tool.function.strict or known.layout.notation is not None
         else {"type": "object"}
         for tool in tools
     }
@@ -339,6 +343,15 @@ def _grammar(
     written = tool_calls.calls_or(answer_schema, known.layout, schemas, special_id, many=parallel)
     places = places_of_calls_or(known.layout, schemas, special_id, has_answer=answer_schema is not None)
     return Grammar("lark", written, places)
+
+
+def _enforced(tool: Tool, layout: ToolCallLayout) -> Mapping[str, Any]:
+    """Return what of a tool's schema is enforced in this layout. Raises InvalidRequest."""
+    strict = bool(tool.function.strict)
+    schema = enforceable(_schema(tool), "tools", strict=strict)
+    if (writer := layout.notation or layout.parameter) is not None:
+        name_what_is_left_open(writer.left_open(schema), "tools", strict=strict)
+    return schema
 
 
 def _schema_of(answer: Grammar | None, known: ToolFormat) -> Mapping[str, Any] | None:

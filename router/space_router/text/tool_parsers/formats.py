@@ -8,6 +8,7 @@ from space_router.text import harmony
 from space_router.text.tool_calls import (
     ARGS,
     CALL_ID,
+    CALL_KEYS,
     CLOSE,
     OPEN,
     PYTHON_END,
@@ -33,7 +34,8 @@ from space_router.text.tool_parsers.listed_calls import (
     named_objects,
     python_lines,
 )
-from space_router.text.tool_parsers.minimax_m3 import SPACE_NAME, minimax_m3
+from space_router.text.tool_parsers.minimax_m3 import CLOSING, INVOKE, INVOKE_END, OPENING, SPACE_NAME, minimax_m3
+from space_router.text.tool_parsers.notations import PYTHON, in_braces, in_tags
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,29 @@ _LLAMA_3 = ToolFormat(
     "llama3_json",
     llama3_json,
     (PYTHON_TAG,),
-    ToolCallLayout('{"name": "', '", "parameters": ', "}", between="; "),
+    ToolCallLayout(
+        '{"name": "',
+        '", "parameters": ',
+        "}",
+        between="; ",
+        begins=r"(?s:(.*\n)?)[ \t]*\{[ \t\r\n]*\"(" + CALL_KEYS + r")\"(?s:.*)",
+    ),
 )
 _LISTED = ToolCallLayout('{"name": "', '", "arguments": ', "}", opening="[", between=", ", closing="]")
 _MISTRAL = ToolFormat(
     "mistral", mistral, (TOOL_CALLS, CALL_ID, ARGS), replace(_LISTED, trigger=TOOL_CALLS), short_ids=True
 )
 _MISTRAL_NAMED = replace(_MISTRAL, layout=ToolCallLayout("", ARGS, "", trigger=TOOL_CALLS, between=TOOL_CALLS))
-_PYTHONIC = ToolFormat("pythonic", pythonic, (PYTHON_START, PYTHON_END), None)
+_PYTHON_LIST = ToolCallLayout("", "(", ")", opening="[", between=", ", closing="]", notation=PYTHON)
+_PYTHONIC = ToolFormat(
+    "pythonic",
+    pythonic,
+    (PYTHON_START, PYTHON_END),
+    replace(_PYTHON_LIST, begins=r"[ \t\r\n]*\[[ \t\r\n]*[A-Za-z0-9_.-]+\((?s:.*)"),
+)
+_PYTHONIC_MARKED = replace(
+    _PYTHONIC, layout=replace(_PYTHON_LIST, trigger=PYTHON_START, closing=f"]{PYTHON_END}")
+)  # fmt: skip
 _GRANITE = ToolFormat(
     "granite", listed_calls("<|tool_call|>"), ("<|tool_call|>",), replace(_LISTED, trigger="<|tool_call|>")
 )
@@ -85,7 +102,7 @@ _LFM2 = ToolFormat(
     "lfm2",
     marked_python("<|tool_call_start|>", "<|tool_call_end|>"),
     ("<|tool_call_start|>", "<|tool_call_end|>"),
-    None,
+    replace(_PYTHON_LIST, trigger="<|tool_call_start|>", closing="]<|tool_call_end|>"),
 )
 
 
@@ -144,9 +161,17 @@ _GIGACHAT = ToolFormat(
 )
 _GIGACHAT_ROLE = "function call<|role_sep|>"
 _GIGACHAT_3 = replace(
-    _GIGACHAT, form=listed_calls(f"<|message_sep|>\n\n{_GIGACHAT_ROLE}"), markers=("<|message_sep|>", "<|role_sep|>"),
-    layout=None,
-)  # fmt: skip
+    _GIGACHAT,
+    form=listed_calls(f"<|message_sep|>\n\n{_GIGACHAT_ROLE}"),
+    markers=("<|message_sep|>", "<|role_sep|>"),
+    layout=ToolCallLayout(
+        f'\n\n{_GIGACHAT_ROLE}\n{{"name": "',
+        '", "arguments": ',
+        "}",
+        trigger="<|message_sep|>",
+        between="<|message_sep|>",
+    ),
+)
 _APERTUS = ToolFormat(
     "apertus",
     named_objects("<|tools_prefix|>", "<|tools_suffix|>"),
@@ -155,9 +180,19 @@ _APERTUS = ToolFormat(
         '{"', '": ', "}", trigger="<|tools_prefix|>", opening="[", between=", ", closing="]<|tools_suffix|>"
     ),
 )
-_XLAM = ToolFormat("xlam", list_at_start, (), None)
+_XLAM = ToolFormat(
+    "xlam",
+    list_at_start,
+    (),
+    replace(_LISTED, begins=r"((?s:.*)```json)?[ \t\r\n]*\[[ \t\r\n]*\{(?s:.*)"),
+)
 _OLMO = ToolFormat(
-    "olmo3", python_lines("<function_calls>", "</function_calls>"), ("<function_calls>", "</function_calls>"), None
+    "olmo3",
+    python_lines("<function_calls>", "</function_calls>"),
+    ("<function_calls>", "</function_calls>"),
+    ToolCallLayout(
+        "", "(", ")", trigger="<function_calls>", between="\n", closing="</function_calls>", notation=PYTHON
+    ),
 )
 _LONGCAT = ToolFormat(
     "longcat",
@@ -184,9 +219,31 @@ _INTERN = ToolFormat(
         between="\n<|action_start|><|plugin|>",
     ),
 )
-_GEMMA_4 = ToolFormat("gemma4", gemma(GEMMA_4), GEMMA_4, None)
-_FUNCTION_GEMMA = ToolFormat("functiongemma", gemma(FUNCTION_GEMMA), FUNCTION_GEMMA, None)
-_MINIMAX_3 = ToolFormat("minimax_m3", minimax_m3, (SPACE_NAME, OPEN, CLOSE), None)
+
+
+def _gemma(name: str, markers: tuple[str, str, str]) -> ToolFormat:
+    start, end, quote = markers
+    layout = ToolCallLayout("call:", "", end, trigger=start, between=start, notation=in_braces(quote))
+    return ToolFormat(name, gemma(markers), markers, layout)
+
+
+_GEMMA_4 = _gemma("gemma4", GEMMA_4)
+_FUNCTION_GEMMA = _gemma("functiongemma", FUNCTION_GEMMA)
+_MINIMAX_3 = ToolFormat(
+    "minimax_m3",
+    minimax_m3,
+    (SPACE_NAME, OPEN, CLOSE),
+    ToolCallLayout(
+        INVOKE,
+        '">',
+        INVOKE_END,
+        trigger=SPACE_NAME,
+        opening=OPENING.removeprefix(SPACE_NAME) + "\n",
+        between="\n",
+        closing=f"\n{CLOSING}",
+        notation=in_tags(SPACE_NAME),
+    ),
+)
 _SOLAR = ToolFormat(
     "solar_open2",
     marked.solar,
@@ -338,6 +395,8 @@ _SIGNS = (
 
 def named(name: str, template: str) -> ToolFormat:
     """Return the format of this name, in the variant that the template mentions."""
+    if name == "pythonic" and PYTHON_START in template:
+        return _PYTHONIC_MARKED
     return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
 
 
@@ -353,5 +412,5 @@ def recognised(template: str) -> ToolFormat | None:
     if OPEN in template:
         return _QWEN_CODER if "<function=" in template else _HERMES
     if PYTHON_START in template or _PYTHON_CALL.search(template):
-        return _PYTHONIC
+        return named("pythonic", template)
     return _LLAMA_3 if PYTHON_TAG in template or _LLAMA_CALL.search(template) else None

@@ -49,14 +49,20 @@ def gemma(markers: tuple[str, str, str]) -> Form:
 
 
 def _object(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
-    """Parse what follows `{`, to its `}`, with the objects and lists in it, however deep. Returns False if the text
-    ends before it."""
+    """Parse what follows `{`, to its `}`, with the objects and lists in it, however deep; of a key that an object
+    repeats, the first value. Returns False if the text ends before it."""
+    whole, nowhere = output, CallCollector()
     output.arguments("{")
     closings, separator = ["}"], ""
+    keys: list[set[str]] = [set()]  # of each object or list that is open
+    repeated = 0  # the depth of a key that is left out; 0: none is
     while closings:
+        if repeated == len(closings):
+            output, repeated = whole, 0
         yield from cursor.skip(" \t\r\n,")
         if (yield from cursor.takes(closings[-1])):
             output.arguments(closings.pop())
+            keys.pop()
             separator = ", "
             continue
         if not (yield from cursor.peek()):
@@ -67,6 +73,9 @@ def _object(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
             key = yield from _key(cursor, output, quote)
             if key is None:
                 return False
+            if key in keys[-1] and not repeated:
+                output, repeated = nowhere, len(closings)
+            keys[-1].add(key)
             output.arguments(f"{separator}{key}: ")
         yield from cursor.skip()
         opening = yield from cursor.peek()
@@ -74,6 +83,7 @@ def _object(cursor: Cursor, output: CallCollector, quote: str) -> Reading[bool]:
             cursor.at += 1
             output.arguments(opening)
             closings.append("}" if opening == "{" else "]")
+            keys.append(set())
             separator = ""
         elif (yield from _scalar(cursor, output, quote)):
             separator = ", "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from space_router.text.tool_calls import CallCollector, Cursor, Reading, Tools, content_until, no_call
-from space_router.text.tool_parsers.values import as_json, kinds_of
+from space_router.text.tool_parsers.values import as_json, gathered, kinds_of
 
 SPACE_NAME = "]<]minimax[>["
 OPENING, CLOSING = f"{SPACE_NAME}<tool_call>", f"{SPACE_NAME}</tool_call>"
@@ -47,7 +47,7 @@ def _call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
     cursor.let_go()
     output.call(name)
     output.arguments("{")
-    separator = ""
+    separator, keys = "", set[str | None]()
     while True:
         yield from cursor.skip()
         if (yield from cursor.takes(INVOKE_END)):
@@ -57,9 +57,13 @@ def _call(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[bool]:
         if not (yield from cursor.takes(TAG)):
             return False
         key = yield from _tag_name(cursor)
-        written = None if key is None else (yield from _value(cursor, _property(tools[name], key), key, 0))
+        root = tools[name]
+        written = None if key is None else (yield from _value(cursor, root, _property(root, key), key, 0))
         if written is None:
             return False
+        if key in keys:
+            continue  # the first value is taken
+        keys.add(key)
         output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {written}")
         separator = ", "
 
@@ -78,8 +82,10 @@ def _property(schema: Schema, key: str) -> Schema:
     return found if isinstance(found, Mapping) else {}
 
 
-def _value(cursor: Cursor, schema: Schema, tag: str, depth: int) -> Reading[str | None]:
-    """Return the JSON of what stands in a tag, and read its end; None if the text ends before, or is malformed."""
+def _value(cursor: Cursor, root: Schema, schema: Schema, tag: str, depth: int) -> Reading[str | None]:
+    """Return the JSON of what stands in a tag, and read its end; None if the text ends before, or is malformed.
+    `root`: what the references of `schema` start from."""
+    schema = gathered(schema, root)
     parts: list[str] = []
     if not (yield from content_until(cursor, CallCollector(), (SPACE_NAME,), give=parts.append, all_text=False)):
         return None
@@ -93,7 +99,7 @@ def _value(cursor: Cursor, schema: Schema, tag: str, depth: int) -> Reading[str 
             return None
         items = schema.get("items")
         below = items if name == _ITEM and isinstance(items, Mapping) else _property(schema, name)
-        written = yield from _value(cursor, below, name, depth + 1)
+        written = yield from _value(cursor, root, below, name, depth + 1)
         if written is None:
             return None
         inner.append((name, written))

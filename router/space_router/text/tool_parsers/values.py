@@ -5,7 +5,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from space_router.text.json_pointer import resolve
 from space_router.text.tool_calls import CallCollector, Cursor, Reading, content_until, whole_characters
+
+_MOST_PARTS = 64  # schemas that make up one
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
@@ -37,6 +40,33 @@ def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()
+
+
+def gathered(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the types, properties and items that a schema names, with those of its references and alternatives."""
+    found: dict[str, Any] = {"properties": {}, "type": []}
+    parts: list[Any] = [schema]
+    for _ in range(_MOST_PARTS):
+        if not parts:
+            break
+        part = parts.pop(0)
+        if not isinstance(part, Mapping):
+            continue
+        found["type"] += sorted(_kinds({key: one for key, one in part.items() if key not in ("anyOf", "oneOf")}))
+        if isinstance(properties := part.get("properties"), Mapping):
+            found["properties"] = {**properties, **found["properties"]}
+        for key in ("items", "additionalProperties"):
+            if key in part:
+                found.setdefault(key, part[key])
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(inner := part.get(key), list):
+                parts += inner
+        if isinstance(reference := part.get("$ref"), str):
+            try:
+                parts.append(resolve(root, reference))
+            except LookupError:
+                continue
+    return found
 
 
 def as_json(text: str, kinds: frozenset[str]) -> str:

@@ -349,13 +349,26 @@ async def test_what_is_wrong_about_tools_and_messages_is_named(router: Any) -> N
 
 
 async def test_without_a_parser_nobody_can_be_made_to_call(start: Any) -> None:
-    for name in ("off", "pythonic"):
-        async with start(CALL + END, config=ServeConfig(tool_call_parser=name), **ROOM) as router:
-            for body, param in [
-                ({"tool_choice": "required"}, "tool_choice"),
-                ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-            ]:
-                await router.refuses("/v1/chat/completions", param, "", messages=USER, tools=[WEATHER], **body)
+    async with start(CALL + END, config=ServeConfig(tool_call_parser="off"), **ROOM) as router:
+        for body, param in [
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ]:
+            await router.refuses("/v1/chat/completions", param, "", messages=USER, tools=[WEATHER], **body)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_coder"])
+async def test_what_a_notation_cannot_enforce_is_named_and_refused_where_it_is_strict(start: Any, name: str) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
+    async with start(CALL + END, config=ServeConfig(tool_call_parser=name), **ROOM) as router:
+        for strict in (False, True):
+            function = {"name": "get_weather", "parameters": city, "strict": strict}
+            body = {"messages": USER, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+            if strict:
+                await router.refuses("/v1/chat/completions", "tools", "maxLength", **body)
+            else:
+                answer = await router.post("/v1/chat/completions", max_tokens=1, **body)
+                assert "maxLength" in answer.headers["warning"]
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
