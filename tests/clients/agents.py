@@ -82,7 +82,7 @@ def scripted(place: Path, replies: Sequence[str], marker: str = TOOL_RESULT) -> 
         port = found.getsockname()[1]
     record, script = place / "requests.jsonl", place / "script.json"
     script.write_text(json.dumps({"marker": marker, "replies": list(replies)}))
-    words = [os.environ["SPACESERVE_PYTHON"], str(HERE / "agent_server.py"), str(port), str(record), str(script)]
+    words = [os.environ["SPACESERVE_PYTHON"], str(HERE / "agents" / "server.py"), str(port), str(record), str(script)]
     with (
         (place / "server.log").open("w") as log,
         subprocess.Popen(

@@ -57,6 +57,8 @@ CLIENTS = (
     Client("smolagents", "check_smolagents.py", "smolagents.txt"),
     Client("llama-index", "check_llama_index.py", "llama-index.txt"),
     Client("dspy", "check_dspy.py", "dspy.txt"),
+    Client("open-webui", "check_open_webui.py", "open-webui.txt"),
+    Client("guidellm", "check_guidellm.py", "guidellm.txt", shared=True),
     Client("vercel-ai", "check_vercel.mjs", packages="vercel"),
     Client("claude-code", "check_claude_code.py", packages="agents", is_agent=True),
     Client("codex", "check_codex.py", packages="agents", is_agent=True),

@@ -1,6 +1,6 @@
 """A server whose model follows a script, for one coding agent: its window is 400,000 tokens, its calls are Hermes'.
 
-    python tests/clients/agent_server.py PORT RECORD SCRIPT.json
+    python tests/clients/agents/server.py PORT RECORD SCRIPT.json
 
 SCRIPT.json: {"marker": TEXT, "replies": [TEXT, ...]}: a prompt that holds the marker N times gets reply N, at most the
 last. `tests/support` must be on the path.
