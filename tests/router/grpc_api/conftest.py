@@ -17,6 +17,7 @@ from space_router.config import ServeConfig
 from space_router.engine.engine import Engine
 from space_router.grpc_api.server import GrpcServer
 from space_router.metrics import Metrics
+from space_router.text.encoder_text import EncoderText
 
 
 @dataclass
@@ -57,13 +58,15 @@ class Router:
 
 
 @asynccontextmanager
-async def running(script: Script, *, config: ServeConfig, chat: str | None, ready: bool) -> AsyncIterator[Router]:
+async def running(
+    script: Script, *, config: ServeConfig, chat: str | None, ready: bool, encoder_text: EncoderText | None
+) -> AsyncIterator[Router]:
     """A router in front of a worker that follows the script; at the end every page must be free or cached."""
     metrics = Metrics()
     async with ScriptedWorker(script) as worker, AsyncExitStack() as stack:
         served = replace(config, worker_address=(worker.address,))
         engine = Engine(served, metrics)
-        service = Service(served, model_text(chat), engine, metrics)
+        service = Service(served, model_text(chat), engine, metrics, encoder=encoder_text)
         server = await stack.enter_async_context(GrpcServer(service, "127.0.0.1", 0))
 
         async def connect() -> None:
@@ -86,8 +89,10 @@ def start() -> Start:
     """`async with start("the reply", config=..., chat=...) as router`."""
 
     def begin(reply: str | None = None, *, config: ServeConfig | None = None, chat: str | None = "chatml",
-              ready: bool = True, **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
-        return running(script(reply, **changes), config=config or ServeConfig(), chat=chat, ready=ready)
+              ready: bool = True, encoder_text: EncoderText | None = None,
+              **changes: Any) -> AbstractAsyncContextManager[Router]:  # fmt: skip
+        served = config or ServeConfig()
+        return running(script(reply, **changes), config=served, chat=chat, ready=ready, encoder_text=encoder_text)
 
     return begin
 
