@@ -84,8 +84,9 @@ class OutputHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
         padded = hidden if isinstance(self._linear, CompiledLinear) else pad_rows(hidden)
-        logits = self._linear(padded)
-        return self._finish(logits.float())[: len(hidden), : self.vocab_size]
+        logits = self._finish(self._linear(padded).float())
+        num_rows, width = len(hidden), self.vocab_size
+        return logits if logits.shape == (num_rows, width) else logits[:num_rows, :width]
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """[N, hidden], ids [N, M] -> [N, M] float32: the logits of those ids."""

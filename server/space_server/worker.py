@@ -459,10 +459,11 @@ class Worker:
         for sequence in [one for runner in reversed(runners) for one in runner.out_of_slots]:
             if not sequence.paused and self.batch.get(sequence.seq_id) is sequence:
                 report_paused(sequence, report)
-        released, failed = self.batch.take_news()
-        report.released.extend(released)
-        report.sequences.extend(failed)
-        report.loras.extend(self.batch.take_loras())
+        if self.batch.has_news:
+            released, failed = self.batch.take_news()
+            report.released.extend(released)
+            report.sequences.extend(failed)
+            report.loras.extend(self.batch.take_loras())
         report.stepped = any(step.outputs for step in steps)
         if report.stepped:
             count_steps(report.stats, steps, self.cost)

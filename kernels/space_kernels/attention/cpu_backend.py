@@ -82,8 +82,8 @@ def _rows(rows: StepRows) -> CpuRows:
         offsets,
         reach,
         peers,
-        starts.ctypes.data,
-        table.ctypes.data,
+        torch.from_numpy(starts).data_ptr(),  # numpy's own way to an address takes longer
+        torch.from_numpy(table).data_ptr(),
         table.shape[1],
         pattern.num_chain_rows,
         len(tiles.bounds) - 1,

@@ -180,9 +180,9 @@ class CompiledLinear(nn.Module):
         added = None if other is None else other.data_ptr()
         rows = x.numel() // self.in_features
         matmul = MatmulStruct(x.data_ptr(), rows, self.in_features, y.data_ptr(), width, self._wide, then, added)
-        stride = LOW_PADDING + max((delta.ranks for delta, _ in gated), default=0)
-        runs = (GatedRowsStruct * len(gated))(*(delta.of_rows(run, stride) for delta, run in gated))
         if gated:
+            stride = LOW_PADDING + max(delta.ranks for delta, _ in gated)
+            runs = (GatedRowsStruct * len(gated))(*(delta.of_rows(run, stride) for delta, run in gated))
             low = x.new_zeros(rows, stride)
             matmul.gated, matmul.num_gated = addressof(runs), len(runs)
             matmul.low, matmul.low_stride = low.data_ptr(), stride

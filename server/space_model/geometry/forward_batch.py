@@ -234,5 +234,7 @@ class ForwardBatch:
         packed[0, :num_chain_rows] = np.fromiter(ids_of_chains, np.int64, num_chain_rows)
         packed[0, num_chain_rows:] = pattern.mask_ids
         packed[1, :num_rows] = rows.positions
-        ids, positions = torch.from_numpy(packed).to(device).unbind()
+        ids, positions = (torch.from_numpy(row) for row in packed)
+        if device.type != "cpu":
+            ids, positions = torch.from_numpy(packed).to(device).unbind()  # one copy
         return cls(ids=ids, positions=positions, pattern=pattern, rows=rows, segments=segments)

@@ -156,7 +156,7 @@ class CompiledLlama(LlamaParts):
     def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
         """[R, hidden] after the final norm; padding rows are undefined. `taps`: filled with the inputs of its
         layers."""
-        self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
+        self._angles.reach(max(batch.rows.positions.tolist(), default=0) + 1)
         if self._ranks is not None:
             return self._by_layers(batch, kv, taps)
         inputs = [self._adapters[run.adapter].inputs_of(run, batch.positions) for run in batch.gated]
@@ -166,17 +166,16 @@ class CompiledLlama(LlamaParts):
         """[R, hidden]: the input of the first layer."""
         if self._ranks is not None:
             return super().enter(batch)
-        return self._run(self._struct([], self._embedding, 1), batch)[0]
+        return self._entered(self._struct([], self._embedding, 1), batch)
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] -> [R, hidden]: one layer alone."""
-        self._angles.reach(int(batch.rows.positions.max(initial=0)) + 1)
+        self._angles.reach(max(batch.rows.positions.tolist(), default=0) + 1)
         if self._ranks is not None:
             return self._one_layer(number, hidden, batch, kv)
         struct = self._layers[number].struct(kv.keys[number], kv.values[number])
-        return self._run(self._struct([struct], RowTable.of(hidden), kv.block_size), batch, torch.arange(len(hidden)))[
-            0
-        ]
+        network = self._struct([struct], RowTable.of(hidden), kv.block_size)
+        return self._entered(network, batch, torch.arange(len(hidden)))
 
     def norm(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, hidden]: the final norm alone."""
@@ -204,6 +203,11 @@ class CompiledLlama(LlamaParts):
             for run in batch.loras
         ]
 
+    def _entered(self, network: NetworkStruct, batch: ForwardBatch, ids: Tensor | None = None) -> Tensor:
+        """Return [R, hidden] before the final norm."""
+        room, normed = self._run(network, batch, ids)
+        return room[: normed.numel()].view_as(normed)
+
     def _run(
         self,
         network: NetworkStruct,
@@ -212,9 +216,8 @@ class CompiledLlama(LlamaParts):
         gated: Sequence[GatedRunStruct] = (),
         taps: Taps | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return [R, hidden] before and after the final norm. `ids`: rows of the network's embedding; None: the
-        batch's.
-        """
+        """Return the buffers, which begin with [R, hidden] before the final norm, and [R, hidden] after it. `ids`: rows
+        of the network's embedding; None: the batch's."""
         ids, num_rows = batch.ids if ids is None else ids, len(batch.ids)
         hidden, joined = network.hidden, self._heads.query * self._heads.dim
         fused = joined + 2 * self._heads.kv * self._heads.dim
@@ -241,7 +244,7 @@ class CompiledLlama(LlamaParts):
         threads = torch.get_num_threads()
         if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
             raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings, or a mask.")
-        return room[: num_rows * hidden].view(num_rows, hidden), normed
+        return room, normed
 
     def _network(self, kv: PagedKV) -> NetworkStruct:
         if self._whole is None or self._whole[0] is not kv:
