@@ -191,7 +191,7 @@ def _admit(
 
 def run(options: argparse.Namespace) -> Report:
     keep_freed_memory()  # these two as the worker process does
-    model = load_model(options.model, num_threads=1)
+    model = load_model(options.model, weights=options.weights, num_threads=1)
     collect_seldom()
     layouts = [0] if model.facts.num_masks == 0 else options.drafts
     found: dict[Cell, list[HostSeconds]] = {Cell(batch, k): [] for batch in options.batches for k in layouts}
@@ -212,13 +212,15 @@ def run(options: argparse.Namespace) -> Report:
             failures.append(f"batch {cell.batch}, {cell.layout}: {host.median:.3f} ms, bound {bound:g} ms.")
     head = ("batch", "layout", "host", "bound", *(part.replace("_", " ") for part in PARTS), "computation")
     notes = "Medians of steps in milliseconds of processor time; in brackets where 80 % of the steps are."
-    facts = {"model": options.model, "torch": torch.__version__, "steps": options.steps * options.rounds}
+    num_steps = options.steps * options.rounds
+    facts = {"model": options.model, "weights": options.weights, "torch": torch.__version__, "steps": num_steps}
     return Report("Host time of a step", notes, [table(head, rows)], {"rows": records}, facts, failures)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="a folder, a hub id, or demo [demo]")
+    add("--weights", default="plain", help="as of serve: auto keeps a GGUF in its blocks [plain]")
     add("--batches", type=numbers(1), default=[1, 8, 64], metavar="B,…", help="sequences [1,8,64]")
     add("--drafts", type=numbers(0), default=[0, 2, 5], metavar="K,…", help="per sequence, groups whole [0,2,5]")
     add("--steps", type=whole_from(1), default=40, help="decode steps of each cell and round [40]")
