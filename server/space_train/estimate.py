@@ -446,7 +446,7 @@ CPU_CHUNKS = 1.8
 """Bytes of a chunk of logits that the backward pass recomputes, as a multiple of logits that are kept."""
 CPU_SPARE = 1.15
 """Bytes of the heap, as a multiple of the tensors in it: freed memory is fragmented."""
-FLOAT32_ROWS, FLOAT32_TRAINED_ROWS = 2.5, 1.4
+FLOAT32_ROWS, FLOAT32_TRAINED_ROWS = 3.3, 1.4
 """Bytes that a row keeps in float32, as a multiple of half precision: over a frozen base, and over a trained one."""
 
 
