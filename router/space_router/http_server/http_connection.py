@@ -257,6 +257,9 @@ class HttpConnection(asyncio.Protocol):
         if (fault := self._host_fault()) is not None:
             self._refuse(400, "invalid_request", fault)
             return
+        if self._is_chunked and (refusal := self._coding_fault()) is not None:
+            self._refuse(refusal[0], "invalid_request", refusal[1])
+            return
         httptools.parse_url(self._url).path.decode("ascii")  # raises as uvicorn would
         self._had_whole_head = True
         if not self._is_answering:
@@ -285,6 +288,19 @@ class HttpConnection(asyncio.Protocol):
         if len(hosts) > 1:
             return "The request has more than one Host header."
         return None if _HOST.fullmatch(hosts[0]) else "The Host header is no host, nor a host and a port."
+
+    def _coding_fault(self) -> tuple[int, str] | None:
+        """Return status and message for a body that is not simply in chunks (RFC 9112 §6.1, §7), or None.
+
+        A proxy in front that reads such a body otherwise would see other requests on this connection.
+        """
+        values = b",".join(value for name, value in self._headers if name.lower() == b"transfer-encoding")
+        codings = [coding.strip(b" \t").lower() for coding in values.split(b",")]
+        if self._parser.get_http_version() in ("0.9", "1.0"):
+            return 400, "Transfer-Encoding is for HTTP/1.1."
+        if set(codings) != {b"chunked"}:
+            return 501, "The only Transfer-Encoding that this server takes is chunked. Send the body as it is."
+        return None if len(codings) == 1 else (400, "Transfer-Encoding names chunked more than once.")
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:

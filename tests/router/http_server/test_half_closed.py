@@ -1,6 +1,7 @@
 """Clients that close their sending side behind a request, and those that close altogether."""
 
 import asyncio
+import re
 import socket
 import struct
 
@@ -37,8 +38,9 @@ async def test_pipelined_requests_are_all_answered() -> None:
 @pytest.mark.parametrize("reset", [False, True], ids=["close", "reset"])
 async def test_a_client_that_is_gone_ends_its_request(reset: bool) -> None:
     async with serving(ServeConfig()) as server:
-        async with server.connect(LATE) as client:
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(SOON), server.connect(LATE) as client:
+            while not server.asked:  # noqa: ASYNC110  a reset before this would take the request along
+                await asyncio.sleep(0.01)
             if reset:
                 client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         async with asyncio.timeout(SOON):
@@ -77,3 +79,36 @@ async def test_http_1_1_needs_one_host(hosts: bytes) -> None:
 async def test_good_hosts_are_taken(head: bytes) -> None:
     async with serving(ServeConfig()) as server:
         assert (await server.answer(head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+CHUNKS = b"\r\n5\r\nhello\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"1.1\r\ntransfer-encoding: gzip, chunked\r\n", b"501"),
+        (b"1.1\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b"501"),
+        (b"1.1\r\ntransfer-encoding: identity, chunked\r\n", b"501"),
+        (b"1.1\r\ntransfer-encoding: chunked;q=1, chunked\r\n", b"501"),
+        (b"1.1\r\ntransfer-encoding: chunked, chunked\r\n", b"400"),
+        (b"1.1\r\ntransfer-encoding: gzip\r\n", b"[45]0[01]"),
+        (b"1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n", b"400"),
+        (b"1.0\r\ntransfer-encoding: chunked\r\n", b"400"),
+    ],
+)
+async def test_a_body_in_another_coding_than_chunks_is_refused_unread(head: bytes, status: bytes) -> None:
+    async with serving(ServeConfig()) as server:
+        answer = await server.answer(b"POST /echo HTTP/" + head.replace(b"\r\n", b"\r\nhost: a\r\n", 1) + CHUNKS)
+        assert re.match(b"HTTP/1.1 %b " % status, answer), answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert server.asked == []
+
+
+@pytest.mark.parametrize("coding", [b"chunked", b"Chunked", b" chunked"])
+async def test_a_body_in_chunks_is_taken(coding: bytes) -> None:
+    async with serving(ServeConfig()) as server:
+        head = b"POST /echo HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding:" + coding
+        answer = await server.answer(head + b"\r\n" + CHUNKS)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"hello" in answer
