@@ -57,15 +57,18 @@ def test_a_revoked_key_begins_nothing_more_and_its_stream_ends_whole(start_serve
         server.router.wait_for("curl .*/v1/completions -H 'Authorization: Bearer KEY' -H 'Content-Type")
         assert [status(server.url, key) for key in ("sk-a", "sk-b", "sk-c", hashed)] == [200, 200, 401, 401]
         lines: list[str] = []
+        has_begun = threading.Event()
 
         def read() -> None:
             headers = {"authorization": "Bearer sk-a"}
             with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, headers=headers, timeout=60) as answer:
-                lines.extend(line for line in answer.iter_lines() if line)
+                for line in filter(None, answer.iter_lines()):
+                    lines.append(line)
+                    has_begun.set()
 
         stream = threading.Thread(target=read)
         stream.start()
-        time.sleep(0.3)
+        assert has_begun.wait(60)
         replaced(keys, f"{hashed} name=beta\nsk-c name=third operator=yes\n")
         begun = time.monotonic()
         while status(server.url, "sk-a") != 401:

@@ -131,10 +131,10 @@ def test_what_never_ends_is_read_once(start: str, unit: str) -> None:
     """A text that is not closed was read again from each quote in it: 64 KiB kept every stream waiting for 50 s."""
 
     def seconds() -> float:
-        begun = time.perf_counter()
+        begun = time.thread_time()  # which others on this machine do not add to
         with contextlib.suppress(InvalidRequest):
             lark_grammar(start + unit * (200_000 // len(unit)), "grammar")
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
     assert any(seconds() < 1.0 for _ in range(3)), "the machine itself may stop now and then"
 
@@ -190,16 +190,20 @@ async def test_a_grammar_that_kills_its_checker_is_refused_and_the_next_one_chec
 
 
 async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody() -> None:
-    check = GrammarCheck(most_seconds=1.0)
-    early = (Grammar("choice", f'["{letter}"]') for letter in "bc")
-    assert await asyncio.gather(*map(check.why_not, early)) == [None, None]  # both processes have started
-    begun = time.monotonic()
-    long = asyncio.ensure_future(check.why_not(LONG))
-    await asyncio.sleep(0)
-    assert await check.why_not(Grammar("choice", '["a"]')) is None
-    assert not long.done()
-    assert "within 1 s" in str(await long)
-    assert time.monotonic() - begun < 20  # and not as long as it would take, several times over
+    early = [Grammar("choice", f'["{letter}"]') for letter in "bc"]
+    for seconds in (1, 4):  # on a busy machine a short check may take as long as the shorter limit
+        check = GrammarCheck(most_seconds=seconds)
+        started = await asyncio.gather(*map(check.why_not, early))  # both processes
+        begun = time.monotonic()
+        long = asyncio.ensure_future(check.why_not(LONG))
+        await asyncio.sleep(0)
+        short = await check.why_not(Grammar("choice", '["a"]'))
+        is_first = not long.done()
+        assert f"within {seconds} s" in str(await long)
+        assert time.monotonic() - begun < 20  # and not as long as it would take, several times over
+        if is_first and [*started, short] == [None] * 3:
+            return
+    pytest.fail(f"A short check waited for a long one: {is_first=}, {started=}, {short=}.")
 
 
 async def test_a_checker_that_died_while_it_was_idle_is_no_verdict_on_the_next_grammar() -> None:
@@ -256,19 +260,22 @@ async def test_what_is_known_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
 
 async def test_gbnf_that_takes_long_to_read_is_refused_and_holds_no_other(router: Any) -> None:
     check = router.service.grammars = GrammarCheck(most_seconds=0.3)
-    text = 'root ::= "a"' + "\n" * 200_000  # several minutes in the converter
-    asked = asyncio.create_task(
-        router.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"grammar": text})
-    )
-    longest, last = 0.0, time.monotonic()
-    while not asked.done():
-        await asyncio.sleep(0.01)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    answer = await asked
-    assert answer.status_code == 400
-    assert "GBNF that cannot be read within 0.3 s" in answer.json()["error"]["message"]
-    assert longest < 1.0
-    assert check._idle == []
+    pauses: list[float] = []
+    while len(pauses) < 3 and min(pauses, default=1.0) >= 1.0:  # the machine itself may stop now and then
+        text = 'root ::= "a"' + "\n" * (200_000 + len(pauses))  # several minutes in the converter
+        asked = asyncio.create_task(
+            router.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"grammar": text})
+        )
+        longest, last = 0.0, time.monotonic()
+        while not asked.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        answer = await asked
+        assert answer.status_code == 400
+        assert "GBNF that cannot be read within 0.3 s" in answer.json()["error"]["message"]
+        assert check._idle == []
+        pauses.append(longest)
+    assert min(pauses) < 1.0, pauses
 
 
 def test_schemas_in_a_grammar_of_rules_are_read_like_others() -> None:
