@@ -170,9 +170,9 @@ class Service:
             made = await while_connected(request.receive, reply.whole(running))
             return json_response(made, headers=end_headers(request, running))
 
-    def check_room(self) -> None:
-        """Raise Overloaded if the queue is full, before the body is read and tokenised."""
-        if (full := self.engine.full()) is not None:
+    def check_room(self, key: str) -> None:
+        """Raise Overloaded if the queue has no room for a request of `key`, before the body is read and tokenised."""
+        if (full := self.engine.full(key)) is not None:
             raise translate(full)
 
 
@@ -256,7 +256,7 @@ class HttpAccess:
         if name is not None and scope["method"] == "POST" and scope["path"] in EMBEDDING_PATHS:
             taken.enter_context(self._service.rate_limits[name].request())
         elif name is not None and scope["method"] == "POST" and scope["path"] in GENERATING_PATHS:
-            self._service.check_room()
+            self._service.check_room(name)
             taken.enter_context(self._service.rate_limits[name].request())
         elif name is not None and scope["method"] == "POST" and scope["path"] in TOKENIZING_PATHS:
             taken.enter_context(self._service.rate_limits[name].request())

@@ -17,6 +17,7 @@ from space_router.engine.errors import (
     EngineError,
     LoraRefused,
     NotReady,
+    QueueFull,
     RequestCancelled,
     RequestFailed,
     WorkerFailed,
@@ -89,7 +90,6 @@ class Engine:
         self._encoder_hash = encoder_hash
         self._metrics, self._engine_metrics = metrics, EngineMetrics(metrics)
         self._queue = RequestQueue(config.max_queue, ageing=config.priority_ageing, max_tokens=config.max_queue_tokens)
-        self.full = self._queue.refusal
         self._throughput = ThroughputEstimator(config.max_prefill_rows)
         self._admission = QueueAdmission(self._queue, self._throughput)
         self._quarantine = CrashQuarantine(self._queue, self._admission)
@@ -189,15 +189,20 @@ class Engine:
             live.awaited_ids = live.num_prompt
             first.followers.append(live)
         self._schedule()
-        if leader is None and self._queue.overfull and live in self._queue:  # the bound counts a prompt's choices once
+        is_bound = leader is None and live in self._queue  # the bound counts a prompt's choices once
+        if is_bound and (full := self._queue.overfull(request.key, live.submitted)) is not None:
             self._queue.remove(live)
             self._forget(live)
-            raise self._queue.full()
+            raise full
         if request.deadline is not None and stream in self._open:
             too_late = DeadlineExceeded(request.deadline)
             live.deadline = self._call_later(request.deadline, lambda: self._end(live, too_late))
         self._flush()
         return stream
+
+    def full(self, key: str) -> QueueFull | None:
+        """Return the error for a new request of `key` that would find no room in the queue; None if it may wait."""
+        return self._queue.refusal(key, self._clock())
 
     async def encode(self, request_id: str, texts: Sequence[EncodingText], key: str = "") -> list[Sequence[float]]:
         """Return what the workers' encoder makes of texts, in their order; a cancellation stops it.

@@ -211,7 +211,7 @@ class GenerateService(generate_pb2_grpc.GenerateServicer):
     @asynccontextmanager
     async def _admitted(self, context: Context) -> AsyncIterator[None]:
         """Count a generating call while the block runs. Raises ApiError if the queue or the key's limit is full."""
-        self._service.check_room()
+        self._service.check_room(self._key(context))
         with self._service.rate_limits[self._key(context)].request():
             yield
 

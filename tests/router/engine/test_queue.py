@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from doubles.router import Script
 from doubles.router.scripted_worker import ScriptedBatch
 from doubles.router.tabletop import Tabletop, request_of
 from space_router.config import ServeConfig
-from space_router.engine.queueing.queue import RequestQueue
+from space_router.engine.queueing.queue import SHARED_SECONDS, RequestQueue
 from space_router.engine.request.request import ValidRequest
 from space_router.engine.request.request_state import RequestState
 
@@ -99,14 +100,14 @@ def test_those_that_left_are_not_kept_behind_those_that_wait() -> None:
 def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone() -> None:
     queue = RequestQueue(9, max_tokens=10)
     long, short = (RequestState(request_of(prompt), 1, prompt, 0.0) for prompt in (50, 1))
-    assert queue.refusal() is None
+    assert queue.refusal("", 0.0) is None
     queue.push(long)
-    assert not queue.overfull
-    assert "50 prompt tokens are waiting" in str(queue.refusal())
+    assert queue.overfull("", 0.0) is None
+    assert "50 prompt tokens are waiting" in str(queue.refusal("", 0.0))
     queue.push(short)
-    assert queue.overfull
+    assert queue.overfull("", 0.0) is not None
     queue.remove(long)
-    assert (queue.num_tokens, queue.overfull, queue.refusal()) == (1, False, None)
+    assert (queue.num_tokens, queue.overfull("", 0.0), queue.refusal("", 0.0)) == (1, None, None)
     queue.remove(short)
     queue.remove(short)
     assert queue.num_tokens == 0
@@ -114,9 +115,61 @@ def test_prompt_tokens_that_wait_are_bounded_but_not_those_of_one_request_alone(
 
 def test_who_need_not_wait_is_not_refused_for_a_queue_of_no_places() -> None:
     queue = RequestQueue(0)
-    assert queue.refusal() is None
+    assert queue.refusal("", 0.0) is None
     queue.push(RequestState(request_of(), 1, 0, 0.0))
-    assert "1 prompts and choices of requests are waiting already, and the queue takes 0." in str(queue.refusal())
+    assert "1 prompts and choices of requests are waiting already, and the queue takes 0." in str(
+        queue.refusal("", 0.0)
+    )
+
+
+def asked(queue: RequestQueue, key: str, now: float, age: int, prompt: int = 1) -> bool:
+    """Whether a request of this key is let in, as the engine asks for it."""
+    if queue.refusal(key, now) is not None:
+        return False
+    live = RequestState(replace(request_of(prompt), key=key), 1, age, now)
+    queue.push(live)
+    if queue.overfull(key, now) is None:
+        return True
+    queue.remove(live)
+    return False
+
+
+def test_a_key_that_is_refused_gets_its_share_of_the_places() -> None:
+    queue = RequestQueue(8)
+    assert [asked(queue, "much", 0.0, age) for age in range(9)] == [True] * 8 + [False]
+    assert not asked(queue, "little", 1.0, 9)
+    for second in range(2, 10):  # a place at a time becomes free, and the one that asks often is there first
+        queue.admitted(queue.head() or pytest.fail("nobody waits"), float(second))
+        has_share = queue._num_of["much"] >= 4
+        assert asked(queue, "much", float(second), 10 * second) == (not has_share)
+        asked(queue, "little", float(second), 10 * second + 1)
+    assert queue._num_of == {"much": 4, "little": 4}
+    queue.remove(next(live for live in queue._waiting if live.request.key == "little"))
+    words = "4 prompts and choices of this API key, with 4 prompt tokens, are waiting already, and the queue takes 4 of"
+    assert words in str(queue.refusal("much", 9.0))
+    later = 10.0 + SHARED_SECONDS
+    assert [asked(queue, "much", later, 300 + age) for age in range(2)] == [True, False], "places are not kept for ever"
+
+
+def test_ten_times_the_load_is_shared_between_keys_that_ask_at_one_to_eight() -> None:
+    queue, source, served = RequestQueue(16), random.Random(3), Counter[str]()
+    for age in range(4000):
+        now = age / 10
+        asked(queue, source.choices("abcd", (1, 2, 4, 8))[0], now, age)
+        if age % 10 == 0 and (live := queue.head(now)) is not None:
+            queue.admitted(live, now)
+            queue.ended(live)
+            served[live.request.key] += age > 400
+    assert max(served.values()) - min(served.values()) <= 0.05 * max(served.values()), served
+
+
+def test_long_prompts_of_one_key_leave_tokens_to_another() -> None:
+    queue = RequestQueue(99, max_tokens=100)
+    assert [asked(queue, "long", 0.0, age, 30) for age in range(5)] == [True, True, True, False, False]
+    assert not asked(queue, "short", 0.0, 6, 20)
+    queue.admitted(queue.head() or pytest.fail("nobody waits"), 1.0)
+    assert not asked(queue, "long", 1.0, 7, 30)
+    assert asked(queue, "short", 1.0, 8, 20)
 
 
 def waiting(queue: RequestQueue, request: ValidRequest, age: int, submitted: float = 0.0) -> RequestState:

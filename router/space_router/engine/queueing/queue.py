@@ -78,6 +78,7 @@ SECONDS_WITHOUT_EXPERIENCE = 1.0
 MAX_RETRY_AFTER = 60.0
 AGEING_SECONDS = 30.0
 ANSWER_WITHOUT_EXPERIENCE = 128.0  # tokens
+SHARED_SECONDS = 10.0  # after a refusal, in which the key that was refused counts among those that share the queue
 
 
 class RequestQueue:
@@ -95,6 +96,9 @@ class RequestQueue:
     Within a key: the earliest arrival plus `ageing` seconds per level. Requests whose deadline is near go before, the
     earliest deadline first, if they arrived less than `ageing` seconds after the head.
 
+    The bounds are shared by the keys where they keep one out: while a key that has less than its share was refused in
+    the last SHARED_SECONDS, no key may have more than its share waiting. So keys that ask often leave places to others.
+
     A request that was admitted before (preempted, or its worker was lost) keeps its age and goes to the front of its
     level. Parked requests count as waiting but are not in the order. Every operation is O(log n).
     """
@@ -106,6 +110,9 @@ class RequestQueue:
         self.num_tokens = 0  # prompt tokens of the waiting requests
         self._ageing = ageing
         self._waiting: set[RequestState] = set()
+        self._num_of = Counter[str]()  # waiting requests by key
+        self._tokens_of = Counter[str]()  # waiting prompt tokens by key
+        self._refused: dict[str, float] = {}  # keys that had less than their share -> when last; the latest at the end
         self._now = -math.inf  # latest known time
         self._priorities: Counter[int] = Counter()  # of the requests in the order
         self._by_priority: list[int] = []  # heap of the priorities in the counter; may have stale ones
@@ -129,6 +136,8 @@ class RequestQueue:
         """Add a request. The bounds are not checked here; see `overfull`."""
         self._waiting.add(live)
         self.num_tokens += live.num_prompt
+        self._num_of[live.request.key] += 1
+        self._tokens_of[live.request.key] += live.num_prompt
         live.phase = Phase.PARKED
         if not parked:
             self.unpark(live)
@@ -184,6 +193,10 @@ class RequestQueue:
             self._leave_order(live)
             self._waiting.remove(live)
             self.num_tokens -= live.num_prompt
+            self._num_of[live.request.key] -= 1
+            self._tokens_of[live.request.key] -= live.num_prompt
+            if not self._num_of[live.request.key]:
+                del self._num_of[live.request.key], self._tokens_of[live.request.key]
 
     def admitted(self, live: RequestState, now: float, num_prefill: int = 0) -> None:
         """Remove a request that goes to a worker, and charge its key.
@@ -216,23 +229,57 @@ class RequestQueue:
         """Return the expected output tokens of a request: the average of others, within its own bounds."""
         return min(max(self._answer, live.least_left), live.max_tokens)
 
-    @property
-    def overfull(self) -> bool:
-        """Whether more requests or tokens wait than allowed. A single request may be of any length."""
-        return len(self) > self.max_waiting or (self.num_tokens > self.max_tokens and len(self) > 1)
+    def overfull(self, key: str, now: float) -> QueueFull | None:
+        """Return the error for the last request of `key` if more waits than allowed; None otherwise.
 
-    def refusal(self) -> QueueFull | None:
+        A single request may be of any length. `now`: seconds on the clock of the arrivals.
+        """
+        if len(self) > self.max_waiting or (self.num_tokens > self.max_tokens and len(self) > 1):
+            return self._refuse(key, now, self._num_of[key] - 1)
+        return self._over_share(key, now, self._num_of[key])
+
+    def refusal(self, key: str, now: float) -> QueueFull | None:
         """Return the error for a new request that would have to wait; None if it may wait or may not have to."""
-        full = len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens
-        return self.full() if full and self._waiting else None
+        if not self._waiting:
+            return None
+        if len(self) >= self.max_waiting or self.num_tokens >= self.max_tokens:
+            return self._refuse(key, now, self._num_of[key])
+        return self._over_share(key, now, self._num_of[key] + 1)
+
+    def _share(self, key: str, now: float) -> tuple[int, float]:
+        """Return how many requests and prompt tokens of a key may wait where the queue is shared."""
+        while self._refused and next(iter(self._refused.values())) < now - SHARED_SECONDS:
+            del self._refused[next(iter(self._refused))]
+        num_keys = len({key, *self._num_of, *self._refused})
+        return max(1, self.max_waiting // num_keys), self.max_tokens / num_keys
+
+    def _over_share(self, key: str, now: float, number: int) -> QueueFull | None:
+        """Return the error for a key that has `number` requests, more than its share, while others are kept out."""
+        num_most, most_tokens = self._share(key, now)
+        if not self._refused.keys() - {key}:
+            return None
+        if number <= num_most and (number == 1 or self._tokens_of[key] <= most_tokens):
+            return None
+        waiting = f"{self._num_of[key]} prompts and choices of this API key, with {self._tokens_of[key]} prompt tokens,"
+        return QueueFull(waiting, f"{num_most} of each key while others are refused", retry_after=self._seconds())
+
+    def _refuse(self, key: str, now: float, number: int) -> QueueFull:
+        """Return the error for a further request of a key, which is remembered if its `number` is below its share."""
+        num_most, most_tokens = self._share(key, now)
+        if number < num_most and self._tokens_of[key] < most_tokens:
+            self._refused.pop(key, None)
+            self._refused[key] = now
+        return self.full()
+
+    def _seconds(self) -> float:
+        return max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
 
     def full(self) -> QueueFull:
         """Return the error for a request that finds no room, with an estimated delay to retry after."""
-        seconds = max(1.0, min(MAX_RETRY_AFTER, len(self._waiting) * self._seconds_per_request))
         if len(self._waiting) < self.max_waiting:
-            return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=seconds)
+            return QueueFull(f"{self.num_tokens} prompt tokens", f"{self.max_tokens:.0f}", retry_after=self._seconds())
         waiting = f"{len(self._waiting)} prompts and choices of requests"
-        return QueueFull(waiting, f"{self.max_waiting}", retry_after=seconds)
+        return QueueFull(waiting, f"{self.max_waiting}", retry_after=self._seconds())
 
     def _tenant_of(self, live: RequestState) -> TenantQueue:
         return self._returning if live.num_charged is not None else self._tenant_of_key(live.request.key)
