@@ -424,6 +424,24 @@ def test_the_clean_root_knows_every_instruction_of_the_image(root: Path) -> None
     assert {word for word, _ in instructions((root / "docker/cpu.Dockerfile").read_text())} <= known
 
 
+def test_the_rootless_build_leaves_out_one_flag_and_starts_as_compose_does(root: Path) -> None:
+    script = (root / "docker/rootless.sh").read_text(encoding="utf-8")
+    command = re.search(r"^sed '(.*)' \"\$ROOT/docker/cpu.Dockerfile\"", script, flags=re.MULTILINE)[1]
+    written = (root / "docker/cpu.Dockerfile").read_text(encoding="utf-8")
+    built = subprocess.run(["sed", command], input=written, capture_output=True, text=True, check=True).stdout
+    assert [line for line in built.splitlines() if line not in written.splitlines()] == [
+        next(line for line in written.splitlines() if "HEALTHCHECK" in line).replace(" --start-interval=2s", "")
+    ]
+    run = re.search(r"^engine run (.*?) spaceserve-cpu", script, flags=re.MULTILINE | re.DOTALL)[1]
+    service = yaml.safe_load((root / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]["spaceserve"]
+    assert service["read_only"]
+    assert "--read-only " in run
+    assert f"--tmpfs {service['tmpfs']} " in run
+    assert f"--cap-drop {service['cap_drop'][0]} " in run
+    assert "--security-opt no-new-privileges " in run
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "docker"
 PLAIN, GPU = ["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]
