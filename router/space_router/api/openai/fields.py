@@ -44,6 +44,13 @@ def _is_not_zero(value: int) -> int:
     return value
 
 
+def _is_speculation(value: Any) -> Any:
+    """Say in one sentence what the field takes, where the union would name one of its branches."""
+    if value is None or value in ("auto", "off") or (type(value) is int and value >= 0):
+        return value
+    raise ValueError('must be "auto", "off", or a number of drafts for each step, 0 or more')
+
+
 _STOP = {"type": "string", "minLength": 1, "maxLength": 1024}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -118,7 +125,9 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None = None
+    speculation: Annotated[
+        Literal["auto", "off"] | Annotated[int, Field(ge=0)] | None, BeforeValidator(_is_speculation)
+    ] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")] | None = None

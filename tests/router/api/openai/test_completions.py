@@ -527,3 +527,11 @@ async def test_logprobs_of_a_prompt_in_another_order_are_not_echoed(start: Start
         assert (await router.post("/v1/completions", **asked)).json()["error"]["param"] == "echo"
         mask = await router.post("/v1/completions", prompt="a", suffix="<|mask_1|>")
         assert mask.json()["error"]["param"] == "suffix"
+
+
+async def test_what_speculation_takes_is_said_in_one_sentence(start: Start) -> None:
+    async with start("hello") as router:
+        for value in (-1, True, "3", 1.5, "on", [1]):
+            await router.refuses(
+                "/v1/completions", "speculation", '"auto", "off", or a number of drafts', prompt="x", speculation=value
+            )
