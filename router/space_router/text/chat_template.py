@@ -272,7 +272,7 @@ def find(folder: Path, choice: str | None, tokens: Mapping[str, str | None]) -> 
         except OSError as error:
             known = ", ".join(BUILT_IN)
             raise ConfigError(f"--chat-template={choice!r}: neither one of {known} nor a readable file.") from error
-        return ChatTemplate(source, tokens, name=choice)
+        return ChatTemplate(source, tokens, name=Path(choice).name)  # clients see it in errors, and need no folder
     found = _own(folder)
     if "default" not in found:
         return None
