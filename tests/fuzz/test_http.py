@@ -212,7 +212,8 @@ def test_hostile_bytes_on_a_connection_get_an_http_answer_or_none(fuzzer: Fuzzer
     def attempt(pieces: list[bytes]) -> str:
         written = fuzzer.wait(exchange(pieces))
         assert not written or written.startswith(b"HTTP/1.1 "), written[:200]
-        assert b"HTTP/1.1 5" not in written, written[:200]
+        failed = written.replace(b"HTTP/1.1 501 ", b"")  # 501: a Transfer-Encoding that is not known
+        assert b"HTTP/1.1 5" not in failed, written[:200]
         return written[9:12].decode() or "nothing"
 
     def settle() -> None:

@@ -32,7 +32,7 @@ FOLDER = Path(files.__file__).parent
 def _service(config: ServeConfig) -> Service:
     """As far as access goes: an engine that has room, and no model."""
     return Service(
-        config, cast(ModelText, None), cast(Engine, SimpleNamespace(full=lambda: None, connections=[])), Metrics()
+        config, cast(ModelText, None), cast(Engine, SimpleNamespace(full=lambda key: None, connections=[])), Metrics()
     )
 
 

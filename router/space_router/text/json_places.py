@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from space_common.json_places import JSON, SPECIAL, JsonPlaces, PlacesBuilder, PlaceState, Units
@@ -32,7 +33,8 @@ def places_of_calls_or(
     elif trigger:
         builder.set(start, PlaceState(((trigger, calls),)))
     elif layout.notation is None:
-        heads = tuple((_head(layout, name, special_id), JSON) for name in tools)
+        first = replace(layout, before_name=layout.opening + layout.before_name)
+        heads = tuple((_head(first, name, special_id), JSON) for name in tools)
         builder.set(start, PlaceState(heads, searches=False, then=calls))
     return builder.places()
 

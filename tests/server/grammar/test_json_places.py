@@ -24,7 +24,7 @@ SPECIAL = {marker: number for number, marker in enumerate(MARKERS, 1)}
 assert len(SPECIAL) < FIRST
 TEXTS = [b""] * FIRST + [bytes([byte]) for byte in range(256)]
 VOCABULARY = TokenVocabulary(TEXTS, {EOS: b"<eos>"} | {id_: text.encode() for text, id_ in SPECIAL.items()})
-LAYOUTS = [name for name, one in FORMATS.items() if one.layout is not None]
+LAYOUTS = [name for name, one in FORMATS.items() if one.layout is not None and one.layout.notation is None]
 TOOLS = {
     "f": {"type": "object", "properties": {"note": {"type": "string"}, "count": {"type": "object"}}},
     "g": {"type": "object"},
@@ -121,6 +121,16 @@ def test_an_answer_instead_of_calls_repeats_no_key(name: str) -> None:
     repeated, free = calls_of(FORMATS[name])
     assert not quote_may_follow(grammar, places, repeated[0], special=True)
     assert quote_may_follow(grammar, places, free[1], special=True)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gemma4", "minimax_m3"])
+def test_an_answer_beside_calls_in_another_notation_repeats_no_key(name: str) -> None:
+    layout = FORMATS[name].layout
+    assert layout is not None
+    grammar = calls_or({"type": "object"}, layout, TOOLS, special_id, many=True)
+    places = places_of_calls_or(layout, TOOLS, special_id, has_answer=True)
+    assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
+    assert quote_may_follow(grammar, places, '{"a": 1, "b', special=True)
 
 
 THOUGHTS = {
