@@ -161,7 +161,7 @@ async def _run(
     session.start()
     serialized: list[float] = []
     try:
-        # The stepping thread may be ahead by several reports: only steps whose report was serialised are complete.
+        # Count steps up to the last serialised report: the stepping thread may be several reports ahead.
         while sum(seconds is not None for seconds in worker.seen[: len(serialized)]) < num_steps + WARM_STEPS:
             before = time.thread_time()
             message = await session.message(60.0)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from space_router.api.javascript_patterns import of_javascript
-from space_router.api.schema_references import as_uri, is_left_out, may_stand_beside_reference, nodes_of, prepare
+from space_router.api.schema_references import as_uri, is_left_out, may_stand_beside_reference, prepare
 from space_router.api.string_formats import with_bounds
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
+from space_router.text.schema_walk import nodes_of
 
 Schema = Mapping[str, Any]
 

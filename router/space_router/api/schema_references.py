@@ -13,17 +13,22 @@ from urllib.parse import quote
 
 import orjson
 
-from space_router.text.json_pointer import resolve
-
-Node = dict[str, Any]
+from space_router.text.schema_walk import (
+    LISTS_OF_SCHEMAS,
+    MOST_PARTS,
+    Node,
+    as_list,
+    as_values,
+    parts_of,
+    resolve,
+    target_of,
+)
 
 _IN_FRAGMENT = "!$&'()*+,;=:@/?-._~%"
 _PREFIX = "spaceserve-"  # of the names in `$defs`
-_MOST_PARTS = 64  # that one schema is put together from; beyond them it stays as it is
 _MOST_WRITTEN = 256  # schemas
 _MOST_NODES = 20_000  # of a schema; a larger one is beyond what a grammar may have
 
-_PARTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _RESTRICTING = frozenset(
     [
         *("type", "const", "enum", "anyOf", "oneOf", "format", "pattern", "minLength", "maxLength"),
@@ -68,7 +73,7 @@ def is_left_out(schema: Mapping[str, Any], kept: Node, reference: str) -> bool:
 
 
 def prepare(root: Node, nodes: list[Node], leave_open: Callable[[str], None]) -> None:
-    """Change a schema, with its `nodes_of`, in place. `leave_open` gets each keyword taken out."""
+    """Change a schema, with its nodes, in place. `leave_open` gets each keyword taken out."""
     if len(nodes) > _MOST_NODES:
         return
     for node in nodes:
@@ -78,43 +83,11 @@ def prepare(root: Node, nodes: list[Node], leave_open: Callable[[str], None]) ->
         _write_out(root, nodes, circles)
 
 
-def nodes_of(root: Node) -> Iterator[Node]:
-    """Yield the schemas in `root`, and the objects that may be referred to as schemas."""
-    waiting: list[Any] = [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for key, value in node.items():
-            if key in ("const", "enum", "default", "example", "examples"):
-                continue
-            inner = (
-                [value] if key not in ("properties", "patternProperties", "$defs", "definitions") else _values(value)
-            )
-            inner = value if key in _PARTS and isinstance(value, list) else inner
-            waiting += [one for one in inner if isinstance(one, dict)]
-
-
-def _values(value: Any) -> list[Any]:
-    return [*value.values()] if isinstance(value, dict) else []
-
-
-def _target(root: Node, node: Node) -> Node | None:
-    """Return the schema that a `$ref` names, if it is one in `root`."""
-    reference = node.get("$ref")
-    if not isinstance(reference, str):
-        return None
-    try:
-        found = resolve(root, reference)
-    except LookupError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _leave_sizes_open(root: Node, node: Node, leave_open: Callable[[str], None]) -> None:
     """Leave open the number of properties where schemas that are put together have optional ones."""
-    tops = _tops(root, node)
-    options = [one for key in ("anyOf", "oneOf") for one in _list(node.get(key)) if isinstance(one, dict)]
-    for joined in (tops, *([*tops, *_tops(root, option)] for option in options)):
+    tops = parts_of(root, node)
+    options = [one for key in ("anyOf", "oneOf") for one in as_list(node.get(key)) if isinstance(one, dict)]
+    for joined in (tops, *([*tops, *parts_of(root, option)] for option in options)):
         sized = [top for top in joined if top.keys() & {"minProperties", "maxProperties"}]
         if len(joined) < 2 or not sized:
             continue
@@ -125,23 +98,6 @@ def _leave_sizes_open(root: Node, node: Node, leave_open: Callable[[str], None])
             for key in ("minProperties", "maxProperties"):
                 if top.pop(key, None) is not None:
                     leave_open(key)
-
-
-def _tops(root: Node, node: Node) -> list[Node]:
-    """Return the schema, and those of its `$ref` and `allOf`, and so on."""
-    tops: list[Node] = []
-    waiting = [node]
-    while waiting and len(tops) < _MOST_PARTS:
-        top = waiting.pop()
-        if any(top is one for one in tops):
-            continue
-        tops.append(top)
-        waiting += [one for one in (*_list(top.get("allOf")), _target(root, top)) if isinstance(one, dict)]
-    return tops
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _strings(value: Any) -> set[str]:
@@ -189,12 +145,12 @@ def _inner(root: Node, node: Node) -> Iterator[Node]:
     for key in _RESTRICTING | {"allOf"}:
         value = node.get(key)
         if key in ("properties", "patternProperties"):
-            yield from (one for one in _values(value) if isinstance(one, dict))
-        elif key in _PARTS and isinstance(value, list):
+            yield from (one for one in as_values(value) if isinstance(one, dict))
+        elif key in LISTS_OF_SCHEMAS and isinstance(value, list):
             yield from (one for one in value if isinstance(one, dict))
         elif key in ("items", "additionalProperties", "additionalItems") and isinstance(value, dict):
             yield value
-    if (target := _target(root, node)) is not None:
+    if (target := target_of(root, node)) is not None:
         yield target
 
 
@@ -238,7 +194,7 @@ class _Join:
     def parts(self, node: Node, above: frozenset[int] = frozenset()) -> list[Any]:
         """Return schemas that together ask for what this one does. Raises LookupError if they do not end."""
         self._num_parts += 1
-        if id(node) in above or self._num_parts > _MOST_PARTS:
+        if id(node) in above or self._num_parts > MOST_PARTS:
             raise LookupError("The schema is its own part, or has too many.")
         above |= {id(node)}
         rest = {key: value for key, value in node.items() if key in _RESTRICTING}
@@ -246,9 +202,9 @@ class _Join:
             if isinstance(rest[key], list):
                 rest[key] = [self._option(one, above) for one in rest[key]]
         parts: list[Any] = [rest] if rest else []
-        for one in _list(node.get("allOf")):
+        for one in as_list(node.get("allOf")):
             parts += self.parts(one, above) if self._is_inside(one) else [one]
-        target = _target(self.root, node)
+        target = target_of(self.root, node)
         if self._is_inside(target):
             self.num_references += 1
             parts += self.parts(target, above)

@@ -47,7 +47,7 @@ def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, s
     """Add the states of calls; return the first, which looks for the head of a call."""
     calls = builder.new()
     if layout.notation is not None:
-        return calls  # nothing in it is JSON whose keys could repeat
+        return calls  # the parsers of these drop a key that an object repeats
     if layout.parameter is None:
         heads = tuple((_head(layout, name, special_id), JSON) for name in tools)
         builder.set(calls, PlaceState(heads, then=calls))

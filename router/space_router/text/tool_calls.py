@@ -548,7 +548,7 @@ class _Literals(ast.NodeTransformer):
 def _keywords(parts: list[str]) -> Mapping[str, Any] | None:
     """Return the arguments `key=value`, or None unless all values are literals that JSON can represent.
 
-    A key may be a word that Python reserves, as `from`, or have a hyphen: tools have such arguments.
+    A key may be a word that Python reserves, as `from`, or no identifier, as `x-y`: tools have such arguments.
     """
     if not parts[-1].strip():
         parts = parts[:-1]
@@ -556,7 +556,7 @@ def _keywords(parts: list[str]) -> Mapping[str, Any] | None:
     try:
         for part in parts:
             key, sign, written = part.partition("=")
-            if not sign or not key.strip() or not all(map(_in_name, key.strip())):
+            if not sign or not key.strip() or set(key) & set("\"'()[]{}"):
                 return None
             values[key.strip()] = ast.literal_eval(_Literals().visit(ast.parse(written.strip(), mode="eval")))
         json.dumps(values, allow_nan=False)
@@ -608,7 +608,7 @@ SpecialId: TypeAlias = Callable[[str], int | None]
 
 
 class ArgumentNotation(Protocol):
-    """How arguments are written by a format whose values are no JSON."""
+    """Grammars of arguments in another notation than JSON."""
 
     def rules(self, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
         """Return the rules of `arguments_{index}`: the arguments of the call of this number, by their schema."""

@@ -1,5 +1,6 @@
-"""Required calls of the formats whose arguments are no JSON: random texts that the grammar allows are calls that obey
-the tools' schemas, and what each family writes is allowed."""
+"""Required calls in other notations than JSON.
+
+Random texts under the grammar are calls that obey the tools' schemas, and each family's own writing is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from doubles.thinking import read_pieces
-from doubles.tool_call_writers import WRITERS
+from doubles.tool_call_writers import WRITERS, minimax_m3
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.text.tool_calls import ToolCallLayout, ToolCallReader, calls_only, calls_or
@@ -82,7 +83,7 @@ class Marked:
         return 256 + self.markers.index(text) if text in self.markers else None
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of a text whose markers are special tokens."""
+        """Return the ids of a text. Markers in it become special tokens."""
         place, found = 0, []
         while place < len(text):
             marker = next((one for one in self.markers if text.startswith(one, place)), None)
@@ -210,6 +211,8 @@ def test_beside_calls_any_text_is_allowed_that_is_none(name: str) -> None:
          {"a": 1, "b": {"c": [1], "d": 4}, "e": 5}),
         ("lfm2", '<|tool_call_start|>[f(from="a", class=1, x-y=None, from="b",)]<|tool_call_end|>',
          {"from": "b", "class": 1, "x-y": None}),
+        ("minimax_m3", minimax_m3([("f", {"a": '{"b": 1, "b": {"c": 2, "c": 3}, "é": "\\n"}', "d": 4})]).replace(
+            "</d>", "</d>]<]minimax[>[<a>5]<]minimax[>[</a>"), {"a": {"b": {"c": 3}, "é": "\n"}, "d": 4}),
     ],
 )  # fmt: skip
 def test_keys_are_unique_and_may_be_words_of_python(name: str, text: str, arguments: dict[str, Any]) -> None:

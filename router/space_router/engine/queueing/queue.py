@@ -100,7 +100,8 @@ class RequestQueue:
     the last SHARED_SECONDS, no key may have more than its share waiting. So keys that ask often leave places to others.
 
     A request that was admitted before (preempted, or its worker was lost) keeps its age and goes to the front of its
-    level. Parked requests count as waiting but are not in the order. Every operation is O(log n).
+    level. Parked requests count as waiting but are not in the order. Every operation is O(log n), but that a
+    refusal counts the keys.
     """
 
     def __init__(self, max_waiting: int, *, ageing: float = AGEING_SECONDS, max_tokens: float = math.inf) -> None:
@@ -246,18 +247,21 @@ class RequestQueue:
             return self._refuse(key, now, self._num_of[key])
         return self._over_share(key, now, self._num_of[key] + 1)
 
-    def _share(self, key: str, now: float) -> tuple[int, float]:
-        """Return how many requests and prompt tokens of a key may wait where the queue is shared."""
+    def _forget_refusals(self, now: float) -> None:
         while self._refused and next(iter(self._refused.values())) < now - SHARED_SECONDS:
             del self._refused[next(iter(self._refused))]
+
+    def _share(self, key: str) -> tuple[int, float]:
+        """Return how many requests and prompt tokens of a key may wait where the queue is shared."""
         num_keys = len({key, *self._num_of, *self._refused})
         return max(1, self.max_waiting // num_keys), self.max_tokens / num_keys
 
     def _over_share(self, key: str, now: float, number: int) -> QueueFull | None:
         """Return the error for a key that has `number` requests, more than its share, while others are kept out."""
-        num_most, most_tokens = self._share(key, now)
+        self._forget_refusals(now)
         if not self._refused.keys() - {key}:
             return None
+        num_most, most_tokens = self._share(key)
         if number <= num_most and (number == 1 or self._tokens_of[key] <= most_tokens):
             return None
         waiting = f"{self._num_of[key]} prompts and choices of this API key, with {self._tokens_of[key]} prompt tokens,"
@@ -265,7 +269,8 @@ class RequestQueue:
 
     def _refuse(self, key: str, now: float, number: int) -> QueueFull:
         """Return the error for a further request of a key, which is remembered if its `number` is below its share."""
-        num_most, most_tokens = self._share(key, now)
+        self._forget_refusals(now)
+        num_most, most_tokens = self._share(key)
         if number < num_most and self._tokens_of[key] < most_tokens:
             self._refused.pop(key, None)
             self._refused[key] = now

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_router.text.json_pointer import resolve
+from space_router.text.schema_walk import nodes_of, parts_of
 from space_router.text.tool_calls import TEXT_KEYWORDS, SpecialId, joined, json_rule, terminal, text_until
 
 Schema = Mapping[str, Any]
@@ -23,7 +23,6 @@ _KINDS = ("string", "number", "boolean", "null", "array", "object")
 _BRANCHES = ("anyOf", "oneOf")
 _ALWAYS_OPEN = ("patternProperties", "minProperties", "maxProperties", "prefixItems")
 _MOST_ITEMS = 1000  # a larger bound of an array's length is left open
-_MOST_PARTS = 64  # schemas put together by `allOf` and references
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,17 @@ class Notation:
     """How a format writes arguments. Numbers are JSON's.
 
     `text`: around a string; ("", "") for one that ends where what stands behind its value begins; None: JSON strings.
-    `free_key`: a regular expression of the keys of objects without listed properties; "": such objects are JSON.
+    `free_key`: a regular expression of the keys of objects without listed properties, whose values end by themselves;
+    "": such objects are JSON, and such arguments are empty.
     """
 
-    words: Mapping[str, str]  # of true, false and null
-    arguments: tuple[str, str]  # around all of them
-    objects: tuple[str, str]
-    arrays: tuple[str, str]
     argument_key: KeyWriter
     key: KeyWriter
-    item: tuple[str, str]  # before and behind an array's item
+    words: tuple[str, str, str] = ("true", "false", "null")
+    arguments: tuple[str, str] = ("", "")  # around all of them
+    objects: tuple[str, str] = ("{", "}")
+    arrays: tuple[str, str] = ("[", "]")
+    item: tuple[str, str] = ("", "")  # before and behind an array's item
     separator: str = ""
     text: tuple[str, str] | None = None
     free_key: str = ""
@@ -56,22 +56,8 @@ class Notation:
     def left_open(self, schema: Schema) -> list[str]:
         """Return the keywords of a schema that these rules do not enforce."""
         kinds = _ALWAYS_OPEN + (() if self.text is None else TEXT_KEYWORDS)
-        return [keyword for keyword in kinds if any(keyword in node for node in _nodes(schema))]
-
-
-def _nodes(schema: Any) -> Iterator[Schema]:
-    """Yield a schema and those in it."""
-    if isinstance(schema, Mapping):
-        yield schema
-        for key, inner in schema.items():
-            if key in ("properties", "$defs", "definitions", "patternProperties"):
-                for one in inner.values() if isinstance(inner, Mapping) else ():
-                    yield from _nodes(one)
-            elif key not in ("enum", "const", "default", "examples"):
-                yield from _nodes(inner)
-    elif isinstance(schema, list):
-        for one in schema:
-            yield from _nodes(one)
+        nodes = list(nodes_of(dict(schema)))
+        return [keyword for keyword in kinds if any(keyword in node for node in nodes)]
 
 
 @dataclass
@@ -94,13 +80,7 @@ class _GrammarWriter:
     def _merged(self, schema: Any) -> Schema:
         """Return a schema with what it refers to, and with the parts of `allOf`, beside its own keywords."""
         found: dict[str, Any] = {}
-        parts = [schema]
-        for _ in range(_MOST_PARTS):
-            if not parts:
-                break
-            part = parts.pop(0)
-            if not isinstance(part, Mapping):
-                continue
+        for part in parts_of(self.root, schema):
             for key, inner in part.items():
                 if key == "properties" and isinstance(inner, Mapping):
                     found[key] = {**found.get(key, {}), **inner}
@@ -108,13 +88,6 @@ class _GrammarWriter:
                     found[key] = [*found.get(key, []), *inner]
                 elif key not in ("$ref", "allOf"):
                     found.setdefault(key, inner)
-            if isinstance(part.get("allOf"), list):
-                parts += part["allOf"]
-            if isinstance(reference := part.get("$ref"), str):
-                try:
-                    parts.append(resolve(self.root, reference))
-                except LookupError:
-                    continue
         return found
 
     def _of_kinds(self, schema: Schema, end: str) -> str:
@@ -146,7 +119,7 @@ class _GrammarWriter:
             case "integer" | "number":
                 return joined(json_rule(_some_of(schema, _NUMBERS) | {"type": kind}), behind)
             case "boolean":
-                return _any_of(terminal(known.words[word] + end, self.special_id) for word in ("true", "false"))
+                return _any_of(terminal(word + end, self.special_id) for word in known.words[:2])
             case "array":
                 return self._around(known.arrays, self._items(schema), end)
             case "object" if not known.free_key and not schema.get("properties"):
@@ -154,7 +127,7 @@ class _GrammarWriter:
             case "object":
                 return self._around(known.objects, self.members(schema, known.key), end)
             case _:
-                return terminal(known.words["null"] + end, self.special_id)
+                return terminal(known.words[2] + end, self.special_id)
 
     def _around(self, brackets: tuple[str, str], inner: str, end: str) -> str:
         before, behind = brackets
@@ -201,10 +174,10 @@ class _GrammarWriter:
         values = schema.get("additionalProperties", {})
         if values is False or not self.notation.free_key:
             return ""
-        before, behind = (text.partition("KEY") for text in key("KEY"))
+        before, _, behind = key("KEY")[0].partition("KEY")
         name = self._rule("key", lambda: self.notation.free_key)
-        head = joined(terminal(before[0], self.special_id), name, terminal(before[2], self.special_id))
-        member = self._own_rule(joined(head, self.value(values, behind[0])))
+        head = joined(terminal(before, self.special_id), name, terminal(behind, self.special_id))
+        member = self._own_rule(joined(head, self.value(values)))
         return f"({member} ({joined(terminal(self.notation.separator, self.special_id), member)})*)?"
 
     def _sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
@@ -227,17 +200,16 @@ class _GrammarWriter:
         """Return a constant as it is written."""
         known = self.notation
         if isinstance(value, bool) or value is None:
-            return known.words[json.dumps(value)]
+            return known.words[2 if value is None else int(not value)]
         if isinstance(value, str):
             quoted = json.dumps(value, ensure_ascii=False)
-            return quoted if known.text is None else known.text[0] + value + known.text[1]
+            return quoted if known.text is None else value.join(known.text)
         if isinstance(value, Mapping):
-            pairs = [joined_key[0] + self._literal(one) + joined_key[1]
-                     for name, one in value.items() for joined_key in (known.key(name),)]  # fmt: skip
-            return known.objects[0] + known.separator.join(pairs) + known.objects[1]
+            pairs = [self._literal(one).join(known.key(name)) for name, one in value.items()]
+            return known.separator.join(pairs).join(known.objects)
         if isinstance(value, list):
-            items = [known.item[0] + self._literal(one) + known.item[1] for one in value]
-            return known.arrays[0] + known.separator.join(items) + known.arrays[1]
+            items = [self._literal(one).join(known.item) for one in value]
+            return known.separator.join(items).join(known.arrays)
         return json.dumps(value)
 
     def _own_rule(self, body: str) -> str:
@@ -280,13 +252,9 @@ def _json_key(name: str) -> tuple[str, str]:
 
 
 PYTHON = Notation(
-    words={"true": "True", "false": "False", "null": "None"},
-    arguments=("", ""),
-    objects=("{", "}"),
-    arrays=("[", "]"),
     argument_key=lambda name: (f"{name}=", ""),
     key=_json_key,
-    item=("", ""),
+    words=("True", "False", "None"),
     separator=", ",
     free_key="/[A-Za-z_][A-Za-z0-9_]{0,63}/",
 )
@@ -300,16 +268,7 @@ def in_braces(quote: str) -> Notation:
         return (f"{name}:" if re.fullmatch(r"[\w-]+", name) else f"{quote}{name}{quote}:"), ""
 
     return Notation(
-        words={"true": "true", "false": "false", "null": "null"},
-        arguments=("{", "}"),
-        objects=("{", "}"),
-        arrays=("[", "]"),
-        argument_key=key,
-        key=key,
-        item=("", ""),
-        separator=",",
-        text=(quote, quote),
-        free_key="/[A-Za-z0-9_-]{1,64}/",
+        key, key, arguments=("{", "}"), separator=",", text=(quote, quote), free_key="/[A-Za-z0-9_-]{1,64}/"
     )
 
 
@@ -319,13 +278,4 @@ def in_tags(space: str) -> Notation:
     def key(name: str) -> tuple[str, str]:
         return f"{space}<{name}>", f"{space}</{name}>"
 
-    return Notation(
-        words={"true": "true", "false": "false", "null": "null"},
-        arguments=("", ""),
-        objects=("", ""),
-        arrays=("", ""),
-        argument_key=key,
-        key=key,
-        item=key("item"),
-        text=("", ""),
-    )
+    return Notation(key, key, objects=("", ""), arrays=("", ""), item=key("item"), text=("", ""))

@@ -5,10 +5,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from space_router.text.json_pointer import resolve
+from space_router.text.schema_walk import parts_of
 from space_router.text.tool_calls import CallCollector, Cursor, Reading, content_until, whole_characters
-
-_MOST_PARTS = 64  # schemas that make up one
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
@@ -45,27 +43,13 @@ def _kinds(schema: Mapping[str, Any]) -> frozenset[str]:
 def gathered(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the types, properties and items that a schema names, with those of its references and alternatives."""
     found: dict[str, Any] = {"properties": {}, "type": []}
-    parts: list[Any] = [schema]
-    for _ in range(_MOST_PARTS):
-        if not parts:
-            break
-        part = parts.pop(0)
-        if not isinstance(part, Mapping):
-            continue
+    for part in parts_of(root, schema, ("anyOf", "oneOf", "allOf")):
         found["type"] += sorted(_kinds({key: one for key, one in part.items() if key not in ("anyOf", "oneOf")}))
         if isinstance(properties := part.get("properties"), Mapping):
             found["properties"] = {**properties, **found["properties"]}
         for key in ("items", "additionalProperties"):
             if key in part:
                 found.setdefault(key, part[key])
-        for key in ("anyOf", "oneOf", "allOf"):
-            if isinstance(inner := part.get(key), list):
-                parts += inner
-        if isinstance(reference := part.get("$ref"), str):
-            try:
-                parts.append(resolve(root, reference))
-            except LookupError:
-                continue
     return found
 
 
@@ -81,9 +65,18 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
 
 
 def _parsed(words: str) -> tuple[Any, str] | None:
-    """Return the value and its JSON, or None if the words are neither JSON nor a Python literal."""
+    """Return the value and its JSON, in which no object repeats a key; None if the words are neither JSON nor a Python
+    literal."""
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        repeated.extend(found if len(found) < len(pairs) else ())
+        return found
+
     try:
-        return json.loads(words, parse_constant=_no_constant), words
+        value = json.loads(words, parse_constant=_no_constant, object_pairs_hook=unique)
+        return value, json.dumps(value, ensure_ascii=False) if repeated else words
     except (ValueError, RecursionError):
         pass
     try:
