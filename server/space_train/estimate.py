@@ -180,6 +180,7 @@ class ModelShape:
         if missing:
             raise UnknownShape(f"The config of {name} has no {missing[0]}; only Llama-like decoders are estimated.")
         heads, kv_heads, head_dim = family.sizes(config)
+        inner = config.intermediate_size
         return cls(
             name=name,
             vocab_size=int(config.vocab_size),
@@ -188,7 +189,7 @@ class ModelShape:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=int(config.intermediate_size),
+            intermediate_size=max(inner) if isinstance(inner, list) else int(inner),
             tied=bool(config.tie_word_embeddings),
         )
 

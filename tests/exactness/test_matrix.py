@@ -237,6 +237,20 @@ def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cel
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+VERSIONS: dict[str, tuple[object, ...]] = {"model": ("gemma3n",), "layout": ("k5", "mixed")}
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **VERSIONS, **FEW_LAWS), ids=cell_name)
+def test_it_is_so_with_several_versions_of_every_row(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma3n",), **FEW_LAWS), ids=cell_name)
+def test_every_two_conditions_with_several_versions_of_every_row(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_LAWS), ids=cell_name)
 def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(

@@ -78,6 +78,11 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "num_local_experts": 8,
         "num_experts_per_tok": 4, "shared_intermediate_size": 1024,
     },
+    "gemma3n": {  # E4B, with two layers that have keys of their own and two that read them
+        "hidden_size": 2048, "intermediate_size": 16384, "num_heads": 8, "kv_heads": 2, "head_dim": 256,
+        "hidden_size_per_layer_input": 256, "laurel_rank": 64, "sliding_window": 128,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 

@@ -136,6 +136,12 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1], "moe_layers": [1, 2], "num_local_experts": 4, "floor_scale": 10, "attn_scale": 0.5,
         **_MOE,
     },
+    "gemma3n": {
+        "model_type": "gemma3n_text", "sliding_window": 24, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "laurel_rank": 16,
+        "vocab_size_per_layer_input": 120, "hidden_size_per_layer_input": 16,
+        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
+    },
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another

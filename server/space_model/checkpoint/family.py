@@ -80,11 +80,6 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
             f"Models of type {kind!r} write blocks of tokens by diffusion, not one token after another. Use a "
             "checkpoint of Gemma 4."
         )
-    if getattr(config, "altup_num_inputs", 1) > 1:
-        raise UnsupportedModel(
-            f"Models of type {kind!r} carry several versions of every row from layer to layer, and predict all from "
-            "one (AltUp, altup_num_inputs in config.json); steps have one. Use a checkpoint of Gemma 3 or Gemma 4."
-        )
     if not getattr(model_class, "_supports_attention_backend", False) and kind not in {*OWN_ATTENTION, *HYBRIDS}:
         raise UnsupportedModel(
             f"{model_class.__name__} computes its attention by itself, not through transformers' AttentionInterface, "

@@ -47,6 +47,7 @@ from space_model.model_error import (
     malformed_is_unsupported,
 )
 from space_model.model_facts import HeadFacts, ModelFacts, Ranks
+from space_model.networks.altup import fix_cutoffs
 from space_model.networks.fixed_rope import fix_angles
 from space_model.networks.llama_network import compact_network
 from space_model.networks.own_attention.attach import attach as attach_own_attention
@@ -251,6 +252,7 @@ def _assemble(
     lora_base = LoraBase.of(model, layers, facts.dtype)
     network = compact_network(base, facts, ops, gated, model.base_model_prefix)
     if network is None:
+        fix_cutoffs(base)
         if facts.device.type == "cpu":
             make_row_invariant(base, facts.num_threads, weights=facts.weights)
         elif ops.is_exact:

@@ -38,6 +38,7 @@ from space_model.checkpoint.weight_files import let_go
 from space_model.geometry.forward_batch import ForwardBatch, GatedRows, LoraRows, Segment
 from space_model.lora import Lora
 from space_model.model_error import UnsupportedModel
+from space_model.networks.altup import apart, beside, coefficient_linears, is_altup, num_versions, predict_by_row
 from space_model.networks.experts_module import experts_for, is_experts, router_linears
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
 from space_model.networks.network import PagedKV, Taps
@@ -86,7 +87,8 @@ class GatedLinear(nn.Module):
 
 def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) -> ServedGate:
     """Attach the adapters to the decoder `base`, at path `prefix` of the whole model; return the gate that controls
-    them. Mask embeddings replace rows of the first layer's input, after anything that the family does to embeddings."""
+    them. Mask embeddings replace rows of the first layer's input, after anything that the family does to embeddings;
+    where layers pass on several versions of a row, they replace rows of the embedding, of which versions are made."""
     gate = ServedGate()
     for path in sorted({path for adapter in adapters for path in adapter.pairs}):
         parent_path, _, name = path.removeprefix(f"{prefix}.").rpartition(".")
@@ -97,6 +99,13 @@ def attach(base: PreTrainedModel, adapters: Sequence[GatedLora], prefix: str) ->
             if (pair := adapter.pairs.get(path)) is not None
         }
         setattr(parent, name, GatedLinear(parent.get_submodule(name), deltas, gate))
+
+    def embed(table: nn.Module, ids: object, rows: Tensor) -> Tensor:
+        return place_masks(rows, gate, adapters) if gate.runs else rows
+
+    if num_versions(base.config) > 1:
+        base.get_input_embeddings().register_forward_hook(embed)
+        return gate
 
     def enter(layer: nn.Module, rows: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not gate.runs:
@@ -123,16 +132,18 @@ RunLayer = Callable[[Tensor], Tensor]
 """The original layer, applied to other rows [1, R, hidden] with the same remaining arguments."""
 
 AroundLayer = Callable[[int, Tensor, RunLayer], Tensor]
-"""Layer number, layer input [1, R, hidden], original layer -> the output to use instead."""
+"""Layer number, layer input [1, R, hidden], original layer -> the output to use instead. Versions of a row lie beside
+each other: [1, R, V·hidden] (altup.py)."""
 
 
 @contextmanager
-def each_layer(base: PreTrainedModel, around: AroundLayer) -> Iterator[None]:
-    """In the block, a forward pass of `base` calls `around` instead of each decoder layer."""
+def each_layer(base: PreTrainedModel, around: AroundLayer, shared: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """In the block, a forward pass of `base` calls `around` instead of each decoder layer. `shared`: where layers leave
+    keys and values for others, instead of the pass's own."""
     _, layers = decoder_layers(base)
     guarded_forwards = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
-        layer.forward = _wrapped(number, layer.forward, around, base)
+        layer.forward = _wrapped(number, layer.forward, around, base, shared)
     try:
         yield
     finally:
@@ -151,18 +162,30 @@ def layers_return_tuples(base: PreTrainedModel, length: int = 1) -> None:
 
 
 def _wrapped(
-    number: int, forward: Callable[..., Any], around: AroundLayer, base: PreTrainedModel
+    number: int,
+    forward: Callable[..., Any],
+    around: AroundLayer,
+    base: PreTrainedModel,
+    shared: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
+    versions = num_versions(base.config)
+
     def stand_in(*inputs: Any, **keywords: Any) -> Any:
+        if shared is not None:
+            keywords["shared_kv_states"] = shared
+
         def run(rows: Tensor) -> Tensor:
+            rows = rows if versions == 1 else apart(rows, versions)
             named = keywords if inputs else keywords | {"hidden_states": rows}
             out = forward(*(rows, *inputs[1:])[: len(inputs)], **named)
             if isinstance(out, tuple):
                 _TUPLES[base] = len(out)
             made: Tensor = out[0] if isinstance(out, tuple) else out
-            return made
+            return made if versions == 1 else beside(made)
 
-        rows = around(number, inputs[0] if inputs else keywords["hidden_states"], run)
+        given = inputs[0] if inputs else keywords["hidden_states"]
+        rows = around(number, given if versions == 1 else beside(given), run)
+        rows = rows if versions == 1 else apart(rows, versions)
         return (rows, *[None] * (_TUPLES[base] - 1)) if base in _TUPLES else rows
 
     return stand_in
@@ -449,13 +472,13 @@ class TransformersNetwork:
         return self._by_parts(lambda at, rows, run: hidden[None], batch)
 
     def _by_parts(self, around: AroundLayer, batch: ForwardBatch, step: AttentionStep | None = None) -> Tensor:
-        with each_layer(self.base, around):
-            return self._run(batch, step, **({} if self._shared is None else {"shared_kv_states": self._shared}))
+        with each_layer(self.base, around, self._shared):
+            return self._run(batch, step)
 
-    def _run(self, batch: ForwardBatch, step: AttentionStep | None, **others: object) -> Tensor:
+    def _run(self, batch: ForwardBatch, step: AttentionStep | None) -> Tensor:
         ids, positions = batch.ids[None], batch.positions[None]
         with self._current.running(step):
-            named = {**self._current.keywords, **others, "space_step": step}
+            named = {**self._current.keywords, "space_step": step}
             out = self.base(input_ids=ids, position_ids=positions, use_cache=False, **named)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
@@ -465,11 +488,15 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
     """Replace CPU modules whose results depend on the number of rows: linears (packed, too), activations, experts,
     routers; and functions that do in the code of others.
 
-    `weights`: int8 or int4: linears and experts are quantised; gguf or packed: linears may be stored.
+    `weights`: int8 or int4: linears and experts of the layers are quantised; gguf or packed: linears may be stored.
 
     One module at a time, so that only one weight is in memory twice.
     """
-    _replace_children(base, num_threads, weights, frozenset(router_linears(base)))
+    plain = {*router_linears(base), *coefficient_linears(base)}
+    if isinstance(base, PreTrainedModel):  # the check at load holds what is around the layers as plain numbers
+        inside = {module for layer in decoder_layers(base)[1] for module in layer.modules()}
+        plain |= {module for module in base.modules() if type(module) is nn.Linear and module not in inside}
+    _replace_children(base, num_threads, weights, frozenset(plain))
 
 
 _ACTIVATIONS = (
@@ -508,6 +535,8 @@ def _replace_children(base: nn.Module, num_threads: int, weights: str, plain: fr
             )
         else:
             _replace_children(child, num_threads, weights, plain)
+            if is_altup(child):
+                predict_by_row(child)
             own = child._parameters.get("weight")
             if own is not None and own.dim() == 2 and not isinstance(child, nn.Embedding):
                 setattr(base, name, RowInvariantRouter(child))  # it has its own matrix

@@ -34,6 +34,7 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.model_facts import ModelFacts
+from space_model.networks.altup import coefficient_linears
 from space_model.networks.experts_module import is_experts, is_transposed, router_linears
 from space_model.networks.latent_heads import expansions
 from space_model.networks.own_attention.attach import usual_attention
@@ -337,7 +338,7 @@ class _Walk:
             if head.bias is not None:
                 swaps.put(head._parameters, "bias", head.bias[self._head_ids].to(dtype))
         for name, module in self._model.named_modules():
-            if name.endswith("embed_tokens_per_layer"):  # Gemma 4's, as large as all others together
+            if name.endswith("embed_tokens_per_layer"):  # Gemma's, as large as all others together
                 swaps.put(module._parameters, "weight", module.get_parameter("weight")[:FREQUENT_IDS].to(dtype))
             elif module not in inside and module is not embedding and module is not head:
                 swaps.widen(module, self._dtype, dtype)
@@ -521,7 +522,7 @@ def _held(
     int4 and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
-    plain = frozenset((*router_linears(layer), *expansions(layer)))
+    plain = frozenset((*router_linears(layer), *coefficient_linears(layer), *expansions(layer)))
     try:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):

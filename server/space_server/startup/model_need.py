@@ -203,7 +203,8 @@ class ModelNeed:
         `most_drafts`: of a step, None: as many as usual."""
         num_heads, kv_heads, head_dim = family.sizes(config)
         hidden, vocab = int(config.hidden_size), int(config.vocab_size)
-        inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        inner = max(inner) if isinstance(inner, list) else int(inner)
         if form is not None and not stays_packed(form, device):
             weights = num_weights(config) * dtype.itemsize
         elif form is None:

@@ -19,6 +19,7 @@ from space_kernels.training import DraftLoss
 from space_model.checkpoint import family
 from space_model.checkpoint.recurrent_layers import layer_states
 from space_model.model_error import UnsupportedModel
+from space_model.networks.altup import num_versions
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
@@ -52,7 +53,10 @@ class Decoder(nn.Module):
         self._scale, self._softcap = family.head_scale(config), family.head_softcap(config)
         self._windows = _windows(config)
         self._entering: Tensor | None = None  # first-layer inputs that replace the embeddings of the current pass
-        model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if num_versions(config) > 1:  # all versions of a row are made of its embedding
+            model.get_input_embeddings().register_forward_hook(self._embed)
+        else:
+            model.base_model.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         body: Any = torch.compile(model.base_model, dynamic=False) if compile else model.base_model
         self._body: Callable[..., Any] = body.__call__  # not a submodule: the state would contain each weight twice
 
@@ -138,6 +142,10 @@ class Decoder(nn.Module):
         if rows:
             return (self._entering.to(rows[0].dtype), *rows[1:]), keywords
         return rows, keywords | {"hidden_states": self._entering.to(keywords["hidden_states"].dtype)}
+
+    def _embed(self, _: nn.Module, ids: object, rows: Tensor) -> Tensor:
+        """Hook behind the embedding: replace the (scaled) embeddings by `inputs`."""
+        return rows if self._entering is None else self._entering.to(rows.dtype)
 
     def _masks(self, visible: Tensor, positions: Tensor, keys: Tensor) -> Any:
         """Return the attention masks for transformers: one, or one per layer type."""

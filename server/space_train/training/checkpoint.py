@@ -108,7 +108,7 @@ def _set_vocab_size(config: dict[str, Any], size: int) -> None:
     name = next((name for name in TEXT_CONFIGS if isinstance(config.get(name), dict)), None)
     if name is None:
         config["vocab_size"] = size
-        if "vocab_size_per_layer_input" in config:  # Gemma 4's second embedding grows, too
+        if "vocab_size_per_layer_input" in config:  # Gemma's second embedding grows, too
             config["vocab_size_per_layer_input"] = size
         return
     config[name] = dict(config[name])

@@ -196,7 +196,8 @@ def plain(path: Path) -> nn.Module:
 
 
 def merged(path: Path, adapter: GatedLora) -> nn.Module:
-    """The transformers model with the adapter in its weights, everywhere; its masks alone enter the first layer."""
+    """The transformers model with the adapter in its weights, everywhere; its masks alone enter the first layer, or are
+    the embeddings of which the layers' versions of a row are made."""
     model = plain(path)
     for name, (a, b) in adapter.pairs.items():
         model.get_submodule(name).weight.data += adapter.scale * b @ a
@@ -204,7 +205,11 @@ def merged(path: Path, adapter: GatedLora) -> nn.Module:
     def enter(layer: nn.Module, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (adapter.mask_embeddings[None, : rows[0].shape[1]], *rows[1:])
 
-    decoder_layers(model.base_model)[1][0].register_forward_pre_hook(enter)
+    if hasattr(model.config, "altup_num_inputs"):
+        embedded = adapter.mask_embeddings[None]
+        model.get_input_embeddings().register_forward_hook(lambda layer, ids, rows: embedded[:, : rows.shape[1]])
+    else:
+        decoder_layers(model.base_model)[1][0].register_forward_pre_hook(enter)
     return model
 
 

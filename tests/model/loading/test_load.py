@@ -453,8 +453,8 @@ def test_other_models_that_see_images_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_the_true_reason_is_given_for_a_text_part_that_is_refused(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["gemma3n"]().to_dict()
-    with pytest.raises(UnsupportedModel, match=r"AltUp"):
+    config = CONFIG_MAPPING["lfm3_vl"]().to_dict()
+    with pytest.raises(UnsupportedModel, match=r"of type 'lfm3' have conv layers"):
         read_config(Checkpoint("x", tmp_path, config, (), tmp_path))
 
 

@@ -116,7 +116,7 @@ def test_a_step_over_unequal_sequences_equals_the_dense_model(family: str, tmp_p
 
 
 INVARIANT_FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "mixtral", "cohere2", "glm4_moe", "gpt_oss", "deepseek_v2"]
-INVARIANT_FAMILIES += ["gemma4", "llama4"]
+INVARIANT_FAMILIES += ["gemma4", "llama4", "gemma3n"]
 LENGTH = 280  # beyond one key block
 BLOCK = 16
 

@@ -81,7 +81,7 @@ def test_they_are_the_hidden_states_of_transformers(family: str, tmp_path: Path)
 
 
 def test_layers_without_a_hidden_state_a_token_are_refused(tmp_path: Path) -> None:
-    """Such as those of Gemma 3n, which have four states of each token."""
+    """As those of Gemma 3n do, which pass on four versions of each row."""
     network = load_model(tiny_checkpoint(tmp_path, "gemma2", num_masks=0), dtype="float32").network
     assert isinstance(network, TransformersNetwork)
     network.base.layers[0].forward = lambda rows, **named: rows
