@@ -10,6 +10,12 @@ from torch import Tensor
 SPEC = BaseSpec(4, torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def _no_caches_to_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake head reads no weights, so nothing need be read to put them out of the caches."""
+    monkeypatch.setattr("space_model.heads.CACHED", 4)
+
+
 class FakeHead:
     """A head whose product takes a fixed time and so much a row. `load`: other programs that take their turns, as a
     system gives them: while it is theirs a call waits 3 ms for each of them."""
