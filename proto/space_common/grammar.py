@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from space_common.process import PipedProcess, module_command
@@ -30,7 +31,7 @@ MOST_DEPTH = 64
 MOST_MEMORY = 2 * 1024**3  # maximum bytes of memory for checking a grammar
 
 LIMITS: dict[str, Any] = {
-    "max_items_in_row": 4_096,  # about 1,000 optional properties of one object
+    "max_items_in_row": 6_144,  # about 1,500 optional properties of one object: 20 ms at each of its keys
     "initial_lexer_fuel": 1_000_000,  # about 20 ms of compiling
     "step_lexer_fuel": 200_000,  # about 15 ms at one position of an output, the first time it reaches that state
     "step_max_items": 50_000,  # about 3 ms at one position of an output
@@ -48,6 +49,9 @@ AS_ANY_OF = {"coerce_one_of": True}  # the library does not enforce that just on
 _MOST_IDS = 1 << 20
 
 _OPTIONS = '%llguidance {"no_forcing": true}'  # forced text would have to be tokenized exactly as the tokenizer does
+
+
+TOO_MANY_WAYS = "It has too many ways to go on at one place"  # how that error begins
 
 
 class GrammarError(ValueError):
@@ -73,19 +77,102 @@ def compile_grammar(tokenizer: LLTokenizer, kind: str, source: str) -> LLMatcher
 
     limits = LLParserLimits(**LIMITS, verbose_errors=False)
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark(kind, source)), log_level=0, limits=limits)
-    mask = matcher.compute_bitmask()
+    matcher.compute_bitmask()
     if matcher.is_error() and is_stuck(matcher):
         raise GrammarError("No text can be made by it.")
     if matcher.is_error():
         raise GrammarError(reason(matcher.get_error(), places=kind == "lark"))
-    # A grammar that exceeds the limits mostly does so at the first two positions.
-    second = matcher.deep_copy()
-    first = next(8 * place + (byte & -byte).bit_length() - 1 for place, byte in enumerate(mask) if byte)
-    if first != tokenizer.eos_token and second.consume_token(first):
-        second.compute_bitmask()
-        if second.is_error() and not is_stuck(second):
-            raise GrammarError(reason(second.get_error()))
     return matcher
+
+
+class GrammarProbe:
+    """Compiles grammars, and goes some way into their texts, to know the limits that are reached only there: one with
+    too many ways on reaches them where an object begins, one with wide patterns within a text."""
+
+    def __init__(self, tokens: Sequence[bytes], special: Collection[int]) -> None:
+        """`tokens`: their texts; the last is an end that is never sampled."""
+        self.tokenizer = tokenizer_of([*tokens], special)
+        self._letters = {text: id_ for id_, text in enumerate(tokens) if len(text) == 1}
+
+    def check(self, kind: str, source: str) -> None:
+        """Raises GrammarError if the grammar cannot be compiled, or no text of it can be made within the limits."""
+        matcher = compile_grammar(self.tokenizer, kind, source)
+        mask = matcher.compute_bitmask()
+        beginnings = [self._letters[text] for text in _BEGINNINGS if text in self._letters]
+        for id_ in [id_ for id_ in beginnings if _allows(mask, id_)]:
+            behind = matcher.deep_copy()
+            if behind.consume_token(id_):
+                behind.compute_bitmask()
+            if behind.is_error() and not is_stuck(behind):
+                raise GrammarError(reason(behind.get_error()))
+        deadline = time.monotonic() + _WALK_SECONDS
+        self._walk(matcher, kind, source, source, deadline)
+        for pattern in _wide_patterns(kind, source):
+            alone = json.dumps({"type": "string", "pattern": pattern})
+            try:
+                matcher = compile_grammar(self.tokenizer, "json_schema", alone)
+                self._walk(matcher, "json_schema", alone, _NO_LETTERS.sub("", pattern), deadline)
+            except GrammarError as error:
+                raise GrammarError(f"The pattern {pattern[:100]!r} cannot be followed: {error}") from None
+
+    def _walk(self, matcher: LLMatcher, kind: str, source: str, letters: str, deadline: float) -> None:
+        """Go along a text, by these letters if it can. Raises GrammarError at a limit that a matcher compiled anew
+        reaches at the same place."""
+        matcher, chance, ids = matcher.deep_copy(), Random(0), list[int]()
+        likely = [id_ for text, id_ in self._letters.items() if text.isalnum() and text.decode("latin-1") in letters]
+        while len(ids) < _WALK_LENGTH and time.monotonic() < deadline:
+            mask = matcher.compute_bitmask()
+            if is_used_up(matcher):
+                matcher = compile_grammar(self.tokenizer, kind, source)
+                matcher.try_consume_tokens(ids)
+                mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                if is_stuck(matcher):
+                    return
+                raise GrammarError(reason(matcher.get_error()))
+            allowed = [id_ for id_ in likely if _allows(mask, id_)]
+            allowed = allowed or [id_ for id_ in self._letters.values() if _allows(mask, id_)]
+            if not allowed:
+                return
+            ids.append(chance.choice(allowed))
+            matcher.consume_token(ids[-1])
+
+
+_BEGINNINGS = [bytes([byte]) for byte in b'{["-1tfn']  # of the kinds of JSON values
+_WALK_LENGTH, _WALK_SECONDS = 100, 1.0
+"""Positions of a text that are tried, and the time limit for all texts of a grammar."""
+_REPEATS = re.compile(r"[*+}]")
+_NO_LETTERS = re.compile(r"\{[\d,]*\}|\\[pP]\{[^}]*\}|\\u[0-9A-F]{4}|\\.")
+_MANY_REPEATS = 2  # of a pattern; one with fewer has few states
+
+
+def _allows(mask: bytes, id_: int) -> bool:
+    return bool(mask[id_ >> 3] >> (id_ & 7) & 1)
+
+
+def _wide_patterns(kind: str, source: str) -> list[str]:
+    """Return the patterns that repeat several parts in a grammar's schemas, each once."""
+    starts = [found.end() for found in re.finditer(r"%json\s*(?={)", source)] if kind == "lark" else [0]
+    found: dict[str, None] = {}
+    waiting = []
+    for start in starts if kind in ("lark", "json_schema") else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            waiting.append(json.JSONDecoder().raw_decode(source, start)[0])
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            names = value.get("patternProperties")
+            for pattern in (value.get("pattern"), *(names if isinstance(names, dict) else ())):
+                if isinstance(pattern, str) and len(_REPEATS.findall(pattern)) >= _MANY_REPEATS:
+                    found.setdefault(pattern)
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return list(found)
+
+
+def is_used_up(matcher: LLMatcher) -> bool:
+    """Return whether the matcher failed because its lexer has too many states. The library keeps them in common for
+    all copies of a matcher, and they fail alike; one that is compiled anew need not."""
+    return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def is_stuck(matcher: LLMatcher) -> bool:
@@ -96,6 +183,13 @@ def is_stuck(matcher: LLMatcher) -> bool:
 def reason(error: str, *, places: bool = False) -> str:
     """Return the library's error in one line; with `places`, including its position in the grammar."""
     lines = [line.strip() for line in error.strip().splitlines()] or ["no reason is known"]
+    if found := re.search(r"Current row has (\d+) items; max is (\d+)", error):
+        return (
+            f"{TOO_MANY_WAYS} ({found[1]}, at most {found[2]}): an object may have about "
+            f"{int(found[2]) // 4} optional properties, and so may all alternatives together. Require some or drop some"
+        )
+    if "too many expressions" in error or "too many states" in error:
+        return f"a regular expression in it can be matched in too many ways ({lines[0].removeprefix('lexer error: ')})"
     if lines[0].startswith("panic"):
         return "the library cannot read it"
     last = [line for line in lines[1:] if line.startswith("error: ")]
@@ -204,19 +298,19 @@ def main() -> None:
     Runs as a separate process, because a grammar can take long, use much memory, or overflow a stack.
     """
     _bound_memory()
-    known: LLTokenizer | None = None
+    known: GrammarProbe | None = None
     for line in sys.stdin.buffer:
         said = json.loads(line)
         try:
             if isinstance(said, dict):
-                known = tokenizer_of([*map(bytes.fromhex, said["tokens"])], said["special"])
+                known = GrammarProbe([*map(bytes.fromhex, said["tokens"])], said["special"])
             else:
                 kind, source = said
                 if kind == "gbnf":
                     _answer([lark_of_gbnf(source)])
                     continue
-                single = _bytes_and(_special_ids(source) if kind == "lark" else frozenset()) if known is None else known
-                compile_grammar(single, kind, source)
+                special = _special_ids(source) if known is None and kind == "lark" else frozenset()
+                (known or _probe_of_bytes(special)).check(kind, source)
             verification = None
         except GrammarError as error:
             verification = str(error)
@@ -233,13 +327,17 @@ def _special_ids(source: str) -> frozenset[int]:
     return frozenset(min(int(number), _MOST_IDS) for number in re.findall(r"<\[(\d{1,9})\]>", source))
 
 
-@lru_cache(maxsize=8)
 def _bytes_and(special: frozenset[int]) -> LLTokenizer:
     """Return a tokenizer of single bytes and these special ids."""
+    return _probe_of_bytes(special).tokenizer
+
+
+@lru_cache(maxsize=8)
+def _probe_of_bytes(special: frozenset[int]) -> GrammarProbe:
     first = max(special, default=-1) + 1  # the bytes follow the special ids
     tokens = [b"<special>" if id_ in special else b"" for id_ in range(first)]
     tokens += [bytes([byte]) for byte in range(256)]
-    return tokenizer_of([*tokens, b"<end>"], special)
+    return GrammarProbe([*tokens, b"<end>"], special)
 
 
 def tokenizer_of(tokens: list[bytes], special: Collection[int]) -> LLTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -17,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 from space_common.files import read_text
-from space_common.grammar import GrammarError, GrammarProcess, compile_grammar, is_stuck, reason, tokenizer_of
+from space_common.grammar import (
+    GrammarError,
+    GrammarProcess,
+    compile_grammar,
+    is_stuck,
+    is_used_up,
+    reason,
+    tokenizer_of,
+)
 from space_common.json_places import JsonPlaces
 from space_common.special_tokens import further_tokens, named_tokens, token_text
 from space_common.tokenizer.byte_level import byte_letters
@@ -178,6 +187,8 @@ class Possible:
 
 _UNASKED = Possible(None)
 
+MOST_RENEWED = 16  # times that a sequence gets a new lexer
+
 SLOW_SECONDS = 0.02
 """Processor time of one position from which it counts as slow; most take less than a millisecond."""
 MOST_SLOW_SECONDS = 2.0
@@ -205,12 +216,15 @@ class GrammarState:
         output: Sequence[int] = (),
         json_places: JsonPlaces | None = None,
         has_patterns: bool = False,
+        renewed: Callable[[], LLMatcher | None] = lambda: None,
     ) -> None:
         """`fresh`: this state's own matcher, at the beginning. EOS ids, and stop ids without text, are possible where
         the text may end; with `ignores_eos`, EOS ids only where it must. `output`: ids emitted already. `json_places`:
         where objects stand, whose keys are kept apart; None: nowhere. `has_patterns`: the grammar may allow so few
-        keys that all of those that begin alike are in an object."""
-        self._vocabulary, self._fresh = vocabulary, fresh
+        keys that all of those that begin alike are in an object. `renewed`: a matcher with a new lexer, for when the
+        one that matchers have in common has too many states; it returns None if there is none in time."""
+        self._vocabulary, self._fresh, self._renewed = vocabulary, fresh, renewed
+        self._num_renewed = 0
         self._keys = None if json_places is None else RepeatedKeys(vocabulary.key_tokens, json_places)
         self._has_patterns = has_patterns
         self._key_states: list[KeyState] = []  # behind the output, and behind each id of the tail
@@ -226,6 +240,7 @@ class GrammarState:
         self._tail: list[int] = []
         self._known: dict[tuple[int, ...], Possible] = {}  # cache, by tail
         self.trouble: str | None = None  # why the last dead end has no possible ids
+        self._failure: str | None = None  # of the library, behind an id
         self._is_lost = False  # the output violates the grammar, or it took too long
         self._slow_seconds = 0.0  # of processor time, at slow positions
         self.advance(output)
@@ -291,7 +306,7 @@ class GrammarState:
         ended = len(tokens) > 0 and tokens[-1] in self._end_ids
         text = list(tokens[:-1] if ended else tokens)
         if not self._go_behind(text):
-            self.trouble, self._is_lost = "the library gave up behind the last id", True
+            self.trouble, self._is_lost = self._failure or "the last id does not go on with it", True
             self._known = {}
             return
         self._output += text
@@ -317,7 +332,12 @@ class GrammarState:
             return True
         distinct = self._with_distinct_keys(rest)
         count = self._matcher.try_consume_tokens(distinct)
+        if count < len(distinct) and not self._matcher.is_error():
+            self._matcher.compute_bitmask()  # with too many states the lexer takes no id, and says so only here
+        if is_used_up(self._matcher) and self._renew():
+            count = self._matcher.try_consume_tokens(distinct)
         if self._matcher.is_error():
+            self._failure = reason(self._matcher.get_error())
             self._start_again()
             return False
         self._tail += distinct[:count]
@@ -342,7 +362,10 @@ class GrammarState:
 
     def _look(self) -> Possible:
         """Return the ids that may follow at the matcher's position."""
-        found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: len(self._text_bits)]
+        mask = self._matcher.compute_bitmask()
+        if is_used_up(self._matcher) and self._renew():
+            mask = self._matcher.compute_bitmask()
+        found = np.frombuffer(mask, dtype=np.int32)[: len(self._text_bits)]
         if self._matcher.is_error():
             stuck = is_stuck(self._matcher)
             self.trouble = "no id goes on with it" if stuck else reason(self._matcher.get_error())
@@ -393,6 +416,18 @@ class GrammarState:
             if not matcher.is_error():
                 matcher.rollback(1)
         return known[behind]
+
+    def _renew(self) -> bool:
+        """Replace a matcher whose lexer is used up by one with a new lexer, behind the output and the tail. False if
+        there is none."""
+        if self._num_renewed == MOST_RENEWED or (matcher := self._renewed()) is None:
+            return False
+        self._num_renewed += 1
+        before = self._output + self._tail
+        if matcher.try_consume_tokens(before) < len(before):
+            return False
+        self._matcher = matcher
+        return True
 
     def _start_again(self) -> None:
         """Replace a matcher that failed for good by a new one behind the output."""
@@ -502,6 +537,55 @@ class Preparation:
         self.end(error="Its sequence was released.")
 
 
+RENEWAL_SECONDS = 0.2  # that a step waits for a grammar to be compiled anew
+
+
+class CompiledGrammar:
+    """A compiled grammar, of which every sequence gets a copy.
+
+    The library keeps one lexer for all copies. Where it has too many states, all of them fail from then on, so the
+    first that does has the grammar compiled anew for them all.
+    """
+
+    def __init__(self, matcher: LLMatcher, compile_again: Callable[[], LLMatcher], threads: DeepStackExecutor) -> None:
+        """`matcher`: at the beginning, and never moved. `threads`: to compile in."""
+        self._matcher, self._compile_again, self._threads = matcher, compile_again, threads
+        self._lock = threading.Lock()
+
+    def copies(self) -> tuple[Callable[[], LLMatcher], Callable[[], LLMatcher | None]]:
+        """Return a sequence's way to a copy, and that to one with a new lexer, which is None after RENEWAL_SECONDS."""
+        copied: list[LLMatcher] = [self._matcher]  # what the sequence's last copy was made of
+
+        def fresh() -> LLMatcher:
+            with self._lock:
+                copied[0] = self._matcher
+                return self._matcher.deep_copy()
+
+        def renewed() -> LLMatcher | None:
+            with self._lock:
+                is_new = copied[0] is not self._matcher
+            return fresh() if is_new or self._renew() else None
+
+        return fresh, renewed
+
+    def _renew(self) -> bool:
+        """Compile the grammar anew in another thread. Returns whether it is there in time."""
+        done = threading.Event()
+
+        def run() -> None:
+            with contextlib.suppress(BaseException):  # a panic of the library is no Exception
+                matcher = self._compile_again()
+                with self._lock:
+                    self._matcher = matcher
+                done.set()
+
+        try:
+            self._threads.take(run)
+        except RuntimeError:
+            return False
+        return done.wait(RENEWAL_SECONDS)
+
+
 class Overdue:
     """Fails preparations that miss their deadline, with one thread that runs while there are any."""
 
@@ -550,7 +634,7 @@ class Grammars:
         self.why_none = why_none
         self._read, self._most_seconds, self._most_kept = read, most_seconds, most_kept
         self._vocabulary: TokenVocabulary | None = None
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()  # at their beginning, never moved
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # of the compiled ones
         self._reading = threading.Lock()  # of the vocabulary and the trial
         self.trial: GrammarTrial | None = None  # from the first grammar on
@@ -623,7 +707,7 @@ class Grammars:
         self,
         name: bytes,
         grammar: pb.Grammar,
-        stand: Callable[[TokenVocabulary, Callable[[], LLMatcher]], GrammarState],
+        stand: Callable[..., GrammarState],
         deadline: float,
     ) -> GrammarState:
         vocabulary = self._known_vocabulary()
@@ -632,24 +716,21 @@ class Grammars:
         if known is None:
             kind = pb.GrammarKind.Name(grammar.kind).removeprefix("GRAMMAR_KIND_").lower()
             self._trial_with(vocabulary).check(kind, grammar.source, deadline)
-            known = compile_grammar(vocabulary.tokenizer, kind, grammar.source)
-            known = _walked(known, vocabulary)
+            again = partial(compile_grammar, vocabulary.tokenizer, kind, grammar.source)
+            known = CompiledGrammar(_walked(again, vocabulary), again, self._entering)
         with self._lock:
             known = self._compiled.setdefault(name, known)
             self._compiled.move_to_end(name)
             while len(self._compiled) > self._most_kept:
                 self._compiled.popitem(last=False)
-        return stand(vocabulary, lambda: self._copy(known))
+        fresh, renewed = known.copies()
+        return stand(vocabulary, fresh, renewed=renewed)
 
     def _trial_with(self, vocabulary: TokenVocabulary) -> GrammarTrial:
         with self._reading:
             if self.trial is None:
                 self.trial = GrammarTrial(vocabulary, self._most_seconds / 2)
             return self.trial
-
-    def _copy(self, compiled: LLMatcher) -> LLMatcher:
-        with self._lock:
-            return compiled.deep_copy()
 
     def _known_vocabulary(self) -> TokenVocabulary:
         with self._reading:
@@ -665,10 +746,11 @@ def _json_places(grammar: pb.Grammar) -> JsonPlaces | None:
     return JsonPlaces.from_json(grammar.json_places) if grammar.json_places else None
 
 
-def _walked(fresh: LLMatcher, vocabulary: TokenVocabulary) -> LLMatcher:
-    """Return the matcher after walking through a text of the grammar and back. That caches masks, some of which take
-    tens of milliseconds and would delay a step."""
-    matcher, chance, begun = fresh.deep_copy(), Random(0), time.monotonic()
+def _walked(compiled: Callable[[], LLMatcher], vocabulary: TokenVocabulary) -> LLMatcher:
+    """Return a compiled matcher after walking through a text of the grammar and back. That caches masks, some of which
+    take tens of milliseconds and would delay a step."""
+    fresh, chance, begun = compiled(), Random(0), time.monotonic()
+    matcher = fresh.deep_copy()
     for _ in range(WALK_LENGTH):
         mask = matcher.compute_bitmask()
         if matcher.is_error() or matcher.is_stopped() or time.monotonic() - begun > WALK_SECONDS:
@@ -679,4 +761,6 @@ def _walked(fresh: LLMatcher, vocabulary: TokenVocabulary) -> LLMatcher:
         # Brackets and quotes come first, so that every other place is a new kind; letters make texts long.
         if not matcher.consume_token(allowed[0] if chance.random() < 0.5 else chance.choice(allowed)):
             break
+    if is_used_up(matcher):
+        return compiled()
     return matcher if not matcher.is_error() and matcher.reset() else fresh

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,18 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from pydantic import Field, model_validator
-from space_common.grammar import AS_ANY_OF, MOST_CHARACTERS, WHITESPACE, GrammarError, GrammarProcess, check_depth
+from space_common.grammar import (
+    AS_ANY_OF,
+    MOST_CHARACTERS,
+    TOO_MANY_WAYS,
+    WHITESPACE,
+    GrammarError,
+    GrammarProcess,
+    check_depth,
+)
 
 from space_router.api.json_schema import enforceable, without_annotations
+from space_router.api.schema_parts import parts_to_try
 from space_router.engine.request.request import Grammar
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, Overloaded
@@ -241,6 +251,8 @@ MOST_WAITING = 16  # grammars being checked or waiting; further ones raise Overl
 MOST_KNOWN = 4096  # cached results
 MOST_CONVERTED = 64  # cached grammars, each of a few hundred kilobytes at most
 
+_TOO_SLOW = "It cannot be compiled"
+
 T = TypeVar("T")
 G = TypeVar("G")
 
@@ -309,9 +321,19 @@ class GrammarCheck:
 
     def _reason(self, grammar: Grammar) -> str | None:
         """Return why this grammar cannot be used, or None if it can."""
-        reasons = self._ask(lambda process: process.ask(grammar.kind, grammar.source, self._most_seconds))
+        deadline = time.monotonic() + self._most_seconds
+        if reason := self._error(grammar.kind, grammar.source, self._most_seconds):
+            return reason
+        for part in parts_to_try(grammar.kind, grammar.source):
+            reason = self._error("json_schema", part, max(0.1, deadline - time.monotonic()))
+            if reason is not None and reason.startswith((TOO_MANY_WAYS, _TOO_SLOW)):
+                return reason
+        return None
+
+    def _error(self, kind: str, source: str, seconds: float) -> str | None:
+        reasons = self._ask(lambda process: process.ask(kind, source, seconds))
         if reasons is None:
-            return f"It cannot be compiled within {self._most_seconds:g} s and the memory for it. Make it smaller."
+            return f"{_TOO_SLOW} within {self._most_seconds:g} s and the memory for it. Make it smaller."
         return reasons[0] if reasons else None
 
     def _lark(self, gbnf: str) -> str:

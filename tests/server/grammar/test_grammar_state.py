@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 from doubles.tokenizers import write_checkpoint
-from space_common.grammar import GrammarError, compile_grammar
+from space_common.grammar import LIMITS, GrammarError, compile_grammar
 from space_router.text.tokenizer import Tokenizer
 from space_server.drafts import Forced
-from space_server.grammar import GrammarState, NoVocabulary, TokenVocabulary, bits_of, ids_of
+from space_server.grammar import CompiledGrammar, GrammarState, NoVocabulary, TokenVocabulary, bits_of, ids_of
+from space_server.machine.threads import DeepStackExecutor
 from tiny_checkpoints import tiny_checkpoint
 from tokenizers import AddedToken, decoders, models, normalizers
 
@@ -278,3 +279,32 @@ def test_a_grammar_that_is_none_is_refused_in_one_line(kind: str, source: str, r
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 320
+
+
+def test_a_lexer_with_too_many_states_is_replaced_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = json.dumps({"type": "string", "pattern": "^(.*a.{9}b)*$"})
+    compiled = compile_grammar(VOCABULARY.tokenizer, "json_schema", schema)
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 300)
+    made: list[object] = []
+
+    def again() -> object:
+        made.append(compile_grammar(VOCABULARY.tokenizer, "json_schema", schema))
+        return made[-1]
+
+    shared = CompiledGrammar(again(), again, DeepStackExecutor("grammar", 1))  # type: ignore[arg-type]
+    chance = random.Random(1)
+    text = ids(b'"' + bytes(chance.choice(b"ab") for _ in range(60)))
+    whole = GrammarState(VOCABULARY, compiled.deep_copy, eos_ids=[EOS])
+    fresh, renewed = zip(*(shared.copies() for _ in range(2)), strict=True)
+    several = [GrammarState(VOCABULARY, fresh[one], eos_ids=[EOS], renewed=renewed[one]) for one in range(2)]
+    alone = GrammarState(VOCABULARY, shared.copies()[0], eos_ids=[EOS])
+    for place, id_ in enumerate(text):
+        drafts = text[place : place + 3]
+        for one in several:
+            assert next_ids(one, drafts) == next_ids(whole, drafts)
+            one.advance([id_])
+        whole.advance([id_])
+        alone.possible()
+        alone.advance([id_])
+    assert len(made) > 1
+    assert alone.trouble == "a regular expression in it can be matched in too many ways (too many states: 300 >= 300)"

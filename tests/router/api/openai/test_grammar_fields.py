@@ -13,9 +13,10 @@ import pytest
 from doubles.router.whole_router import Start
 from space_common.grammar import GrammarProcess, _bytes_and, compile_grammar
 from space_proto import worker_pb2
-from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, lark_grammar, tgi_grammar
+from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, json_schema_grammar, lark_grammar, tgi_grammar
 from space_router.api.openai import completions
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody
+from space_router.api.schema_parts import parts_to_try
 from space_router.engine.request import worker_messages
 from space_router.engine.request.request import Grammar, GrammarKind, SamplingOptions
 from space_router.errors import InvalidRequest
@@ -295,3 +296,38 @@ def test_schemas_in_a_grammar_of_rules_are_read_like_others() -> None:
             lark_grammar(text, "grammar")
     with pytest.raises(InvalidRequest, match="special token"):
         lark_grammar("start: %json {} <eos>", "grammar")
+
+
+def optional(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}}
+
+
+ODD: dict[str, Any] = {"$ref": "#/$defs/big"}
+
+
+def test_parts_with_many_ways_on_are_tried_by_themselves() -> None:
+    definitions = {"big": optional(600), "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "null"}]}}
+    halves = {"anyOf": [optional(300), {"allOf": [optional(300)]}]}
+    required = optional(900) | {"required": [f"p{number}" for number in range(900)]}
+    inside = {"a": ODD, "b": {"items": halves}, "c": required, "d": {"$ref": "#/$defs/loop"}, "e": optional(400)}
+    schema = {"type": "object", "properties": inside, "$defs": definitions}
+    tried = [json.loads(part) for part in parts_to_try("json_schema", json.dumps(schema))]
+    assert [part.pop("$defs") for part in tried] == [definitions] * 3
+    assert sorted(map(json.dumps, tried)) == sorted(map(json.dumps, [ODD, halves, optional(600)]))
+    rules = f'start: "a" x\nx: %json {json.dumps(optional(600) | {"x-guidance": {}})}'
+    assert parts_to_try("lark", rules) == [json.dumps(optional(600), separators=(",", ":"))]
+    assert parts_to_try("regex", json.dumps(schema)) == []
+
+
+async def test_what_would_fail_within_a_text_is_refused_before_it() -> None:
+    inside = {"type": "array", "items": {"properties": optional(1540)["properties"]}}  # of any type
+    pattern = {"type": "object", "properties": {"n": {"type": "null"}, "a": {"pattern": "^((.{0,50}a){0,50}b){0,50}$"}}}
+    check = GrammarCheck(most_seconds=30.0)  # on a busy machine
+    for schema, reason in (
+        (inside, "about 1536 optional properties"),
+        (pattern | {"required": ["n", "a"]}, "cannot be followed: a regular expression"),
+    ):
+        why = await check.why_not(json_schema_grammar(schema, "response_format"))
+        assert why is not None
+        assert reason in why
+    assert await check.why_not(json_schema_grammar(optional(1333), "response_format")) is None
