@@ -237,6 +237,14 @@ def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cel
     check_cell(subject_of(model, cell.dtype), cell)
 
 
+POSITIONS: dict[str, tuple[object, ...]] = {"model": ("xglm",), "layout": ("k5", "mixed")}
+
+
+@pytest.mark.parametrize(("model", "cell"), cover(1, **POSITIONS, **FEW_LAWS), ids=cell_name)
+def test_it_is_so_with_positions_that_are_added_to_embeddings(model: str, cell: Cell, subject_of: Subjects) -> None:
+    check_cell(subject_of(model, cell.dtype), cell)
+
+
 VERSIONS: dict[str, tuple[object, ...]] = {"model": ("gemma3n",), "layout": ("k5", "mixed")}
 
 

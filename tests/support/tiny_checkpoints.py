@@ -142,13 +142,15 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 120, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
     },
+    "xglm": {"model_type": "xglm", "ffn_dim": 128},
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
 size than keys, and sliding layers with twice as many heads of both. Layers of Gemma 4 differ in their heads: the small
 ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
 keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
-positions whose queries are scaled by position, and experts of scaled rows. Of the hybrids, whose layers are recurrent
+positions whose queries are scaled by position, and experts of scaled rows. Gemma 3n passes on four versions of every
+row, and XGLM adds its positions to embeddings. Of the hybrids, whose layers are recurrent
 or attend, the first four have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan: Falcon-H1 beside
 attention in every layer, with factors everywhere."""
 
@@ -256,7 +258,7 @@ def tiny_checkpoint(
 def _name_heads(fields: dict[str, Any]) -> None:
     """Give the heads the names that the family's config has for them."""
     kind = fields["model_type"]
-    if kind in ("bloom", "falcon"):
+    if kind in ("bloom", "falcon", "xglm"):
         del fields["head_dim"]
         kv_heads = fields.pop("num_key_value_heads")
         if kind == "falcon":

@@ -37,6 +37,7 @@ OWN_ATTENTION = frozenset(
         "mpt",
         "nemotron",
         "stablelm",
+        "xglm",
     )
 )
 """Families that compute attention themselves, or do not hand it the step, and have a part for that

@@ -15,6 +15,7 @@ from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.networks.own_attention import llama4
 from space_model.networks.own_attention.attach import FAMILIES
+from space_model.networks.transformers_network import TransformersNetwork
 from space_model.space_model import SpaceModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -69,6 +70,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
     },
     "llama4, two experts of a row": {**_LLAMA4, "no_rope_layers": [0, 1], "num_experts_per_tok": 2},
+    "xglm": {"model_type": "xglm", "ffn_dim": 128, "max_position_embeddings": 64},
+    "xglm, six heads and plain embeddings": {
+        "model_type": "xglm", "hidden_size": 96, "num_attention_heads": 6, "ffn_dim": 128, "scale_embedding": False,
+        "max_position_embeddings": 64, "pad_token_id": None,
+    },
 }  # fmt: skip
 
 
@@ -134,6 +140,25 @@ def test_an_attention_without_linear_biases_is_refused_with_the_one_to_take(name
         load_model(tmp_path, choose_ops=lambda facts: replace(ops_for("cpu"), attention="triton"))
 
 
+def test_an_xglm_whose_positions_begin_elsewhere_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their table begins with two rows that no position has."""
+    write(tmp_path, VARIANTS["xglm"])
+    plain = TransformersNetwork.enter
+
+    def enter(network: TransformersNetwork, batch: ForwardBatch) -> Tensor:
+        network.base.embed_positions.offset = 0
+        try:
+            return plain(network, batch)
+        finally:
+            network.base.embed_positions.offset = 2
+
+    monkeypatch.setattr(TransformersNetwork, "enter", enter)
+    with pytest.raises(UnsupportedModel, match="the embedding computes something else here"):
+        load_model(tmp_path, dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -189,6 +214,7 @@ AS_RELEASED: dict[str, dict[str, Any]] = {
         "model_type": "stablelm", "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 32,
         "intermediate_size": 6912,
     },
+    "xglm-564M": {"model_type": "xglm", "hidden_size": 1024, "num_attention_heads": 16, "ffn_dim": 4096},
 }  # fmt: skip
 
 

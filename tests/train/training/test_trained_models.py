@@ -29,7 +29,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "one cut": {"anchors": Anchors.ONE, "pack": False},
     "no head": {"head": HeadForm.NONE},
 }
-OTHERS = ["gemma2", "qwen3", "phi3", "granite", "cohere2", "mixtral", "gemma4"]
+OTHERS = ["gemma2", "qwen3", "phi3", "granite", "cohere2", "mixtral", "gemma4", "gemma3n"]
 ONLY_FULL = {"shared mask id", "activation checkpointing"}
 RUNS = [
     (method, name)

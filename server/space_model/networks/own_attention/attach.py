@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from space_model.checkpoint import family
 from space_model.model_error import UnsupportedModel
 from space_model.networks.latent_heads import EXPANSION, LatentHeads
-from space_model.networks.own_attention import bloom, falcon, llama4, mpt, scores
+from space_model.networks.own_attention import bloom, falcon, llama4, mpt, scores, xglm
 from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
 
 Forward = Callable[..., Any]
@@ -31,6 +31,7 @@ class OwnAttention:
     prepare: Callable[[Any], None] | None = None  # applied to each attention module first
     replace: Callable[[PreTrainedModel], None] | None = None  # applied to the model first
     keywords: Mapping[str, Any] = field(default_factory=dict)  # of every call of the base model
+    outside: Forward | None = None  # what runs outside a step; None: the class's own method
     layers_return_tuples: bool = True  # where a method is replaced
     usual: str = "eager"  # transformers' implementation that computes what the family was trained with
 
@@ -62,6 +63,7 @@ FAMILIES: Mapping[str, OwnAttention] = {
     ),
     "nemotron": OwnAttention("NemotronAttention"),
     "stablelm": OwnAttention("StableLmAttention"),
+    "xglm": OwnAttention("XGLMAttention", "forward", xglm.forward, outside=xglm.outside, layers_return_tuples=False),
 }
 """By model_type."""
 
@@ -92,7 +94,7 @@ def attach(model: PreTrainedModel) -> None:
             if own.prepare is not None:
                 own.prepare(module)
             if own.method is not None and own.forward is not None:
-                setattr(module, own.method, MethodType(_stand_in(own.method, own.forward), module))
+                setattr(module, own.method, MethodType(_stand_in(own.method, own.forward, own.outside), module))
 
 
 def _attach_latent(model: PreTrainedModel) -> None:
@@ -115,11 +117,11 @@ def _compressed(module: nn.Module, latent: Tensor, turned: Tensor) -> tuple[Tens
     return torch.cat([latent, turned], dim=-1), latent
 
 
-def _stand_in(name: str, ours: Forward) -> Forward:
-    """Return the method `name`: our forward while a step runs, else the class's own."""
+def _stand_in(name: str, ours: Forward, outside: Forward | None = None) -> Forward:
+    """Return the method `name`: our forward while a step runs, else `outside`, or the class's own."""
 
     def method(module: nn.Module, *inputs: Any, **keywords: Any) -> Any:
         running = CurrentStep.of(module).step is not None
-        return (ours if running else getattr(type(module), name))(module, *inputs, **keywords)
+        return (ours if running else outside or getattr(type(module), name))(module, *inputs, **keywords)
 
     return method
