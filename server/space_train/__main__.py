@@ -14,6 +14,7 @@ from space_model.model_error import ModelError
 
 from space_train.data.records import DataError
 from space_train.train_plan import (
+    MOST_OWN_TOKENS,
     PUBLISHED_SIZES,
     Anchors,
     Budget,
@@ -164,7 +165,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--focal", action="store_true", default=None, help="weigh a mask by its own chance that it is reached")
     add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
     add("--self-generate", type=int, default=0, help="prompts of --data that the model continues itself (default: 0)")
-    add("--self-generate-tokens", type=int, default=256, help="ids of each, or of each answer (default: 256)")
+    add(
+        "--self-generate-tokens",
+        type=int,
+        help=f"ids of each, or of each answer (default: {MOST_OWN_TOKENS}, at most half of --length)",
+    )
     add(
         "--own-share",
         type=float,

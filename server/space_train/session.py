@@ -90,7 +90,7 @@ def run_session(options: argparse.Namespace, plan: TrainPlan, *, started: float 
         check_given_ids(options.mask_ids, plan.num_masks, vocab_size, tokenizer_size(tokenizer))
     section = checkpoint.config.get("space") or {}
     fill = pad_id(tokenizer, vocab_size)
-    settings = TextSettings(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process)
+    settings = TextSettings(options, checkpoint, tokenizer, vocab_size, fill, processes.is_main_process, plan.length)
     texts = text_source(settings, plan, options.mask_ids or section.get("mask_token_ids") or ())
     # The server must use the chat template of the training data.
     has_own = texts.template is not None and (options.template or not tokenizer.chat_template)

@@ -27,7 +27,7 @@ from space_train.self_generation.own_cost import OwnCost
 from space_train.self_generation.own_data import USER_TOKENS, OwnData, OwnDataRecipe, kept_prompts
 from space_train.self_generation.prompts import PromptMaker
 from space_train.self_generation.self_generate import forget_others, own_examples, prompts_of, write_own_texts
-from space_train.train_plan import Anchors, InvalidPlan, TrainPlan
+from space_train.train_plan import MOST_OWN_TOKENS, Anchors, InvalidPlan, TrainPlan
 from space_train.training.trainer import on_cpu
 
 
@@ -41,6 +41,7 @@ class TextSettings:
     vocab_size: int
     pad_id: int
     is_main_process: bool
+    length: int  # ids of a row
 
     @property
     def out(self) -> Path:
@@ -49,8 +50,9 @@ class TextSettings:
 
     @property
     def max_tokens(self) -> int:
-        """Most ids of a text that the model writes."""
-        return int(self.options.self_generate_tokens)
+        """Most ids of a text that the model writes; where none are given, its prompt has as much room."""
+        given: int | None = self.options.self_generate_tokens
+        return min(MOST_OWN_TOKENS, self.length // 2) if given is None else given
 
     def longest_prompt(self, plan: TrainPlan) -> int:
         """Return the most ids of a prompt of such a text. Raises InvalidPlan where none is left."""

@@ -68,6 +68,10 @@ def between(start: float, end: float, progress: float) -> float:
     return start + (end - start) * progress
 
 
+MOST_OWN_TOKENS = 256
+"""Ids of a text that the model writes itself, unless a flag gives another number."""
+
+
 class Method(StrEnum):
     """What is trained."""
 

@@ -346,6 +346,14 @@ def test_a_base_model_without_a_chat_template_is_trained_without_user_turns(
     assert len(lines_of(tmp_path / "own_texts.jsonl")) == len(writer.written) == 8
 
 
+def test_short_rows_hold_a_prompt_and_an_answer_of_half_their_length(
+    chat: Path, tmp_path: Path, writer: Writer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = OWN.replace("--length 400 --self-generate-tokens 64", "--length 200")
+    assert main(["--model", str(chat), "--out", str(tmp_path), *TINY.split(), *flags.split()]) == 0
+    assert re.search(r"^estimate: 20 texts of up to 100 ids take about", capsys.readouterr().err, re.M)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -354,7 +362,7 @@ def test_a_base_model_without_a_chat_template_is_trained_without_user_turns(
         ("--own-data 0", "--own-data must be at least 1; got 0"),
         ("--own-data --self-generate 3", "--self-generate is of --data"),
         ("--own-data --method full", "Method full trains the model's own weights"),
-        ("--own-data --length 200", "--self-generate-tokens must be below --length, 200"),
+        ("--own-data --length 200 --self-generate-tokens 200", "--self-generate-tokens must be below --length, 200"),
         ("--own-data --decontaminate nothing.jsonl", "evaluation file nothing.jsonl cannot be read"),
     ],
 )
