@@ -81,6 +81,12 @@ class OutputHead:
         """Return whether the logits are a plain matmul without bias, scale or cap."""
         return self.bias is None and self._scale == 1.0 and self._softcap is None
 
+    @property
+    def argmax_linear(self) -> CompiledLinear | None:
+        """Return the compiled matmul whose results are the logits, with padding behind them; None: there is none."""
+        is_whole = self._scale == 1.0 and self._softcap is None
+        return self._linear if is_whole and isinstance(self._linear, CompiledLinear) else None
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32; a row's logits do not depend on the other rows."""
         padded = hidden if isinstance(self._linear, CompiledLinear) else pad_rows(hidden)

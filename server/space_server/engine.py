@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from space_server.batch import RunningBatch
+from space_server.batch import RunningBatch, RunningSequence
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.drafts import DraftSources
 from space_server.host_runner import HostRunner
@@ -25,6 +25,16 @@ class EngineCore:
     def runners(self) -> list[ModelRunner]:
         """The runners in the order of their launches: the host's step runs beside the device's."""
         return [self.host] if self.device is None else [self.device, self.host]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the host has spent in the model, or waiting for it."""
+        return self.host.waited if self.device is None else self.device.waited + self.host.waited
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step is in flight."""
+        return self.host.num_in_flight > 0 or (self.device is not None and self.device.num_in_flight > 0)
 
     def step(self, batch: RunningBatch, budget: PrefillBudget, pause: float | None = None) -> Iterator[StepOutput]:
         """Step each sequence at most once, and yield the outputs; the caller applies each before it takes the next.
@@ -50,12 +60,15 @@ class EngineCore:
         self, runner: ModelRunner, batch: RunningBatch, budget: PrefillBudget, pause: float | None
     ) -> Iterator[StepOutput]:
         """Start the runner's next step. If that fails, read its steps in flight, and leave its sequences to others."""
-        others = [other for other in self.runners if other is not runner]
-        elsewhere = [sequence for other in others for sequence in other.sequences]
+        elsewhere: Sequence[RunningSequence] = ()
+        pricing = self.host.controller
+        if self.device is not None:
+            elsewhere = [one for other in self.runners if other is not runner for one in other.sequences]
         scheduled = runner.schedule(batch, budget, reported=self._reported, elsewhere=elsewhere)
         if scheduled is None:
             return
-        pricing = next((one.controller for one in self.runners if _has_drafters(one)), self.host.controller)
+        if self.device is not None:
+            pricing = next((one.controller for one in self.runners if _has_drafters(one)), pricing)
         self._sources.price, self._sources.is_paused = pricing.row_price, pricing.is_paused
         runner.execute_model(scheduled)
         if runner.has_failed:

@@ -197,8 +197,9 @@ class RouterSession:
     def _turn(self) -> bool:
         """Wait for work and do it; False when the session is over."""
         worker = self._worker
+        may_step = False
         with self._news:
-            while not (self._stopping or self._inbox or self._may_step()):
+            while not (self._stopping or self._inbox or (may_step := self._may_step())):
                 if worker.drained:
                     raise Drained
                 self._news.wait()
@@ -208,7 +209,7 @@ class RouterSession:
             self._inbox.clear()
         for command in commands:
             self._apply(command)
-        if self._may_step():
+        if self._may_step() if commands else may_step:
             message = pb.WorkerMessage()
             if worker.step(message.report) is not None:
                 if self._spans is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -22,6 +23,7 @@ from space_kernels.sampling.sampling_params import (
 from space_kernels.step.verification import num_accepted
 from space_model.free_memory import is_out_of_memory
 from space_model.geometry.forward_batch import ForwardBatch
+from space_model.networks.greedy_step import MOST_ROWS
 from space_model.networks.network import PagedKV
 from torch import Tensor
 
@@ -90,6 +92,7 @@ class HostRunner(ModelRunner):
             self._head_drafter = NetworkDrafter(
                 network, kv.draft, vocab_size=size, banned_ids=self._banned, clock=clock
             )
+        self._greedy_step = model.greedy_step(kv, self._banned)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @property
@@ -140,7 +143,7 @@ class HostRunner(ModelRunner):
         seconds = self._clock() - self._began if output.seconds is None else output.seconds
         if output.is_usual:
             self._cost.learn(output.shape, seconds)
-        self.controller.stepped(sum(len(one.tokens) for one in output.outputs), seconds, pause)
+        self.controller.stepped(sum([len(one.tokens) for one in output.outputs]), seconds, pause)
 
     def _run_or_fail(
         self, plans: list[ScheduledSequence], times: StepTimes, *, again: bool = False
@@ -170,9 +173,51 @@ class HostRunner(ModelRunner):
     def _drafting_seconds(self) -> float:
         return self._mask_drafter.seconds + self._head_drafter.seconds
 
-    @torch.inference_mode()
     def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         """Run the scheduled sequences in one forward pass. Adds the seconds of each phase to `times`."""
+        found = self._run_greedy(plans, times) if self._greedy_step is not None else None
+        return self._run_any(plans, times) if found is None else found
+
+    def _run_greedy(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput] | None:
+        """Run a step of greedy sequences without masks in one call of the model. None: this is no such step, or a row
+        has no valid id; the pages then hold what another run of the step writes again."""
+        num_rows = 0
+        for plan in plans:
+            layout = plan.layout
+            if plan.num_pending > 1 or not plan.closes or layout.makes_drafts:
+                return None
+            num_rows += 1 + layout.num_drafts
+        greedy_step = self._greedy_step
+        if greedy_step is None or num_rows > MOST_ROWS:
+            return None
+        if not self._sampling_groups.of([plan.sequence for plan in plans]).is_only_greedy:
+            return None
+        clock = self._clock
+        started = clock()
+        greedy_step.pack([plan.segment for plan in plans])
+        packed = clock()
+        ids = greedy_step.run()
+        self.num_forwards += 1
+        forwarded = clock()
+        times.pack += packed - started
+        times.forward += forwarded - packed
+        if ids is None:
+            return None
+        outputs = [SequenceOutput(plan) for plan in plans]
+        first = 0
+        for output in outputs:
+            behind = first + output.plan.layout.num_drafts + 1
+            _accept(output, ids[first:behind])
+            first = behind
+        verified = clock()
+        self._draft(outputs, None)
+        times.verify += verified - forwarded
+        times.propose += clock() - verified
+        return outputs
+
+    @torch.inference_mode()
+    def _run_any(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
+        """Run a step of any kind."""
         clock, facts = self._clock, self.model.facts
         sampling, drafting = self._sampling.seconds, self._drafting_seconds
         started = clock()
@@ -204,7 +249,7 @@ class HostRunner(ModelRunner):
                 with self._sampling:
                     output.prompt_logprobs = self._prompt_logprobs(output.plan, hidden, batch.chain_rows[number])
         verified = clock()
-        self._draft(batch, hidden, of_masks, outputs)
+        self._draft(outputs, _Computed(batch, hidden, of_masks))
         drafted = clock()
         sampling, drafting = self._sampling.seconds - sampling, self._drafting_seconds - drafting
         times.forward += forwarded - planned
@@ -251,12 +296,10 @@ class HostRunner(ModelRunner):
         all_valid = all(valid)
         first = 0
         for n, output in enumerate(outputs):
-            sequence, num_drafts = output.plan.sequence, output.plan.layout.num_drafts
-            behind = first + num_drafts + 1
-            accepted = num_accepted(ids[first:behind], sequence.drafts[:num_drafts]) if num_drafts else 0
-            made = ids[first : first + accepted + 1]
+            sequence, behind = output.plan.sequence, first + output.plan.layout.num_drafts + 1
+            sampled = ids[first:behind]
             if not all_valid:
-                fit = valid[first : first + accepted + 1]
+                fit = valid[first:behind]
                 if not fit[0]:
                     output.error = no_choice(sequence, is_finite=not bool(logits[first].isnan().any()))
                     first = behind
@@ -264,12 +307,11 @@ class HostRunner(ModelRunner):
                 if not all(fit):
                     # The tokens before the row that cannot be sampled are valid; the next step has that row as its
                     # root.
-                    made = made[: fit.index(False)]
+                    sampled = sampled[: fit.index(False)]
             first = behind
-            count, output.end = sequence.limits.cut(made, sequence.num_left)
-            output.tokens = made[:count]
-            output.num_accepted = min(accepted, count)
+            _accept(output, sampled)
             if n in raw:
+                count = len(output.tokens)
                 with self._sampling:
                     output.logprobs = log_probabilities(raw[n][:count], output.tokens, sequence.num_logprobs or 0)
 
@@ -285,12 +327,9 @@ class HostRunner(ModelRunner):
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(
-        self, batch: ForwardBatch, hidden: Tensor, logits: Tensor | None, outputs: Sequence[SequenceOutput]
-    ) -> None:
+    def _draft(self, outputs: Sequence[SequenceOutput], computed: _Computed | None) -> None:
         """Set the drafts of every sequence that continues: from the draft source, a drafter, its masks, the recurrent
-        head or the draft network.
-        logits [M, V]: of all mask rows, if known already."""
+        head or the draft network. `computed`: the step's rows; None: no layout makes drafts of them."""
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         by_head: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
@@ -326,17 +365,22 @@ class HostRunner(ModelRunner):
                 output.offered_chances = proposal.known_chances
             if proposal is not None and proposal.beats(chances):
                 output.take_proposal(proposal)
+            elif computed is None:
+                continue
             elif num_by_head:
-                root = batch.chain_rows[number][-1 - plan.layout.num_drafts]
+                root = computed.batch.chain_rows[number][-1 - plan.layout.num_drafts]
                 output.origin = HEAD_ORIGINS[self.model.facts.head_of(sequence.adapter).kind]
                 by_head.append((output, None))
                 head_runs.append(HeadRun(sequence, output.tokens, root + len(output.tokens) - 1, num_by_head))
             elif group is not None:
-                first = batch.mask_rows[number][group.group].start + depth - 1
+                first = computed.batch.mask_rows[number][group.group].start + depth - 1
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
-        rows = MaskRows(hidden[batch.num_chain_rows :], logits, batch.num_chain_rows)
+        if computed is None or not (runs or head_runs):
+            return
+        num_chain, hidden = computed.batch.num_chain_rows, computed.hidden
+        rows = MaskRows(hidden[num_chain:], computed.logits, num_chain)
         drafted = self._mask_drafter.draft(rows, runs) + self._head_drafter.draft(hidden, head_runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
         for (output, proposal), drafts in zip(by_masks + by_head, drafted, strict=True):
@@ -348,6 +392,27 @@ class HostRunner(ModelRunner):
                 output.drafts = self._proposing.valid(sequence, tokens, synthetically_accepted)
             elif output.origin is BY_MASKS:
                 self._proposing.join(output, proposal)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a forward pass computed of a step's rows, from which drafts are made."""
+
+    batch: ForwardBatch
+    hidden: Tensor  # [R, hidden]
+    logits: Tensor | None  # [M, V] of all mask rows, if known already
+
+
+def _accept(output: SequenceOutput, sampled: Sequence[int]) -> None:
+    """Accept the drafts that agree, and cut at the first end. `sampled`: ids of the root and the drafts behind it; a
+    row without a valid id, and those behind it, are left out."""
+    sequence = output.plan.sequence
+    num_drafts = min(output.plan.layout.num_drafts, len(sampled))
+    accepted = num_accepted(sampled, sequence.drafts[:num_drafts]) if num_drafts else 0
+    made = [*sampled[: accepted + 1]]
+    count, output.end = sequence.limits.cut(made, sequence.num_left)
+    output.tokens = made[:count]
+    output.num_accepted = min(accepted, count)
 
 
 def _pool(output: SequenceOutput, hidden: Tensor, rows: range) -> None:

@@ -13,6 +13,7 @@ from space_model.encoder.prompt_pooling import PromptPooling
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
+from space_model.networks.greedy_step import GreedyStep
 from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
 from space_model.recurrent_head import RecurrentHead
 from torch import Tensor
@@ -198,6 +199,9 @@ class StepModel(Protocol):
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Return [R, hidden] after the final norm."""
+
+    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> GreedyStep | None:
+        """Return what computes greedy steps without masks in one call; None: this model has no such call."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32."""

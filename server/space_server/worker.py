@@ -426,14 +426,17 @@ class Worker:
     @property
     def _runs(self) -> bool:
         """Whether a sequence can run a step."""
-        return any(not (sequence.paused or sequence.waits) for sequence in self.batch)
+        for sequence in self.batch:  # noqa: SIM110  (mostly the first: a generator would take longer)
+            if not (sequence.paused or sequence.waits):
+                return True
+        return False
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would run a step or report something."""
-        is_under_way = any(runner.num_in_flight for runner in self.engine.runners)
-        encodes = self._encodings is not None and self._encodings.has_work
-        return is_under_way or self._runs or self.batch.has_news or self.waiting.is_over_for_some or encodes
+        if self._runs or self.batch.has_news or self.engine.is_under_way or self.waiting.is_over_for_some:
+            return True
+        return self._encodings is not None and self._encodings.has_work
 
     @property
     def drained(self) -> bool:
@@ -443,37 +446,39 @@ class Worker:
     def step(self, report: pb.StepReport | None = None) -> pb.StepReport | None:
         """Run one step of every sequence that can run. Returns the report, or None if there is nothing to report.
         `report`: an empty message to fill. The caller numbers it."""
-        started, runners = self._clock(), self.engine.runners
-        waited = sum(runner.waited for runner in runners)
+        started, engine = self._clock(), self.engine
+        waited = engine.waited
         pause = None if self._ended is None else started - self._ended
         report = pb.StepReport() if report is None else report
         self.waiting.take(self.batch)
         budget = PrefillBudget(self._max_prefill_rows, self._prefill_seconds, self.cost)
         steps: list[StepOutput] = []
-        for step in self.engine.step(self.batch, budget, pause):
+        has_stepped = False
+        for step in engine.step(self.batch, budget, pause):
             steps.append(step)
             for output in step.outputs:
+                has_stepped = True
                 if self.batch.get(output.plan.sequence.seq_id) is output.plan.sequence:  # not released meanwhile
                     self._commit(output, report)
-            self._acknowledge()
-        for sequence in [one for runner in reversed(runners) for one in runner.out_of_slots]:
-            if not sequence.paused and self.batch.get(sequence.seq_id) is sequence:
-                report_paused(sequence, report)
+            if self._leaving:
+                self._acknowledge()
+        for runner in engine.runners[::-1]:
+            for sequence in runner.out_of_slots:
+                if not sequence.paused and self.batch.get(sequence.seq_id) is sequence:
+                    report_paused(sequence, report)
         if self.batch.has_news:
             released, failed = self.batch.take_news()
             report.released.extend(released)
             report.sequences.extend(failed)
             report.loras.extend(self.batch.take_loras())
-        report.stepped = any(step.outputs for step in steps)
-        if report.stepped:
-            count_steps(report.stats, steps, self.cost)
-        if report.stepped:
-            waited = sum(runner.waited for runner in runners) - waited
-            report.stats.host_seconds = max(0.0, self._clock() - started - waited)
+        if has_stepped:
+            report.stepped, stats = True, report.stats
+            count_steps(stats, steps, self.cost)
+            stats.host_seconds = max(0.0, self._clock() - started - (engine.waited - waited))
         if self._encodings is not None and self._encodings.has_work:
             report.encoded.extend(self._encodings.step(beside=bool(steps) or self._runs))
         self._ended = self._clock() if steps and self.has_work else None
-        return report if says_something(report) else None
+        return report if has_stepped or says_something(report) else None
 
     def interrupted(self) -> None:
         """Exclude the time until the next step from the measured pauses between steps."""

@@ -54,11 +54,11 @@ def commit(output: SequenceOutput, report: pb.StepReport) -> None:
     part = report.sequences.add(
         seq_id=sequence.seq_id,
         tokens=output.tokens,
-        num_drafted=num_drafted,
-        num_accepted=output.num_accepted,
         num_computed=sequence.num_computed,
         decoded=decoded,
     )
+    if num_drafted:
+        part.num_drafted, part.num_accepted = num_drafted, output.num_accepted
     if output.error is not None:
         part.finish, part.error = pb.FINISH_ERROR, output.error
     elif output.end is not None:
@@ -113,8 +113,9 @@ def _logprobs(entry: IdLogprobs) -> pb.TokenLogprobs:
 
 
 def count_steps(stats: pb.StepStats, steps: Sequence[StepOutput], cost: StepCost) -> None:
-    """Add the steps to `stats`, which are empty."""
-    chain_rows = mask_rows = 0
+    """Write the steps to `stats`, which are empty; what is 0 is not written, because every access takes time."""
+    chain_rows = mask_rows = prefill_rows = num_sequences = 0
+    forward = sample = draft = plain = 0.0
     counts: list[int] = []  # decoding sequences by number of drafts
     for step in steps:
         for output in step.outputs:
@@ -128,15 +129,24 @@ def count_steps(stats: pb.StepStats, steps: Sequence[StepOutput], cost: StepCost
                         counts += [0] * (num_drafts + 1 - len(counts))
                     counts[num_drafts] += 1
         if step.outputs:
-            stats.prefill_rows += step.shape.num_prefill_rows
-            stats.forward_seconds += step.times.forward
-            stats.sample_seconds += step.times.sample
-            stats.draft_seconds += step.times.draft
-            stats.num_sequences += len(step.outputs)
-    stats.chain_rows, stats.mask_rows = chain_rows, mask_rows
-    stats.draft_length_counts.extend(counts)
-    if not stats.prefill_rows:
-        shapes = [step.shape for step in steps if step.outputs]
-        stats.plain_step_seconds = sum(
-            cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context)) for shape in shapes
-        )
+            shape, times = step.shape, step.times
+            prefill_rows += shape.num_prefill_rows
+            forward += times.forward
+            sample += times.sample
+            draft += times.draft
+            num_sequences += len(step.outputs)
+            plain += cost.seconds(StepShape.plain(shape.num_sequences, shape.num_context))
+    stats.num_sequences, stats.forward_seconds = num_sequences, forward
+    if chain_rows:
+        stats.chain_rows = chain_rows
+        stats.draft_length_counts.extend(counts)
+    if mask_rows:
+        stats.mask_rows = mask_rows
+    if sample:
+        stats.sample_seconds = sample
+    if draft:
+        stats.draft_seconds = draft
+    if prefill_rows:
+        stats.prefill_rows = prefill_rows
+    else:
+        stats.plain_step_seconds = plain

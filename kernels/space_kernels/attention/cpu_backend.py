@@ -71,26 +71,33 @@ class CpuRows:
 
 
 def _rows(rows: StepRows) -> CpuRows:
-    pattern = rows.pattern
-    tiles = RowTiles.of(pattern)
     table = np.ascontiguousarray(rows.page_table)
     starts = np.ascontiguousarray(rows.starts, dtype=np.int64)
+    # numpy's own way to an address takes longer
+    addresses = torch.from_numpy(starts).data_ptr(), torch.from_numpy(table).data_ptr()
+    struct = rows_struct(rows.pattern, *addresses, table.shape[1])
+    return CpuRows(struct, (RowTiles.of(rows.pattern), starts, table))
+
+
+def rows_struct(pattern: RowPattern, starts: int, pages: int, most_pages: int) -> RowsStruct:
+    """Return the C struct of a step's rows, which keeps nothing alive. `starts`, `pages`: addresses of [S] int64 and
+    [S, most_pages] int64."""
+    tiles = RowTiles.of(pattern)
     owner, offsets, reach, peers, members, bounds = tiles.addresses
-    struct = RowsStruct(
+    return RowsStruct(
         len(pattern.offsets),
         owner,
         offsets,
         reach,
         peers,
-        torch.from_numpy(starts).data_ptr(),  # numpy's own way to an address takes longer
-        torch.from_numpy(table).data_ptr(),
-        table.shape[1],
+        starts,
+        pages,
+        most_pages,
         pattern.num_chain_rows,
         len(tiles.bounds) - 1,
         members,
         bounds,
     )
-    return CpuRows(struct, (tiles, starts, table))
 
 
 class CompiledAttention:

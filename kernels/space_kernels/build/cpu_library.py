@@ -483,7 +483,10 @@ class CpuLibrary:
         self.norm_backward = function("norm_backward", place, place, place, number, number, c_float, place, c_int)
         self.swiglu = function("swiglu", place, place, number, place, c_int)
         self.swiglu_backward = function("swiglu_backward", place, place, place, number, place, place, c_int)
-        self.forward = function("forward", POINTER(NetworkStruct), rows, POINTER(BuffersStruct), c_int, result=c_bool)
+        step = POINTER(NetworkStruct), rows, POINTER(BuffersStruct)
+        self.forward = function("forward", *step, c_int, result=c_bool)
+        head = POINTER(LinearStruct), POINTER(LogitsStruct), place, place
+        self.forward_greedy = function("forward_greedy", *step, *head, c_int, result=c_int64)
 
 
 @cache

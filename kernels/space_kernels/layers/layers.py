@@ -165,13 +165,15 @@ class RotaryTable:
         """frequencies [D/2] float32, on the CPU; `scaling`: the model family's factor of both tables."""
         self._frequencies, self._scaling = frequencies, scaling
         self.cos = self.sin = frequencies.new_empty(0, len(frequencies))  # [positions, D/2] float32
+        self._num_positions = 0
 
     def reach(self, num_positions: int) -> None:
         """Grow the table to at least the positions 0 .. num_positions - 1."""
-        known = len(self.cos)
+        known = self._num_positions
         if num_positions <= known:
             return
         missing = range(known, max(num_positions, 2 * known), _PIECE)
         pieces = [angles(torch.arange(begin, begin + _PIECE), self._frequencies, self._scaling) for begin in missing]
         self.cos = torch.cat([self.cos, *(cos for cos, _ in pieces)])
         self.sin = torch.cat([self.sin, *(sin for _, sin in pieces)])
+        self._num_positions = len(self.cos)

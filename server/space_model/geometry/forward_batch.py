@@ -143,6 +143,15 @@ class Segment:
     state: int = 0  # slot of its recurrent states, where layers have some
 
 
+def without_room(number: int, segment: Segment, block_size: int) -> ValueError:
+    """Return the error of segment `number`, which has too few chain rows or slots."""
+    return ValueError(
+        f"Segment {number} has {len(segment.ids)} chain rows from position {segment.start}, "
+        f"{segment.layout.num_drafts} drafts and {len(segment.pages)} pages of {block_size}: it needs more "
+        f"chain rows than drafts, and a slot for each."
+    )
+
+
 # chain rows of all segments            mask rows of all segments                     padding
 # [0 ........... num_chain_rows)        [num_chain_rows ........ num_rows)            [num_rows ... R)
 #  pending ids, drafts; K, V written     group after group; K, V live in the step;     id 0; writes nothing, unread
@@ -214,11 +223,7 @@ class ForwardBatch:
         for number, segment in enumerate(segments):
             count, layout = len(segment.ids), segment.layout
             if count <= layout.num_drafts or segment.start + count > len(segment.pages) * block_size:
-                raise ValueError(
-                    f"Segment {number} has {count} chain rows from position {segment.start}, "
-                    f"{layout.num_drafts} drafts and {len(segment.pages)} pages of {block_size}: it needs more "
-                    f"chain rows than drafts, and a slot for each."
-                )
+                raise without_room(number, segment, block_size)
             shapes.append((count, layout, segment.adapter, segment.lora))
         runs = tuple((shape, len([*alike])) for shape, alike in groupby(shapes))
         device = torch.device(device)

@@ -127,6 +127,12 @@ class CompiledLlama(LlamaParts):
         self._loras: dict[int, CompiledLora] = {}
         self._lora_width = LOW_PADDING  # of A·x of LoRAs, behind that of adapters
         self._whole: tuple[PagedKV, NetworkStruct] | None = None  # for the KV cache of the last step
+        self._cosines: Tensor | None = None  # in that struct
+
+    @property
+    def whole_library(self) -> CpuLibrary | None:
+        """The library that computes whole steps; None: ranks compute layer after layer."""
+        return self._library if self._ranks is None else None
 
     def add_lora(self, number: int, lora: Lora) -> None:
         """Let a LoRA act on the rows that name it by `number`."""
@@ -156,17 +162,19 @@ class CompiledLlama(LlamaParts):
     def forward(self, batch: ForwardBatch, kv: PagedKV, taps: Taps | None = None) -> Tensor:
         """[R, hidden] after the final norm; padding rows are undefined. `taps`: filled with the inputs of its
         layers."""
-        self._angles.reach(max(batch.rows.positions.tolist(), default=0) + 1)
+        num_positions = max(batch.rows.positions.tolist(), default=0) + 1
         if self._ranks is not None:
+            self._angles.reach(num_positions)
             return self._by_layers(batch, kv, taps)
         inputs = [self._adapters[run.adapter].inputs_of(run, batch.positions) for run in batch.gated]
-        return self._run(self._network(kv), batch, gated=self._gated(batch, inputs), taps=taps)[1]
+        network = self.struct(kv, num_positions)
+        return self._run(network, batch, gated=self._gated(batch, inputs), taps=taps)[1]
 
     def enter(self, batch: ForwardBatch) -> Tensor:
         """[R, hidden]: the input of the first layer."""
         if self._ranks is not None:
             return super().enter(batch)
-        return self._entered(self._struct([], self._embedding, 1), batch)
+        return self._entered(self._struct_of_layers([], self._embedding, 1), batch)
 
     def layer(self, number: int, hidden: Tensor, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden] -> [R, hidden]: one layer alone."""
@@ -174,7 +182,7 @@ class CompiledLlama(LlamaParts):
         if self._ranks is not None:
             return self._one_layer(number, hidden, batch, kv)
         struct = self._layers[number].struct(kv.keys[number], kv.values[number])
-        network = self._struct([struct], RowTable.of(hidden), kv.block_size)
+        network = self._struct_of_layers([struct], RowTable.of(hidden), kv.block_size)
         return self._entered(network, batch, torch.arange(len(hidden)))
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -219,19 +227,7 @@ class CompiledLlama(LlamaParts):
         """Return the buffers, which begin with [R, hidden] before the final norm, and [R, hidden] after it. `ids`: rows
         of the network's embedding; None: the batch's."""
         ids, num_rows = batch.ids if ids is None else ids, len(batch.ids)
-        hidden, joined = network.hidden, self._heads.query * self._heads.dim
-        fused = joined + 2 * self._heads.kv * self._heads.dim
-        normed = torch.zeros(num_rows, hidden, dtype=self._embedding.dtype)
-        room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
-        x, row = room.data_ptr(), num_rows * room.itemsize
-        buffers = BuffersStruct(
-            ids.data_ptr(),
-            x,
-            normed.data_ptr(),
-            x + row * hidden,
-            x + row * (hidden + fused),
-            x + row * (hidden + fused + joined),
-        )
+        buffers, room, normed = self.buffers(network, ids.data_ptr(), num_rows)
         if gated:
             width = self._low_width + (self._lora_width if batch.loras else 0)
             low = normed.new_zeros(num_rows, width)
@@ -243,18 +239,41 @@ class CompiledLlama(LlamaParts):
             buffers.taps = taps.states.data_ptr()
         threads = torch.get_num_threads()
         if not self._library.forward(byref(network), byref(CpuRows.of(batch.rows).struct), byref(buffers), threads):
-            raise IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings, or a mask.")
+            raise unknown_id(network)
         return room, normed
 
-    def _network(self, kv: PagedKV) -> NetworkStruct:
+    def buffers(self, network: NetworkStruct, ids: int, num_rows: int) -> tuple[BuffersStruct, Tensor, Tensor]:
+        """Return the C struct of new buffers, and the two tensors that they are in: one that begins with [R, hidden]
+        before the final norm, and [R, hidden] after it, zeros. `ids`: address of [R] int64."""
+        hidden, joined = network.hidden, self._heads.query * self._heads.dim
+        fused = joined + 2 * self._heads.kv * self._heads.dim
+        normed = torch.zeros(num_rows, hidden, dtype=self._embedding.dtype)
+        room = normed.new_empty(num_rows * (hidden + fused + joined + network.inner))
+        x, row = room.data_ptr(), num_rows * room.itemsize
+        struct = BuffersStruct(
+            ids,
+            x,
+            normed.data_ptr(),
+            x + row * hidden,
+            x + row * (hidden + fused),
+            x + row * (hidden + fused + joined),
+        )
+        return struct, room, normed
+
+    def struct(self, kv: PagedKV, num_positions: int) -> NetworkStruct:
+        """Return the C struct of the network with this KV cache, for rows at the positions 0 .. num_positions - 1. It
+        is the same object for the same KV cache."""
+        self._angles.reach(num_positions)
         if self._whole is None or self._whole[0] is not kv:
             structs = [layer.struct(*pages) for layer, *pages in zip(self._layers, kv.keys, kv.values, strict=True)]
-            self._whole = kv, self._struct(structs, self._embedding, kv.block_size)
+            self._whole = kv, self._struct_of_layers(structs, self._embedding, kv.block_size)
         _, network = self._whole
-        network.cos, network.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
+        if self._cosines is not self._angles.cos:
+            self._cosines = self._angles.cos
+            network.cos, network.sin = self._angles.cos.data_ptr(), self._angles.sin.data_ptr()
         return network
 
-    def _struct(self, structs: Sequence[LayerStruct], embedding: RowTable, block_size: int) -> NetworkStruct:
+    def _struct_of_layers(self, structs: Sequence[LayerStruct], embedding: RowTable, block_size: int) -> NetworkStruct:
         """Return the C struct of these layers and this embedding [ids, hidden]."""
         inner = self._layers[0].gate_up.out_features // 2
         return NetworkStruct(
@@ -339,6 +358,11 @@ class CompiledLlama(LlamaParts):
         )
         self._library.attend(those, byref(self._heads), byref(attention), threads)
         return out
+
+
+def unknown_id(network: NetworkStruct) -> IndexError:
+    """Return the error of a step with an id that the network does not know."""
+    return IndexError(f"An id of the step is none of the {network.num_ids} that have embeddings, or a mask.")
 
 
 def _take_apart(

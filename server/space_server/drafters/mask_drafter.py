@@ -60,6 +60,18 @@ class SamplingGroup:
         adapter = self.sequences[0].adapter
         return all(sequence.adapter == adapter and sequence.grammar is None for sequence in self.sequences)
 
+    @cached_property
+    def is_only_greedy(self) -> bool:
+        """Whether nothing but the greatest id of each row is wanted: no log-probabilities, pooling, LoRA or grammar."""
+        return self.batch_params.is_plain_argmax and not any(
+            one.num_logprobs is not None
+            or one.num_prompt_logprobs is not None
+            or one.pooling is not None
+            or one.lora is not None
+            or one.grammar is not None
+            for one in self.sequences
+        )
+
     def columns(self, device: torch.device) -> SamplingColumns:
         """Return the sampling parameters that the draft head needs, on the device."""
         columns = self._columns.get(device)

@@ -93,6 +93,9 @@ class ScriptedModel:
         """Pages without a layer in them."""
         return PagedKV([], [], num_blocks, block_size)
 
+    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
+        """It has no such call."""
+
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, V]: the logits themselves."""
         ids = batch.ids.tolist()

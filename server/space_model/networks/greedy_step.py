@@ -1,0 +1,124 @@
+"""A greedy step without masks in one compiled call: network, head, and the greatest id of each row.
+
+Between two steps of a model that does not fit the processor's caches, everything that the host reads comes from memory.
+So nothing is allocated, and the arrays of the last step serve the next, in which most sequences only advance by an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_bool, c_int64
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from space_kernels.attention.cpu_backend import rows_struct
+from space_kernels.build.cpu_library import LogitsStruct
+from space_kernels.linear.cpu_linear import CompiledLinear
+from space_kernels.paging.step_rows import Ints
+from torch import Tensor
+
+from space_model.geometry.draft_layout import DraftLayout
+from space_model.geometry.forward_batch import BatchPattern, Segment, batch_pattern, without_room
+from space_model.networks.llama_compiled_network import CompiledLlama, unknown_id
+from space_model.networks.network import PagedKV
+
+MOST_ROWS = 32
+"""Rows of a step, whose logits are kept: V · 4 bytes each."""
+
+_SPARE_PAGES = 16
+"""Columns of the page table beyond those in use, so that a sequence with a new page has room."""
+
+_CPU = torch.device("cpu")
+
+
+class GreedyStep:
+    """Steps of a compiled network whose rows, all of them chain rows, sample the greatest id that is not banned.
+    `pack`, then `run`. A row's result has the bits of the network's forward pass, its head and `argmax`."""
+
+    def __init__(self, network: CompiledLlama, head: CompiledLinear, vocab_size: int, kv: PagedKV, banned: Tensor):
+        """`head`: [V and padding, hidden], whose results are the logits; `banned` [B] int64. Raises ValueError for a
+        network that ranks share."""
+        library = network.whole_library
+        if library is None:
+            raise ValueError("Ranks compute a network layer after layer.")
+        self._network, self._head, self._kv, self._banned = network, head, kv, banned
+        self._forward, self._vocab_size = library.forward_greedy, vocab_size
+        self._rows: _Rows | None = None
+
+    def pack(self, segments: Sequence[Segment]) -> None:
+        """Lay out the rows of the next `run`: at most MOST_ROWS. Their layouts have no masks, and no LoRA acts on them.
+        Every row's position must be within `pages`; else a ValueError names the first segment."""
+        counts = [len(segment.ids) for segment in segments]
+        block_size = self._kv.block_size
+        rows = self._rows
+        if rows is None or rows.counts != counts or rows.num_pages < max(len(one.pages) for one in segments):
+            rows = self._rows = self._laid_out(segments, counts)
+        ids, starts, pages = rows.ids, rows.starts, rows.pages
+        first = farthest = 0
+        for number, segment in enumerate(segments):
+            start, count = segment.start, counts[number]
+            if not count or start + count > len(segment.pages) * block_size:
+                raise without_room(number, segment, block_size)
+            if segment.pages is not pages[number]:
+                rows.take_pages(number, segment.pages)
+            starts[number] = start
+            if count == 1:
+                ids[first] = segment.ids[0]
+            else:
+                ids[first : first + count] = [*segment.ids]
+            first += count
+            farthest = max(farthest, start + count)
+        rows.num_positions = farthest
+
+    def run(self) -> list[int] | None:
+        """Compute the rows: their K and V are in the pages, and their ids are returned; None where one of them has no
+        valid id, for NaN or because every id is banned. Raises IndexError for an id without an embedding."""
+        rows = self._rows
+        assert rows is not None
+        network = self._network.struct(self._kv, rows.num_positions)
+        num_valid = self._forward(byref(network), *rows.arguments, torch.get_num_threads())
+        if num_valid < 0:
+            raise unknown_id(network)
+        return rows.chosen[:] if num_valid == len(rows.chosen) else None
+
+    def _laid_out(self, segments: Sequence[Segment], counts: list[int]) -> _Rows:
+        """Return rows in these numbers; all of the segments are still to be filled in."""
+        most = max(len(segment.pages) for segment in segments)
+        runs = tuple(((count, DraftLayout.plain(), None, None), len([*alike])) for count, alike in groupby(counts))
+        return _Rows(self, batch_pattern(runs, (), (), _CPU), counts, most + _SPARE_PAGES)
+
+
+class _Rows:
+    """The rows of consecutive steps with equal numbers of rows, and the buffers of their computation."""
+
+    def __init__(self, step: GreedyStep, pattern: BatchPattern, counts: list[int], num_pages: int) -> None:
+        num_rows, num_sequences = pattern.rows.num_chain_rows, len(counts)
+        if num_rows > MOST_ROWS:
+            raise ValueError(f"A greedy step has at most {MOST_ROWS} rows; got {num_rows}.")
+        self.counts, self.num_pages, self.num_positions = counts, num_pages, 0
+        self.ids, self.chosen = (c_int64 * num_rows)(), (c_int64 * num_rows)()
+        self.starts = (c_int64 * num_sequences)()
+        self.pages: list[Sequence[int] | Ints | None] = [None] * num_sequences  # as `_table` has them
+        self._table = (c_int64 * (num_sequences * num_pages))()
+        valid = (c_bool * num_rows)()
+        rows = rows_struct(pattern.rows, addressof(self.starts), addressof(self._table), num_pages)
+        network, head = step._network, step._head
+        buffers, *tensors = network.buffers(network.struct(step._kv, 0), addressof(self.ids), pattern.rows.num_padded)
+        values = torch.empty(num_rows, head.out_features)
+        banned = step._banned
+        logits = LogitsStruct(
+            values.data_ptr(), num_rows, head.out_features, step._vocab_size, banned.data_ptr(), len(banned)
+        )
+        self.arguments: tuple[Any, ...] = (
+            *(byref(rows), byref(buffers), byref(head.struct), byref(logits)),
+            *(addressof(self.chosen), addressof(valid)),
+        )
+        self._held = pattern, tensors, values, valid, banned  # what the structs point to
+
+    def take_pages(self, number: int, pages: Sequence[int] | Ints) -> None:
+        """Write the pages of a sequence into the table. An array of pages never changes; a list may have grown."""
+        begin = number * self.num_pages
+        self._table[begin : begin + len(pages)] = [int(page) for page in pages]
+        self.pages[number] = pages if isinstance(pages, np.ndarray) else None
