@@ -237,11 +237,13 @@ def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cel
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-POSITIONS: dict[str, tuple[object, ...]] = {"model": ("xglm",), "layout": ("k5", "mixed")}
+POSITIONS: dict[str, tuple[object, ...]] = {"model": ("xglm", "alibi_llama"), "layout": ("k5", "mixed")}
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, **POSITIONS, **FEW_LAWS), ids=cell_name)
-def test_it_is_so_with_positions_that_are_added_to_embeddings(model: str, cell: Cell, subject_of: Subjects) -> None:
+def test_it_is_so_with_positions_that_are_added_to_embeddings_or_to_scores(
+    model: str, cell: Cell, subject_of: Subjects
+) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 

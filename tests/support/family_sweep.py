@@ -31,7 +31,6 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
 from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
 from space_model.checkpoint.recurrent_layers import HYBRIDS
-from space_model.checkpoint.translation import TRANSLATED
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS, OTHER_PARTS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -424,7 +423,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
         "",
         "transformers has no models of these types, and the code that they came with is never run: their config.json "
         "and tensors are translated. They are held against dense models that were written from what was published of "
-        "each, in `tests/support/published_models.py`.",
+        "each, in `tests/support/published_models.py`. `alibi_llama` is Llama with linear biases instead of rotary "
+        "positions, which is this server's own (GPU: with `--attention torch`; not trained).",
         "",
         "| `model_type` | as in | served as | CPU |",
         "|---|---|---|---|",
@@ -491,7 +491,8 @@ def _published() -> Iterator[str]:
             whole, wanted = paged_logits(model, ids, (NUM_TOKENS,)), DENSE[kind](config, tensors, torch.tensor(ids))
             difference = float((whole - wanted).abs().max() / wanted.abs().max())
             is_equal = difference < EQUAL and torch.equal(paged_logits(model, ids, CHUNKS), whole)
-        yield f"| `{kind}` | {name} | `{TRANSLATED[kind]}` | {'equal' if is_equal else 'differs'} |"
+            served_as = Checkpoint.open(Path(folder)).config["model_type"]
+        yield f"| `{kind}` | {name} | `{served_as}` | {'equal' if is_equal else 'differs'} |"
 
 
 def _formats() -> dict[str, tuple[str, list[str]]]:

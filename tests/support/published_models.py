@@ -56,6 +56,21 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.unflatten(-1, (count, -1)).transpose(0, 1)
 
 
+def _falling(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[H, R, D] each -> [R, H·D]: causal, with slope · distance off each score (Press et al. 2022). Slopes of a power
+    of two of heads are 2^(-8·i/heads); further heads have every other slope of twice as many."""
+    heads, count, size = q.shape
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-8 * i / (2 * power)) for i in range(1, 2 * (heads - power), 2)]
+    out = torch.empty(count, heads, size)
+    for head, slope in enumerate(slopes):
+        for row in range(count):
+            scores = k[head, : row + 1] @ q[head, row] / size**0.5 - slope * torch.arange(row, -1, -1)
+            out[row, head] = scores.softmax(0) @ v[head, : row + 1]
+    return out.flatten(1)
+
+
 def _linear(tensors: Tensors, name: str, x: Tensor) -> Tensor:
     return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
@@ -111,13 +126,17 @@ def qwen(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
 
 
 def baichuan(c: Fields, t: Tensors, ids: Tensor) -> Tensor:
-    """Baichuan and Baichuan 2 of 7B: W_pack holds queries, keys and values; the head of the second is normalised."""
+    """Baichuan and Baichuan 2: W_pack holds queries, keys and values; the head of the second is normalised. That of 13B
+    has no rotary positions, and scores that fall with the distance of a key."""
     x, heads = t["model.embed_tokens.weight"][ids], c["num_attention_heads"]
     for n in range(c["num_hidden_layers"]):
         at = f"model.layers.{n}"
         normed = _rms_norm(x, t[f"{at}.input_layernorm.weight"], c["rms_norm_eps"])
         q, k, v = (_heads(part, heads) for part in _linear(t, f"{at}.self_attn.W_pack", normed).chunk(3, -1))
-        attended = _causal(_turned_by_halves(q, 10000.0), _turned_by_halves(k, 10000.0), v)
+        if "max_position_embeddings" in c:
+            attended = _causal(_turned_by_halves(q, 10000.0), _turned_by_halves(k, 10000.0), v)
+        else:
+            attended = _falling(q, k, v)
         x = x + _linear(t, f"{at}.self_attn.o_proj", attended)
         normed = _rms_norm(x, t[f"{at}.post_attention_layernorm.weight"], c["rms_norm_eps"])
         gate, up = _linear(t, f"{at}.mlp.gate_proj", normed), _linear(t, f"{at}.mlp.up_proj", normed)
@@ -205,6 +224,10 @@ CONFIGS["MiMo-7B-RL"] = {
     **_LLAMA, "model_type": "mimo", "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
     "max_position_embeddings": 512, "rope_theta": 640000, "use_sliding_window": False, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+CONFIGS["Baichuan-13B-Chat"] = {
+    **_LLAMA, "model_type": "baichuan", "hidden_size": 96, "num_attention_heads": 6, "model_max_length": 512,
+}  # fmt: skip
+CONFIGS["Baichuan2-13B-Chat"] = {**CONFIGS["Baichuan-13B-Chat"], "z_loss_weight": 0}
 
 
 def _shapes(c: Fields) -> Iterator[tuple[str, tuple[int, ...]]]:

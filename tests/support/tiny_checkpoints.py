@@ -143,6 +143,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
     },
     "xglm": {"model_type": "xglm", "ffn_dim": 128},
+    "alibi_llama": {"model_type": "alibi_llama"},
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
@@ -150,9 +151,9 @@ size than keys, and sliding layers with twice as many heads of both. Layers of G
 ones have embeddings for every layer, and the last layers read the keys and values of earlier ones; in the large ones
 keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
 positions whose queries are scaled by position, and experts of scaled rows. Gemma 3n passes on four versions of every
-row, and XGLM adds its positions to embeddings. Of the hybrids, whose layers are recurrent
-or attend, the first four have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan: Falcon-H1 beside
-attention in every layer, with factors everywhere."""
+row, and XGLM adds its positions to embeddings. `alibi_llama` is Baichuan of 13B. Of the hybrids, whose layers are
+recurrent or attend, the first four have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan:
+Falcon-H1 beside attention in every layer, with factors everywhere."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}

@@ -180,6 +180,14 @@ def test_a_model_with_recurrent_layers_is_named_before_the_data_is_read(
     assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
 
 
+def test_a_model_with_linear_biases_is_named_before_the_data_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_checkpoint(tmp_path, "alibi_llama", num_masks=0)
+    words = r"type 'alibi_llama' have linear biases \(ALiBi\) and cannot be trained"
+    assert_refused(capsys, train(tmp_path, tmp_path / "no data", tmp_path / "out"), words)
+
+
 @pytest.mark.parametrize(
     "kind", ["awq", "gptq 4 bits", "int4 in groups", "fp8 per tensor", "bitsandbytes nf4", "bitsandbytes int8"]
 )

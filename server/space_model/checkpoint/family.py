@@ -15,6 +15,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from space_model.checkpoint.alibi_llama import ALIBI_LLAMA
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.quantized_formats import read_format
 from space_model.checkpoint.recurrent_layers import HYBRIDS, UNSERVED_LAYERS, attending_layers
@@ -258,7 +259,7 @@ def longest(config: PreTrainedConfig) -> int | None:
 
 def has_linear_biases(config: PreTrainedConfig) -> bool:
     """Return whether attention has linear biases instead of rotary positions (ALiBi)."""
-    return config.model_type in ("bloom", "mpt") or (config.model_type == "falcon" and bool(config.alibi))
+    return config.model_type in (ALIBI_LLAMA, "bloom", "mpt") or (config.model_type == "falcon" and bool(config.alibi))
 
 
 def head_scale(config: PreTrainedConfig) -> float:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from space_model.checkpoint.alibi_llama import ALIBI_LLAMA
 from space_model.model_error import UnsupportedModel
 
 Rows = slice | Sequence[int]
@@ -219,16 +220,13 @@ def _mimo(source: _ConfigFile) -> Translation:
 
 
 def _baichuan(source: _ConfigFile) -> Translation:
-    """Llama; Baichuan 2 normalises each row of its output head."""
+    """Llama; that of 13B has linear biases instead of rotary positions, and its config.json no
+    max_position_embeddings. Baichuan 2 normalises each row of its output head."""
     source.require("hidden_act", "silu", "silu")
-    if source.get("max_position_embeddings") is None:
-        raise UnsupportedModel(
-            f"{source.name} is a Baichuan with linear biases (13B: config.json has no max_position_embeddings), in a "
-            "body of Llama's kind, which transformers has not. Use a Baichuan of 7B."
-        )
+    positions = source.get("max_position_embeddings")
     config = source.llama(
-        "llama",
-        max_position_embeddings=int(source["max_position_embeddings"]),
+        "llama" if positions is not None else ALIBI_LLAMA,
+        max_position_embeddings=int(source["model_max_length"] if positions is None else positions),
         rope_parameters={"rope_type": "default", "rope_theta": source.get("rope_theta", 10000)},
     )
     layer = r"model\.layers\.(\d+)\."
@@ -315,15 +313,15 @@ _FAMILIES: Mapping[str, Callable[[_ConfigFile], Translation]] = {
     "qwen": _qwen,
 }
 
-TRANSLATED: Mapping[str, str] = {
-    "baichuan": "llama",
-    "chatglm": "glm",
-    "internlm": "llama",
-    "internlm2": "llama",
-    "mimo": "qwen2",
-    "qwen": "qwen2",
+TRANSLATED: Mapping[str, tuple[str, ...]] = {
+    "baichuan": ("llama", ALIBI_LLAMA),
+    "chatglm": ("glm",),
+    "internlm": ("llama",),
+    "internlm2": ("llama",),
+    "mimo": ("qwen2",),
+    "qwen": ("qwen2",),
 }
-"""model_type -> the family of transformers that computes the same."""
+"""model_type -> the families that compute the same, of transformers or (alibi_llama) of this server."""
 
 
 def chosen(tensor: Tensor, part: Part) -> Tensor:

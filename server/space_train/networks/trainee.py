@@ -179,6 +179,12 @@ def check_is_trainable(model: PreTrainedModel) -> None:
             "mask rows at free positions of a text, and each would need a state of its own there. Take a model whose "
             "layers all attend, such as Llama, Mistral, Qwen3, Gemma or Phi; this one drafts by lookup."
         )
+    if family.has_linear_biases(model.config):
+        raise UnsupportedModel(
+            f"Models of type {model.config.model_type!r} have linear biases (ALiBi) and cannot be trained: training "
+            "puts mask rows at free positions of a text, and biases would count rows. Take a model with rotary "
+            "positions, such as Llama, Mistral, Qwen, Gemma or Phi."
+        )
     if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
         raise UnsupportedModel(
             f"Models of type {model.config.model_type!r} cannot be trained: training puts rows at free positions, in "
