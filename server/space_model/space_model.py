@@ -15,9 +15,9 @@ from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights, OutputHead, ShardedHead
 from space_model.lora import LoadedLoras
 from space_model.model_facts import ModelFacts
-from space_model.networks.greedy_step import GreedyStep
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.network import USUAL_ROOM, Network, PagedKV, StateRoom, Taps
+from space_model.networks.sampled_step import SampledStep
 from space_model.recurrent_head import RecurrentHead
 
 
@@ -82,15 +82,15 @@ class SpaceModel:
         kv.draft.keep(batch, hidden if tapped is None or taps is None else tapped.fused(taps.states))
         return hidden
 
-    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> GreedyStep | None:
-        """Return what computes greedy steps on this KV cache in one call; None where this model has no such call.
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> SampledStep | None:
+        """Return what computes and samples steps on this KV cache in one call; None where this model has no such call.
         banned_ids [B] int64: never sampled."""
         network, head = self._network, self._head.argmax_linear if isinstance(self._head, OutputHead) else None
         if not isinstance(network, CompiledLlama) or network.whole_library is None or head is None:
             return None
         if self.draft_network is not None or kv.draft is not None:
             return None
-        return GreedyStep(network, head, self.facts.vocab_size, kv, banned_ids)
+        return SampledStep(network, head, self.facts.vocab_size, kv, banned_ids)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from space_kernels.sampling.sampling_params import (
 from space_kernels.step.verification import num_accepted
 from space_model.free_memory import is_out_of_memory
 from space_model.geometry.forward_batch import ForwardBatch
-from space_model.networks.greedy_step import MOST_ROWS
 from space_model.networks.network import PagedKV
+from space_model.networks.sampled_step import MOST_ROWS
 from torch import Tensor
 
 from space_server.batch import RunningSequence, SequenceEnd
@@ -92,7 +92,7 @@ class HostRunner(ModelRunner):
             self._head_drafter = NetworkDrafter(
                 network, kv.draft, vocab_size=size, banned_ids=self._banned, clock=clock
             )
-        self._greedy_step = model.greedy_step(kv, self._banned)
+        self._sampled_step = model.sampled_step(kv, self._banned)
         self._proposing = Proposing(facts, in_grammars=synthetic is None)
 
     @property
@@ -175,11 +175,11 @@ class HostRunner(ModelRunner):
 
     def run(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput]:
         """Run the scheduled sequences in one forward pass. Adds the seconds of each phase to `times`."""
-        found = self._run_greedy(plans, times) if self._greedy_step is not None else None
+        found = self._run_in_one_call(plans, times) if self._sampled_step is not None else None
         return self._run_any(plans, times) if found is None else found
 
-    def _run_greedy(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput] | None:
-        """Run a step of greedy sequences without masks in one call of the model. None: this is no such step, or a row
+    def _run_in_one_call(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput] | None:
+        """Run a step without masks in one call of the model, which also samples. None: this is no such step, or a row
         has no valid id; the pages then hold what another run of the step writes again."""
         num_rows = 0
         for plan in plans:
@@ -187,16 +187,17 @@ class HostRunner(ModelRunner):
             if plan.num_pending > 1 or not plan.closes or layout.makes_drafts:
                 return None
             num_rows += 1 + layout.num_drafts
-        greedy_step = self._greedy_step
-        if greedy_step is None or num_rows > MOST_ROWS:
+        sampled_step = self._sampled_step
+        if sampled_step is None or num_rows > MOST_ROWS:
             return None
-        if not self._sampling_groups.of([plan.sequence for plan in plans]).is_only_greedy:
+        sampling_group = self._sampling_groups.of([plan.sequence for plan in plans])
+        if not sampling_group.fits_one_call:
             return None
         clock = self._clock
         started = clock()
-        greedy_step.pack([plan.segment for plan in plans])
+        sampled_step.pack([plan.segment for plan in plans], sampling_group.batch_params)
         packed = clock()
-        ids = greedy_step.run()
+        ids = sampled_step.run()
         self.num_forwards += 1
         forwarded = clock()
         times.pack += packed - started

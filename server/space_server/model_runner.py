@@ -13,8 +13,8 @@ from space_model.encoder.prompt_pooling import PromptPooling
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.heads import DraftHeadWeights
 from space_model.model_facts import ModelFacts
-from space_model.networks.greedy_step import GreedyStep
 from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
+from space_model.networks.sampled_step import SampledStep
 from space_model.recurrent_head import RecurrentHead
 from torch import Tensor
 
@@ -200,8 +200,8 @@ class StepModel(Protocol):
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """Return [R, hidden] after the final norm."""
 
-    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> GreedyStep | None:
-        """Return what computes greedy steps without masks in one call; None: this model has no such call."""
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> SampledStep | None:
+        """Return what computes and samples steps without masks in one call; None: this model has no such call."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32."""

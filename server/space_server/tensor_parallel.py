@@ -405,7 +405,7 @@ class TensorParallelLeader:
         with self._sending(lambda: self._writer.rows(batch.segments, len(batch.ids))):
             return self._model.forward(batch, kv)
 
-    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
         """Return None: ranks compute layer after layer."""
 
     def logits(self, hidden: Tensor) -> Tensor:

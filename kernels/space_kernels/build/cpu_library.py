@@ -485,8 +485,8 @@ class CpuLibrary:
         self.swiglu_backward = function("swiglu_backward", place, place, place, number, place, place, c_int)
         step = POINTER(NetworkStruct), rows, POINTER(BuffersStruct)
         self.forward = function("forward", *step, c_int, result=c_bool)
-        head = POINTER(LinearStruct), POINTER(LogitsStruct), place, place
-        self.forward_greedy = function("forward_greedy", *step, *head, c_int, result=c_int64)
+        head = POINTER(LinearStruct), POINTER(LogitsStruct), POINTER(SamplingStruct), place, place
+        self.forward_sampled = function("forward_sampled", *step, *head, c_int, result=c_int64)
 
 
 @cache

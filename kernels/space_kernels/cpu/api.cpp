@@ -64,9 +64,10 @@ bool EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* bu
     return forward(*network, *rows, *buffers, num_threads);
 }
 
-int64_t EXPORT(forward_greedy)(const Network* network, const Rows* rows, const Buffers* buffers, const Linear* head,
-                               const Logits* logits, int64_t* ids, bool* valid, int num_threads) {
-    return forward_greedy(*network, *rows, *buffers, *head, *logits, ids, valid, num_threads);
+int64_t EXPORT(forward_sampled)(const Network* network, const Rows* rows, const Buffers* buffers, const Linear* head,
+                                const Logits* logits, const Sampling* sampling, int64_t* ids, bool* valid,
+                                int num_threads) {
+    return forward_sampled(*network, *rows, *buffers, *head, *logits, sampling, ids, valid, num_threads);
 }
 
 bool EXPORT(experts)(const Experts* weights, const ExpertRows* rows, int num_threads) {

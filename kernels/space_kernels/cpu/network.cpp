@@ -185,11 +185,12 @@ bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_thr
     return true;
 }
 
-int64_t forward_greedy(const Network& net, const Rows& rows, const Buffers& b, const Linear& head, const Logits& logits,
-                       int64_t* ids, bool* valid, int num_threads) {
+int64_t forward_sampled(const Network& net, const Rows& rows, const Buffers& b, const Linear& head,
+                        const Logits& logits, const Sampling* sampling, int64_t* ids, bool* valid, int num_threads) {
     if (!forward(net, rows, b, num_threads)) return -1;
     multiply(head, {b.normed, logits.rows, net.hidden, logits.values, logits.stride, true, Then::NOTHING}, num_threads);
-    argmax(logits, ids, valid, num_threads);
+    if (sampling) sample(logits, *sampling, ids, valid, num_threads);
+    else argmax(logits, ids, valid, num_threads);
     return std::count(valid, valid + logits.rows, true);
 }
 

@@ -66,10 +66,11 @@ struct Buffers {  // [rows, …]
 // range.
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
-// `forward`, then the head of the first `logits.rows` rows into `logits`, and the greatest id of each of these rows.
-// Returns how many of them are valid (see argmax); -1, without computing, if an id or a mask is out of range.
-int64_t forward_greedy(const Network& network, const Rows& rows, const Buffers& buffers, const Linear& head,
-                       const Logits& logits, int64_t* ids, bool* valid, int num_threads);
+// `forward`, then the head of the first `logits.rows` rows into `logits`, and the id that each of these rows samples;
+// without `sampling` its greatest. Returns how many of them are valid (see argmax); -1, without computing, if an id or a
+// mask is out of range.
+int64_t forward_sampled(const Network& network, const Rows& rows, const Buffers& buffers, const Linear& head,
+                        const Logits& logits, const Sampling* sampling, int64_t* ids, bool* valid, int num_threads);
 
 // The whole matmul, by num_threads threads; A·x of gated rows first.
 void multiply(const Linear& w, const Matmul& p, int num_threads);

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from space_kernels.build.cpu_library import CpuLibrary, LogitsStruct, SamplingStruct, cpu_library
+from space_kernels.paging.step_rows import Ints
 from space_kernels.sampling.noise import GUMBEL_MAX, GUMBEL_MIN, gumbel_of_bits, random_bits, row_streams
 from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow, SamplingRows, TokenListTensors
 from space_kernels.sampling.sampling_params import TokenCounts as TokenCounts
@@ -425,20 +426,28 @@ def _sample(
         batch_params = list(batch_params)
         for number in typical:
             batch_params[number] = SamplingParams(key=batch_params[number].key)  # only the noise is left to add
+    at = np.array(positions, dtype=np.int64)
+    struct, _arrays = sampling_struct(batch_params, at)
+    ids, valid = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
+    library.sample(
+        byref(_struct(logits, _NO_IDS)), byref(struct), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads()
+    )
+    return ids, valid
+
+
+def sampling_struct(
+    batch_params: Sequence[SamplingParams], positions: Ints
+) -> tuple[SamplingStruct, tuple[np.ndarray, ...]]:
+    """Return the C struct of each row's parameters, none of them with typical-p, and the arrays that it points to.
+    positions [N] int64, contiguous: of the sampled tokens; the struct points to it."""
     sampled = np.array([not params.greedy for params in batch_params])
     divisors = np.array([params.divisor for params in batch_params], dtype=np.float32)
     top_k = np.array([params.top_k for params in batch_params], dtype=np.int64)
     top_p = np.array([params.top_p for params in batch_params], dtype=np.float64)
     log_min_p = np.array([math.log(p.min_p) if p.min_p > 0 else _NEVER for p in batch_params], dtype=np.float64)
     keys = np.array([params.key for params in batch_params], dtype=np.int64)
-    at = np.array(positions, dtype=np.int64)
-    arrays = (sampled, divisors, top_k, top_p, log_min_p, keys, at)
-    ids, valid = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.bool)
-    struct = SamplingStruct(*(array.ctypes.data for array in arrays))
-    library.sample(
-        byref(_struct(logits, _NO_IDS)), byref(struct), ids.data_ptr(), valid.data_ptr(), torch.get_num_threads()
-    )
-    return ids, valid
+    arrays = (sampled, divisors, top_k, top_p, log_min_p, keys, positions)
+    return SamplingStruct(*(array.ctypes.data for array in arrays)), arrays
 
 
 def best_of(library: CpuLibrary, logits: Tensor, banned_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:

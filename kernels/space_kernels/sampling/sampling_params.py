@@ -188,6 +188,7 @@ class BatchSamplingParams(tuple[SamplingParams, ...]):
         self.edits = any(params.edits for params in batch_params)
         self.divides = any(params.divisor != 1.0 for params in batch_params)
         self.truncates = any(params.truncates for params in batch_params)
+        self.is_typical = any(params.truncates and params.typical_p < 1.0 for params in batch_params)
         self.samples = not all(params.greedy for params in batch_params)
         self.keys = np.array([params.key for params in batch_params], dtype=np.int64)
 

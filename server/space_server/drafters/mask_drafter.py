@@ -61,9 +61,10 @@ class SamplingGroup:
         return all(sequence.adapter == adapter and sequence.grammar is None for sequence in self.sequences)
 
     @cached_property
-    def is_only_greedy(self) -> bool:
-        """Whether nothing but the greatest id of each row is wanted: no log-probabilities, pooling, LoRA or grammar."""
-        return self.batch_params.is_plain_argmax and not any(
+    def fits_one_call(self) -> bool:
+        """Whether nothing but an id of each row is wanted, sampled from its logits as they are: no penalties, lists,
+        typical-p, log-probabilities, pooling, LoRA or grammar."""
+        return not (self.batch_params.edits or self.batch_params.is_typical) and not any(
             one.num_logprobs is not None
             or one.num_prompt_logprobs is not None
             or one.pooling is not None

@@ -93,7 +93,7 @@ class ScriptedModel:
         """Pages without a layer in them."""
         return PagedKV([], [], num_blocks, block_size)
 
-    def greedy_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
         """It has no such call."""
 
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:

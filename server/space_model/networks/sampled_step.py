@@ -1,4 +1,4 @@
-"""A greedy step without masks in one compiled call: network, head, and the greatest id of each row.
+"""A step without masks in one compiled call: network, head, and the id that each row samples.
 
 Between two steps of a model that does not fit the processor's caches, everything that the host reads comes from memory.
 So nothing is allocated, and the arrays of the last step serve the next, in which most sequences only advance by an id.
@@ -17,6 +17,8 @@ from space_kernels.attention.cpu_backend import rows_struct
 from space_kernels.build.cpu_library import LogitsStruct
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.paging.step_rows import Ints
+from space_kernels.sampling.sampler import sampling_struct
+from space_kernels.sampling.sampling_params import BatchSamplingParams
 from torch import Tensor
 
 from space_model.geometry.draft_layout import DraftLayout
@@ -33,9 +35,9 @@ _SPARE_PAGES = 16
 _CPU = torch.device("cpu")
 
 
-class GreedyStep:
-    """Steps of a compiled network whose rows, all of them chain rows, sample the greatest id that is not banned.
-    `pack`, then `run`. A row's result has the bits of the network's forward pass, its head and `argmax`."""
+class SampledStep:
+    """Steps of a compiled network whose rows, all of them chain rows, sample an id that is not banned. `pack`, then
+    `run`. A row's result has the bits of the network's forward pass, its head and `sample_rows`."""
 
     def __init__(self, network: CompiledLlama, head: CompiledLinear, vocab_size: int, kv: PagedKV, banned: Tensor):
         """`head`: [V and padding, hidden], whose results are the logits; `banned` [B] int64. Raises ValueError for a
@@ -44,18 +46,20 @@ class GreedyStep:
         if library is None:
             raise ValueError("Ranks compute a network layer after layer.")
         self._network, self._head, self._kv, self._banned = network, head, kv, banned
-        self._forward, self._vocab_size = library.forward_greedy, vocab_size
+        self._forward, self._vocab_size = library.forward_sampled, vocab_size
         self._rows: _Rows | None = None
 
-    def pack(self, segments: Sequence[Segment]) -> None:
+    def pack(self, segments: Sequence[Segment], sampling: BatchSamplingParams) -> None:
         """Lay out the rows of the next `run`: at most MOST_ROWS. Their layouts have no masks, and no LoRA acts on them.
+        `sampling`: of each segment, without edits and typical-p; the same object as long as nothing changes in it.
         Every row's position must be within `pages`; else a ValueError names the first segment."""
         counts = [len(segment.ids) for segment in segments]
         block_size = self._kv.block_size
         rows = self._rows
-        if rows is None or rows.counts != counts or rows.num_pages < max(len(one.pages) for one in segments):
-            rows = self._rows = self._laid_out(segments, counts)
-        ids, starts, pages = rows.ids, rows.starts, rows.pages
+        most = max([len(one.pages) for one in segments])
+        if rows is None or rows.counts != counts or rows.sampling is not sampling or rows.num_pages < most:
+            rows = self._rows = self._laid_out(most, counts, sampling)
+        ids, starts, pages, positions = rows.ids, rows.starts, rows.pages, rows.positions
         first = farthest = 0
         for number, segment in enumerate(segments):
             start, count = segment.start, counts[number]
@@ -68,6 +72,8 @@ class GreedyStep:
                 ids[first] = segment.ids[0]
             else:
                 ids[first : first + count] = [*segment.ids]
+            if positions is not None:
+                positions[first : first + count] = range(start + 1, start + count + 1)
             first += count
             farthest = max(farthest, start + count)
         rows.num_positions = farthest
@@ -83,21 +89,35 @@ class GreedyStep:
             raise unknown_id(network)
         return rows.chosen[:] if num_valid == len(rows.chosen) else None
 
-    def _laid_out(self, segments: Sequence[Segment], counts: list[int]) -> _Rows:
+    def _laid_out(self, most_pages: int, counts: list[int], sampling: BatchSamplingParams) -> _Rows:
         """Return rows in these numbers; all of the segments are still to be filled in."""
-        most = max(len(segment.pages) for segment in segments)
         runs = tuple(((count, DraftLayout.plain(), None, None), len([*alike])) for count, alike in groupby(counts))
-        return _Rows(self, batch_pattern(runs, (), (), _CPU), counts, most + _SPARE_PAGES)
+        return _Rows(self, batch_pattern(runs, (), (), _CPU), counts, sampling, most_pages + _SPARE_PAGES)
 
 
 class _Rows:
     """The rows of consecutive steps with equal numbers of rows, and the buffers of their computation."""
 
-    def __init__(self, step: GreedyStep, pattern: BatchPattern, counts: list[int], num_pages: int) -> None:
+    def __init__(
+        self,
+        step: SampledStep,
+        pattern: BatchPattern,
+        counts: list[int],
+        sampling: BatchSamplingParams,
+        num_pages: int,
+    ) -> None:
         num_rows, num_sequences = pattern.rows.num_chain_rows, len(counts)
         if num_rows > MOST_ROWS:
-            raise ValueError(f"A greedy step has at most {MOST_ROWS} rows; got {num_rows}.")
-        self.counts, self.num_pages, self.num_positions = counts, num_pages, 0
+            raise ValueError(f"A step in one call has at most {MOST_ROWS} rows; got {num_rows}.")
+        self.counts, self.sampling, self.num_pages, self.num_positions = counts, sampling, num_pages, 0
+        self.positions: Ints | None = None  # of the sampled tokens; None: the greatest ids are wanted
+        samples: Any = None
+        arrays: tuple[np.ndarray[Any, Any], ...] = ()
+        if not sampling.is_plain_argmax:
+            self.positions = np.zeros(num_rows, dtype=np.int64)
+            of_rows = [params for params, count in zip(sampling, counts, strict=True) for _ in range(count)]
+            struct, arrays = sampling_struct(of_rows, self.positions)
+            samples = byref(struct)
         self.ids, self.chosen = (c_int64 * num_rows)(), (c_int64 * num_rows)()
         self.starts = (c_int64 * num_sequences)()
         self.pages: list[Sequence[int] | Ints | None] = [None] * num_sequences  # as `_table` has them
@@ -112,10 +132,10 @@ class _Rows:
             values.data_ptr(), num_rows, head.out_features, step._vocab_size, banned.data_ptr(), len(banned)
         )
         self.arguments: tuple[Any, ...] = (
-            *(byref(rows), byref(buffers), byref(head.struct), byref(logits)),
+            *(byref(rows), byref(buffers), byref(head.struct), byref(logits), samples),
             *(addressof(self.chosen), addressof(valid)),
         )
-        self._held = pattern, tensors, values, valid, banned  # what the structs point to
+        self._held = pattern, tensors, values, valid, banned, arrays  # what the structs point to
 
     def take_pages(self, number: int, pages: Sequence[int] | Ints) -> None:
         """Write the pages of a sequence into the table. An array of pages never changes; a list may have grown."""
