@@ -59,6 +59,7 @@ CLIENTS = (
     Client("dspy", "check_dspy.py", "dspy.txt"),
     Client("open-webui", "check_open_webui.py", "open-webui.txt"),
     Client("guidellm", "check_guidellm.py", "guidellm.txt", shared=True),
+    Client("sentence-transformers", "encoders/check_embeddings.py", "sentence-transformers.txt", shared=True),
     Client("vercel-ai", "check_vercel.mjs", packages="vercel"),
     Client("claude-code", "check_claude_code.py", packages="agents", is_agent=True),
     Client("codex", "check_codex.py", packages="agents", is_agent=True),

@@ -158,7 +158,8 @@ def test_nodes_packages_are_pinned_by_their_hashes_and_not_by_an_address() -> No
 def test_each_client_of_the_table_has_its_pins_and_its_script() -> None:
     table = (CLIENTS / "run.py").read_text(encoding="utf-8")
     named = re.findall(
-        r'^    Client\("[a-z0-9-]+", "([a-z_]+\.m?[a-z]+)"(?:, "([a-z0-9.-]+\.txt)")?', table, re.MULTILINE
+        r'^    Client\("[a-z0-9-]+", "([a-z_/]+\.m?[a-z]+)"(?:, "([a-z0-9.-]+\.txt)")?', table, re.MULTILINE
     )
-    assert {script for script, _ in named} == {file.name for file in CLIENTS.glob("check_*")}
+    scripts = {file.relative_to(CLIENTS).as_posix() for file in CLIENTS.rglob("check_*")}
+    assert {script for script, _ in named} == scripts
     assert {pins for _, pins in named if pins} == {file.name for file in (CLIENTS / "requirements").glob("*.txt")}

@@ -15,7 +15,7 @@ _ESCAPE = (
 _IN_CLASS = re.compile(rf"(?P<escape>{_ESCAPE})|(?P<end>\])|(?P<other>.)", re.DOTALL)
 _PARTS = re.compile(
     rf"(?P<escape>{_ESCAPE})|(?P<all>\[\^\])|(?P<none>\[\])|(?P<class>\[\^?)|(?P<dot>\.)|(?P<quantifier>"
-    r"\{\d+(?:,\d*)?\}\??|[*+?]\??)|(?P<group>\((?:\?(?::|P?<[A-Za-z_]\w*>|[a-z]*(?:-[a-z]+)?[:)]|<?[=!]))?)"
+    r"\{\d+(?:,\d*)?\}\??|[*+?]\??)|(?P<group>\((?:\?(?::|P?<[A-Za-z_]\w*>|<?[=!]))?)"
     r"|(?P<close>\))|(?P<bar>\|)|(?P<start>\^)|(?P<stop>\$)|(?P<other>.)",
     re.DOTALL,
 )
@@ -54,8 +54,7 @@ def _parts(pattern: str) -> list[tuple[str, str]]:
         elif kind == "group":
             if text in _NOT_REGULAR or (text == "(" and pattern.startswith("?", place)):
                 raise ValueError(text)
-            kind = "other" if text.endswith(")") else kind  # flags for what follows
-            depth += kind == "group"
+            depth += 1
         elif kind == "close":
             depth -= 1
         elif kind == "quantifier" and (not parts or parts[-1][0] in ("group", "bar", "start", "stop", "quantifier")):
@@ -95,8 +94,10 @@ def _class(pattern: str, place: int, written: str) -> tuple[str, int]:
 def _escaped(text: str) -> str:
     """Return an escaped character, or a set of characters, as Rust writes it. Raises ValueError."""
     name = text[1]
-    if text in _SHARED or (name in "pP" and len(text) > 2):
+    if text in _SHARED:
         return text
+    if name in "pP":
+        return _property(text)
     if name == "u" and len(text) == 12:
         return _code(ord(bytes.fromhex(text[2:6] + text[8:]).decode("utf-16-be")))
     if name in "ux" and len(text) > 2:
@@ -111,6 +112,47 @@ def _escaped(text: str) -> str:
     if name in "bBkc123456789":
         raise ValueError(text)  # a word's edge, or a reference to a group
     return text if name in r"\^$.*+?()[]{}|/-" else re.escape(name)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\S+", text))
+
+
+_CATEGORIES = _words(
+    "C Other Cc Control cntrl Cf Format Cn Unassigned Co Private_Use L Letter LC Cased_Letter Ll Lowercase_Letter Lm "
+    "Modifier_Letter Lo Other_Letter Lt Titlecase_Letter Lu Uppercase_Letter M Mark Combining_Mark Mc Spacing_Mark Me "
+    "Enclosing_Mark Mn Nonspacing_Mark N Number Nd Decimal_Number digit Nl Letter_Number No Other_Number P Punctuation "
+    "punct Pc Connector_Punctuation Pd Dash_Punctuation Pe Close_Punctuation Pf Final_Punctuation Pi "
+    "Initial_Punctuation Po Other_Punctuation Ps Open_Punctuation S Symbol Sc Currency_Symbol Sk Modifier_Symbol Sm "
+    "Math_Symbol So Other_Symbol Z Separator Zl Line_Separator Zp Paragraph_Separator Zs Space_Separator"
+)
+_BINARY = _words(
+    "ASCII ASCII_Hex_Digit AHex Alphabetic Alpha Any Assigned Bidi_Control Bidi_C Bidi_Mirrored Bidi_M Case_Ignorable "
+    "CI Cased Changes_When_Casefolded CWCF Changes_When_Casemapped CWCM Changes_When_Lowercased CWL "
+    "Changes_When_Titlecased CWT Changes_When_Uppercased CWU Dash Default_Ignorable_Code_Point DI Deprecated Dep "
+    "Diacritic Dia Emoji Emoji_Component EComp Emoji_Modifier EMod Emoji_Modifier_Base EBase Emoji_Presentation EPres "
+    "Extended_Pictographic ExtPict Extender Ext Grapheme_Base Gr_Base Grapheme_Extend Gr_Ext Hex_Digit Hex "
+    "IDS_Binary_Operator IDSB IDS_Trinary_Operator IDST ID_Continue IDC ID_Start IDS Ideographic Ideo Join_Control "
+    "Join_C Logical_Order_Exception LOE Lowercase Lower Math Noncharacter_Code_Point NChar Pattern_Syntax Pat_Syn "
+    "Pattern_White_Space Pat_WS Quotation_Mark QMark Radical Regional_Indicator RI Sentence_Terminal STerm Soft_Dotted "
+    "SD Terminal_Punctuation Term Unified_Ideograph UIdeo Uppercase Upper Variation_Selector VS White_Space space "
+    "XID_Continue XIDC XID_Start XIDS"
+)
+"""Names that JavaScript has, as it spells them: it takes no other spelling, while Rust ignores case and underscores."""
+_SCRIPT = re.compile(
+    r"(?:Script|sc|Script_Extensions|scx)=(?!Unknown|Zzzz)(?:[A-Z][a-z]+(?:_[A-Z][a-z]+)*|SignWriting)"
+)
+
+
+def _property(text: str) -> str:
+    """Return `\\p{...}` or `\\P{...}` as Rust writes it. Raises ValueError for what one of the two does not have."""
+    name = text[3:-1]
+    category = re.sub(r"^(?:General_Category|gc)=", "", name)
+    if category in _CATEGORIES:
+        return f"{text[:2]}{{gc={category}}}"
+    if name in _BINARY or _SCRIPT.fullmatch(name):
+        return text
+    raise ValueError(text)
 
 
 def _code(code: int) -> str:

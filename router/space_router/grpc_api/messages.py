@@ -166,14 +166,15 @@ async def read(
         if num_top is not None:  # two fields in a chat body
             values |= {"logprobs": True, "top_logprobs": num_top}
         talk = await service.validated(ChatBody, values, CHAT_NEUTRAL)
-        tools = chat.tools_of(builder, talk)
+        tools = await service.text_pool.run(builder.key, size, chat.tools_of, builder, talk)
         await service.checked(tools.grammar, "tools" if tools.shown else talk.grammar_field)
         made = await service.text_pool.run(builder.key, size, chat.plan, builder, talk, tools)
         unscored = talk.model_copy(update={"logprobs": None})  # events have their own form of logprobs
         model = service.name_of(made, talk.model)
         return Asked(request, made, chat.ChatAnswer(service.text.tokenizer, unscored, made, model, tools))
     body = await service.validated(CompletionBody, values, COMPLETION_NEUTRAL)
-    grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
+    wanted = await service.text_pool.run(builder.key, size, body.wanted_grammar)
+    grammar = await service.checked(wanted, body.grammar_field)
     made = await service.text_pool.run(builder.key, size, completions.plan, builder, body, grammar)
     return Asked(request, made, None)
 

@@ -94,6 +94,10 @@ class Received(NamedTuple):
     size: int  # bytes
 
 
+LONG_JSON = 256 * 1024
+"""Body size in bytes from which a thread parses it."""
+
+
 async def read_object(request: Request, config: ServeConfig) -> Received:
     """Return the JSON object in the body; later calls return the same object.
 
@@ -115,7 +119,9 @@ async def read_object(request: Request, config: ServeConfig) -> Received:
         raise SlowRequest(
             f"The body did not come within {config.receive_timeout:g} s. Send it faster, or raise `--receive-timeout`."
         ) from None
-    value = parse_json(content, config.max_json_depth)
+    long = len(content) >= LONG_JSON  # its depth alone takes the event loop tens of milliseconds
+    most = config.max_json_depth
+    value = await asyncio.to_thread(parse_json, content, most) if long else parse_json(content, most)
     if not isinstance(value, dict):
         raise InvalidRequest(f"The body must be a JSON object; got {short_repr(value)}.")
     received = request.scope["spaceserve.body"] = Received(value, len(content))

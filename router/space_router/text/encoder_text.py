@@ -127,7 +127,6 @@ class EncoderText:
         return found
 
     def _cleaned(self, text: str) -> str:
-        text = text.strip()
         return text.lower() if self.lowers else text
 
     def _cut(self, first: str, second: str | None, most: int, *, special: bool) -> tokenizers.Encoding:

@@ -27,8 +27,7 @@ def encoder(folder: Path) -> TextEncoder:
 
 
 def ids_of(folder: Path, *texts: str) -> list[int]:
-    stripped = [text.strip() for text in texts]
-    found: list[int] = tokenizer_of(folder)(*stripped, truncation=True, max_length=WINDOW)["input_ids"]
+    found: list[int] = tokenizer_of(folder)(*texts, truncation=True, max_length=WINDOW)["input_ids"]
     return found
 
 

@@ -37,6 +37,9 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         (r"^[\w-.][a-\d]$", ["--", ".a", "x1"], ["b"]),
         ("^[]?x$", ["x"], ["]x"]),
         (r"^[\b]$", ["\b"], ["b"]),
+        (r"^\p{Letter}\p{Script=Greek}\p{sc=Grek}$", ["éαβ", "ααα"], ["1αβ", "éab"]),
+        (r"^\p{Lu}\p{gc=Ll}\P{General_Category=Uppercase_Letter}$", ["Éé1"], ["éÉ1", "ÉéA"]),
+        (r"^[\p{Nd}_][^\p{White_Space}]\p{scx=Hira}$", ["٣xあ", "_1ー"], ["x1あ", "3 あ"]),
     ],
 )
 def test_patterns_are_javascript_s(pattern: str, right: list[str], wrong: list[str]) -> None:
@@ -59,6 +62,9 @@ def test_a_pattern_that_means_the_same_in_both_languages_is_left_alone() -> None
         ("^(?:^a)?b", True), ("(a$)?", True), ("(a$|b)c", True), ("a(^b|c)", True), ("(a(b$|c)|d)", False),
         ("^(?1)$", True), ("(", True), (")", True), ("a[", True), (r"\uD83D", True), ("\\", True),
         ("(?=a)", True), (r"\bword", True), (r"(a)\1", True), (r"(?<n>a)\k<n>", True),
+        ("(?i)a", True), ("(?i:a)", True), ("(?s:.)", True), ("(?-u)a", True), (r"\p{letter}", True), (r"\pL", True),
+        (r"\p{Greek}", True), (r"\p{Script=greek}", True), (r"\p{Cs}", True), (r"\p{age=6.0}", True),
+        (r"\p{RGI_Emoji}", True), (r"[\p{sc=Zzzz}]", True), (r"\p{^L}", True), (r"\p{SC=Grek}", True),
     ],
 )  # fmt: skip
 def test_patterns_that_the_library_cannot_take_are_left_open(pattern: str, is_open: bool) -> None:

@@ -13,6 +13,9 @@ from space_common.json_places import JSON, JsonPlaces, PlaceState
 from space_common.worker.client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
+from space_router.text.json_places import places_of_calls
+from space_router.text.tool_calls import calls_only
+from space_router.text.tool_parsers.formats import FORMATS
 from space_server.grammar import Grammars, TokenVocabulary
 from space_server.worker import Worker
 
@@ -60,6 +63,34 @@ GRAMMARS = {
         json_places=JsonPlaces((PlaceState(((tuple(b"="), JSON),)),)).to_json(),
     ),
 }
+TOOLS: dict[str, dict[str, Any]] = {
+    "book": {
+        "type": "object",
+        "properties": {
+            "to": {"type": "string"},
+            "class": {"enum": ["economy", 3, None]},
+            "bags": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2},
+            "paid": {"type": "boolean"},
+        },
+        "required": ["to", "class", "bags", "paid"],
+    },
+    "now": {"type": "object", "properties": {}},
+}
+NOTATIONS = ("pythonic", "olmo3", "lfm2", "gemma4", "minimax_m3")
+
+
+def calls_of(name: str) -> pb.Grammar:
+    """Required calls in a format's notation; its markers are ids of the vocabulary's end."""
+    known = FORMATS[name]
+    assert known.layout is not None
+    assert known.layout.notation is not None
+    ids = {marker: 319 - place for place, marker in enumerate(known.markers)}
+    source = calls_only(known.layout, TOOLS, ids.get, many=True)
+    places = places_of_calls(known.layout, TOOLS, ids.get).to_json()
+    return pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, source=source, json_places=places)
+
+
+GRAMMARS |= {name: calls_of(name) for name in NOTATIONS}
 SAMPLINGS = {
     "greedy": {},
     "seeded": {"seed": 11, "temperature": 1.0},
@@ -127,6 +158,9 @@ AT_EVERY_CHANGE = {
     ("keys", "seeded", 5, "masks"),
     ("arguments", "edited", 3, "masks"),
     ("arguments", "greedy", 5, "oracle"),
+    ("pythonic", "greedy", 3, "half right"),
+    ("gemma4", "greedy", 5, "masks"),
+    ("minimax_m3", "seeded", 3, "half right"),
 }
 CELLS = [
     pytest.param(*cell, marks=() if cell in AT_EVERY_CHANGE else pytest.mark.slow)

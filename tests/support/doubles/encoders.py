@@ -134,7 +134,7 @@ def expected_vectors(folder: Path, texts: Sequence[str], name: str) -> Tensor:
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for text in texts:
-        ids = torch.tensor([tokenizer(text.strip(), truncation=True, max_length=WINDOW)["input_ids"]])
+        ids = torch.tensor([tokenizer(text, truncation=True, max_length=WINDOW)["input_ids"]])
         with torch.no_grad():
             hidden = model(ids).last_hidden_state[0]  # [N, D]
         found.append(_expected(folder, family, hidden))

@@ -68,7 +68,7 @@ def routes(service: Service) -> APIRouter:
         body, size = await read(request, MessagesBody)
         builder = service.builder(key_of(request))
         try:
-            tools = tools_of(builder, body)
+            tools = await service.text_work(request, size, tools_of, builder, body)
             await service.checked(tools.grammar, "tools" if tools.shown else "output_config")
             made = await service.text_work(request, size, plan, builder, body, tools)
         except InvalidRequest as error:

@@ -506,7 +506,7 @@ def routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         body, size = await service.read(request, ChatBody, CHAT_NEUTRAL)
         builder = service.builder(key_of(request))
-        tools = tools_of(builder, body)
+        tools = await service.text_work(request, size, tools_of, builder, body)
         await service.checked(tools.grammar, "tools" if tools.shown else body.grammar_field)
         made = await service.text_work(request, size, plan, builder, body, tools)
         reply = ChatAnswer(service.text.tokenizer, body, made, service.name_of(made, body.model), tools)

@@ -114,7 +114,8 @@ def routes(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continue a text."""
         body, size = await service.read(request, CompletionBody, COMPLETION_NEUTRAL)
-        grammar = await service.checked(body.wanted_grammar(), body.grammar_field)
+        wanted = await service.text_work(request, size, body.wanted_grammar)
+        grammar = await service.checked(wanted, body.grammar_field)
         made = await service.text_work(request, size, plan, service.builder(key_of(request)), body, grammar)
         reply = CompletionAnswer(service.text.tokenizer, body, made, service.name_of(made, body.model))
         return await service.respond(request, reply, stream=bool(body.stream))

@@ -439,7 +439,7 @@ def routes(service: Service) -> APIRouter:
         builder = service.builder(key)
         try:
             known = known_tools(builder, body)
-            tools = tools_of(builder, body, known)
+            tools = await service.text_work(request, received.size, tools_of, builder, body, known)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
             made = await service.text_work(request, received.size, plan, builder, body, tools)
         except InvalidRequest as error:

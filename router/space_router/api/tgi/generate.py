@@ -336,7 +336,8 @@ def routes(service: Service) -> APIRouter:
     async def respond(request: Request, model: type[BodyT], *, stream: bool) -> Response:
         body, size = await service.read(request, model)
         options = validate(GenerateParameters, body.parameters or {}, GENERATE_NEUTRAL)
-        wanted = None if options.grammar is None else tgi_grammar(options.grammar)
+        given = options.grammar
+        wanted = None if given is None else await service.text_work(request, size, tgi_grammar, given)
         grammar = await service.checked(wanted, "grammar")
         builder = service.builder(key_of(request))
         stream = stream or (isinstance(body, CompatBody) and bool(body.stream))

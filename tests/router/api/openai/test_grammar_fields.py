@@ -14,6 +14,7 @@ from doubles.router.whole_router import Start
 from space_common.grammar import GrammarProcess, _bytes_and, compile_grammar
 from space_proto import worker_pb2
 from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, json_schema_grammar, lark_grammar, tgi_grammar
+from space_router.api.json_schema import enforceable
 from space_router.api.openai import completions
 from space_router.api.openai.fields import COMPLETION_NEUTRAL, CompletionBody
 from space_router.api.schema_parts import parts_to_try
@@ -331,3 +332,24 @@ async def test_what_would_fail_within_a_text_is_refused_before_it() -> None:
         assert why is not None
         assert reason in why
     assert await check.why_not(json_schema_grammar(optional(1333), "response_format")) is None
+
+
+async def test_a_long_schema_does_not_hold_the_event_loop(router: Any) -> None:
+    inner = {f"q{number}": {"anyOf": [{"pattern": "^[a-z]{1,4}$"}, {"maxLength": 3}]} for number in range(10)}
+    schema = {"properties": {f"p{number}": {"properties": inner, "required": ["q1"]} for number in range(500)}}
+    content = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
+    begun = time.monotonic()
+    enforceable(schema, "structured_outputs", strict=False)
+    walk = time.monotonic() - begun
+    pauses: list[float] = []
+    while len(pauses) < 5 and min(pauses, default=walk) >= walk / 2:  # the machine itself may stop now and then
+        asked = asyncio.create_task(
+            router.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        )
+        longest, last = 0.0, time.monotonic()
+        while not asked.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert "at most 262144" in (await asked).json()["error"]["message"]
+        pauses.append(longest)
+    assert min(pauses) < walk / 2, (pauses, walk)
