@@ -171,6 +171,9 @@ class NoWeights:
     def allocate_kv(self, num_blocks: int, block_size: int, room: StateRoom = USUAL_ROOM) -> PagedKV:
         return PagedKV([], [], num_blocks, block_size)
 
+    def sampled_step(self, kv: PagedKV, banned_ids: object) -> None:
+        """Return None: it has no such call."""
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a simulated model has no {name}: it never runs")
 

@@ -18,6 +18,7 @@ from space_kernels.paging.attention_plan import KEY_BLOCK
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch
 from space_model.networks.network import USUAL_ROOM, PagedKV, StateRoom
+from space_model.networks.sampled_step import SampledStep
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.drafts import DraftSources
@@ -53,8 +54,23 @@ class WatchedModel:
         self.batches.append(batch)
         return self._model.forward(batch, kv)
 
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> CountedStep | None:
+        step = self._model.sampled_step(kv, banned_ids)
+        return None if step is None else CountedStep(step, self)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class CountedStep:
+    """Steps in one call, each a forward pass of the model."""
+
+    def __init__(self, step: SampledStep, model: WatchedModel) -> None:
+        self._step, self._model, self.pack = step, model, step.pack
+
+    def run(self) -> list[int] | None:
+        self._model.num_forwards += 1
+        return self._step.run()
 
 
 def fill_with_nan(kv: PagedKV, kept: Iterable[tuple[int, int]]) -> None:

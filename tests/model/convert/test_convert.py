@@ -23,8 +23,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    XGLMConfig,
-    XGLMForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
 )
 
 VOCAB = 32003  # the released Vicuna-7B SPACE model: 32000, and three added ids of which the last is the mask
@@ -365,11 +365,11 @@ def test_an_adapter_follows_its_base_into_other_files_and_not_to_another_base(tm
 
 
 def test_a_checkpoint_of_a_family_that_is_not_served_is_not_called_ready(tmp_path, capsys) -> None:
-    config = XGLMConfig(vocab_size=40, d_model=16, ffn_dim=16, num_layers=1, attention_heads=2)
-    source = publish(XGLMForCausalLM(config), tmp_path / "src")
+    config = OpenAIGPTConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=2)
+    source = publish(OpenAIGPTLMHeadModel(config), tmp_path / "src")
     (source / "tokenizer.json").write_text("{}")
     assert main([str(source), str(tmp_path / "dst")]) == 1
-    assert "is not ready: XGLMForCausalLM computes its attention by itself" in capsys.readouterr().err
+    assert "is not ready: OpenAIGPTLMHeadModel computes its attention by itself" in capsys.readouterr().err
 
 
 def test_what_names_code_stays_behind_with_the_code(released, tmp_path, capsys) -> None:

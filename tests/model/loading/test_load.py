@@ -143,7 +143,7 @@ def test_a_low_rank_draft_head_is_read_and_an_absent_form_is_the_mlp(copy_of: Ca
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 2.0}}, "by 'ntk'"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}, "are LlamaForCausalLM: .* Use a checkpoint of Llama"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}, "brings .auto_map .* is never run"),
-        ({"model_type": "xglm", "head_dim": None}, "XGLMForCausalLM computes its attention by itself"),
+        ({"model_type": "openai-gpt"}, "OpenAIGPTLMHeadModel computes its attention by itself"),
         ({"model_type": "gpt_oss"}, "for which GptOssForCausalLM has no place"),
         ({"model_type": "kimi_linear"}, "linear_attention layers"),
         ({"model_type": "t5"}, "no causal language models"),

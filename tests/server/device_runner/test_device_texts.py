@@ -160,6 +160,9 @@ class Whispering:
     def recurrent_head_of(self, adapter: int | None) -> None:
         return None
 
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> None:
+        return None
+
     def forward(self, batch: ForwardBatch, kv: PagedKV) -> Tensor:
         """[R, hidden+1]: behind each row the id to predict, 0 for none."""
         hidden = self._model.forward(batch, kv)
