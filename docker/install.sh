@@ -259,8 +259,19 @@ $(cat "$log")"
 
 log=$(mktemp)
 lockdir=$venv.lock
-trap 'rm -f "$log" "$own_lock"' EXIT
-trap 'printf "\n"; say "interrupted; run it again to go on."; exit 130' INT TERM
+locked=""
+leave() {
+    local status=$?
+    rm -rf "$log" "$own_lock" "$locked"
+    case $status in
+        130 | 143) # 143: a stage that was stopped by the same signal ended first
+            { printf "\n" && say "interrupted; run it again to go on."; } || true
+            exit 130
+            ;;
+    esac
+}
+trap leave EXIT
+trap 'exit 130' INT TERM
 
 if [ -z "$stages" ] && is_complete >/dev/null; then
     exit 0
@@ -278,7 +289,7 @@ until mkdir "$lockdir" 2>/dev/null; do
     sleep 2
 done
 echo $$ >"$lockdir/pid"
-trap 'rm -rf "$log" "$lockdir" "$own_lock"' EXIT
+locked=$lockdir
 
 started=$SECONDS
 if [ -x "$python" ]; then rm -f "$venv"/.installed-*; fi
