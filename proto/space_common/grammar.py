@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,7 @@ class GrammarProbe:
 _BEGINNINGS = [bytes([byte]) for byte in b'{["-1tfn']  # of the kinds of JSON values
 _WALK_LENGTH, _WALK_SECONDS = 100, 1.0
 """Positions of a text that are tried, and the time limit for all texts of a grammar."""
+_JSON_RULE = re.compile(r"%json\s*(?=\{)")
 _REPEATS = re.compile(r"[*+}]")
 _NO_LETTERS = re.compile(r"\{[\d,]*\}|\\[pP]\{[^}]*\}|\\u[0-9A-F]{4}|\\.")
 _MANY_REPEATS = 2  # of a pattern; one with fewer has few states
@@ -150,14 +151,22 @@ def _allows(mask: bytes, id_: int) -> bool:
     return bool(mask[id_ >> 3] >> (id_ & 7) & 1)
 
 
+def schemas_of(kind: str, source: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON schemas of a grammar: the whole of a `json_schema`, each `%json` of a `lark`; none of others."""
+    places = [found.end() for found in _JSON_RULE.finditer(source)] if kind == "lark" else [0]
+    for place in places if kind in ("lark", "json_schema") else ():
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(source, place)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(schema, dict):
+            yield schema
+
+
 def _wide_patterns(kind: str, source: str) -> list[str]:
     """Return the patterns that repeat several parts in a grammar's schemas, each once."""
-    starts = [found.end() for found in re.finditer(r"%json\s*(?={)", source)] if kind == "lark" else [0]
     found: dict[str, None] = {}
-    waiting = []
-    for start in starts if kind in ("lark", "json_schema") else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            waiting.append(json.JSONDecoder().raw_decode(source, start)[0])
+    waiting: list[Any] = [*schemas_of(kind, source)]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):

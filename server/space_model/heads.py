@@ -82,8 +82,8 @@ class OutputHead:
         return self.bias is None and self._scale == 1.0 and self._softcap is None
 
     @property
-    def argmax_linear(self) -> CompiledLinear | None:
-        """Return the compiled matmul whose results are the logits, with padding behind them; None: there is none."""
+    def logits_linear(self) -> CompiledLinear | None:
+        """Return the compiled matmul if it gives the logits (and padding behind them) without scale or cap."""
         is_whole = self._scale == 1.0 and self._softcap is None
         return self._linear if is_whole and isinstance(self._linear, CompiledLinear) else None
 

@@ -85,7 +85,7 @@ class SpaceModel:
     def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> SampledStep | None:
         """Return what computes and samples steps on this KV cache in one call; None where this model has no such call.
         banned_ids [B] int64: never sampled."""
-        network, head = self._network, self._head.argmax_linear if isinstance(self._head, OutputHead) else None
+        network, head = self._network, self._head.logits_linear if isinstance(self._head, OutputHead) else None
         if not isinstance(network, CompiledLlama) or network.whole_library is None or head is None:
             return None
         if self.draft_network is not None or kv.draft is not None:

@@ -418,8 +418,7 @@ class GrammarState:
         return known[behind]
 
     def _renew(self) -> bool:
-        """Replace a matcher whose lexer is used up by one with a new lexer, behind the output and the tail. False if
-        there is none."""
+        """Replace the matcher by one with a new lexer, behind the output and the tail. Returns whether there is one."""
         if self._num_renewed == MOST_RENEWED or (matcher := self._renewed()) is None:
             return False
         self._num_renewed += 1

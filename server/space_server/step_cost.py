@@ -167,7 +167,6 @@ class StepCost:
         self._blamed: dict[Place, float] = {}  # corrections of known places since they are off together
         self._num_to_follow = 0  # steps left that correct the drift alone
         self._drift_before = 0.0  # the turn
-        self._last_base: tuple[StepShape | None, float] = (None, 0.0)  # of `_base`
 
     @classmethod
     def from_points(cls, points: Sequence[Point], *, are_sure: bool = True) -> StepCost:
@@ -299,13 +298,6 @@ class StepCost:
         return list(self._weights)
 
     def _base(self, shape: StepShape) -> float:
-        last, found = self._last_base
-        if shape != last:  # a plain step is asked for again and again: what it takes, and what it would take
-            found = self._base_of(shape)
-            self._last_base = shape, found
-        return found
-
-    def _base_of(self, shape: StepShape) -> float:
         # The weights times `_parts`, without listing them: a controller asks some hundred times a second.
         weights, first = self._weights, 1 + len(CROWDS)
         total = (

@@ -426,10 +426,7 @@ class Worker:
     @property
     def _runs(self) -> bool:
         """Whether a sequence can run a step."""
-        for sequence in self.batch:  # noqa: SIM110  (mostly the first: a generator would take longer)
-            if not (sequence.paused or sequence.waits):
-                return True
-        return False
+        return any(not (sequence.paused or sequence.waits) for sequence in self.batch)
 
     @property
     def has_work(self) -> bool:

@@ -149,8 +149,8 @@ def performer(model: SpaceModel, plain: Worker) -> Callable[..., Counter[str]]:
 
 
 def test_every_request_ends_once_with_the_text_of_its_solo_run(perform: Callable[..., Counter[str]]) -> None:
-    # Of the first ten only those whose layouts follow measured times accept a part of their drafts, and not always.
-    happened = sum((perform(seed) for seed in range(13)), Counter())
+    # Seeds 12 and 13 accept a part of their drafts at any speed of the machine; seeds 3 and 6 only at some.
+    happened = sum((perform(seed) for seed in range(14)), Counter())
     assert all(happened[one] for one in ("finished", "none", "some", "all", "cached", "restored"))
 
 

@@ -6,12 +6,10 @@ whatever is inside it.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
+from space_common.grammar import schemas_of
 
 from space_router.text.schema_walk import Node, as_list, as_values, nodes_of, target_of
 
@@ -19,7 +17,6 @@ MANY_WAYS = 500  # a third of what the library takes: optional properties of an 
 MOST_TRIED = 16  # parts of a grammar, those with the most ways first
 
 _MOST_DEPTH = 100  # of references and alternatives
-_JSON_RULE = re.compile(r"%json\s*(?=\{)")
 
 
 def parts_to_try(kind: str, source: str) -> list[str]:
@@ -27,24 +24,13 @@ def parts_to_try(kind: str, source: str) -> list[str]:
     found: list[tuple[int, str]] = []
     if len(source) < MANY_WAYS * len('"a":{},'):
         return []
-    for schema in _schemas(kind, source):
+    for schema in schemas_of(kind, source):
         ways = _Ways(schema)
         for node in nodes_of(schema):
             if (count := ways.of(node)) >= MANY_WAYS and (kind == "lark" or node is not schema):
                 found.append((count, orjson.dumps(_alone(schema, node)).decode()))
     found.sort(key=lambda part: -part[0])
     return list(dict.fromkeys(part for _, part in found))[:MOST_TRIED]
-
-
-def _schemas(kind: str, source: str) -> Iterator[Node]:
-    places = [found.end() for found in _JSON_RULE.finditer(source)] if kind == "lark" else [0]
-    for place in places if kind in ("lark", "json_schema") else ():
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(source, place)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(schema, dict):
-            yield schema
 
 
 def _alone(schema: Node, node: Node) -> Node:

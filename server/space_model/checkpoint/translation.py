@@ -1,7 +1,8 @@
 """Checkpoints whose architecture transformers has under another name: config.json and tensors, translated.
 
 InternLM, InternLM2, Qwen (the first), Baichuan, ChatGLM2/3 and MiMo came with their own code, which is never run. Each
-computes what a family of transformers computes, with other names and with tensors that are fused in other ways:
+computes what a family of transformers computes (Baichuan of 13B: what alibi_llama.py does), with other names and with
+tensors that are fused in other ways:
 
     files                                                    served model
     transformer.h.3.attn.c_attn.weight  [3·hidden, hidden]   model.layers.3.self_attn.q_proj.weight  rows [0, hidden)

@@ -68,8 +68,8 @@ def keep_largest(gate: Tensor, multiplier: float) -> Tensor:
 
 
 def predict_by_row(block: Any) -> None:
-    """Let transformers' AltUp `block` predict by sums over versions in their order, in float32: its batched product
-    depends on the number of rows."""
+    """Let transformers' AltUp `block` predict by sums over versions in their order, in float32: the order in which its
+    batched product sums is the library's, and may depend on the number of rows."""
     block.predict = partial(_predict, block)
 
 

@@ -27,7 +27,7 @@ from space_model.networks.llama_compiled_network import CompiledLlama, unknown_i
 from space_model.networks.network import PagedKV
 
 MOST_ROWS = 32
-"""Rows of a step, whose logits are kept: V · 4 bytes each."""
+"""Most rows of a step: the buffer of logits takes V · 4 bytes a row."""
 
 _SPARE_PAGES = 16
 """Columns of the page table beyond those in use, so that a sequence with a new page has room."""
@@ -36,12 +36,12 @@ _CPU = torch.device("cpu")
 
 
 class SampledStep:
-    """Steps of a compiled network whose rows, all of them chain rows, sample an id that is not banned. `pack`, then
-    `run`. A row's result has the bits of the network's forward pass, its head and `sample_rows`."""
+    """Steps of chain rows alone: `pack`, then `run`, which returns an id for each row and none of the banned ones. Its
+    bits are those of the network's forward pass, its head and `sample_rows`."""
 
     def __init__(self, network: CompiledLlama, head: CompiledLinear, vocab_size: int, kv: PagedKV, banned: Tensor):
-        """`head`: [V and padding, hidden], whose results are the logits; `banned` [B] int64. Raises ValueError for a
-        network that ranks share."""
+        """`head`: [V and padding, hidden] -> logits; `banned` [B] int64. Raises ValueError for a network that ranks
+        share."""
         library = network.whole_library
         if library is None:
             raise ValueError("Ranks compute a network layer after layer.")

@@ -389,15 +389,16 @@ class SpeculationProbe:
 
     def failed(self) -> None:
         """Record that drafting was slower."""
-        self._close()
+        self.ended()
         self._wait = min(2 * self._wait, MOST_TRIAL_WAIT)
 
     def paid(self) -> None:
         """Record that drafting is faster."""
-        self._close()
+        self.ended()
         self._wait = max(FIRST_TRIAL_AFTER, int(TRIAL_FORGOTTEN * self._wait))
 
-    def _close(self) -> None:
+    def ended(self) -> None:
+        """Record the end of a trial, by itself without a result: what it lost is spent."""
         self._credit -= max(0.0, self._lost)
         self._num_left, self._is_open, self._lost = 0, False, 0.0
 
@@ -871,6 +872,7 @@ class SpeculationController:
                 self._paid_at.discard(size)
         elif best is None:
             self._rule = None
+            self._probe.ended()
         elif self._probe.goes_on(self._num_since, most / plain):
             self._rule = self._rule if now else best
         elif most < (1.0 + DISABLE_MARGIN) * plain:

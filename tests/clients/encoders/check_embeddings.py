@@ -32,11 +32,11 @@ TEXTS = [
     "zebra 42",
     "A man is eating food. " * 4,
 ]
-ALONE = [
+REAL_TEXTS = [
     *TEXTS,
-    "Paris is the capital of France. " * 100,
+    "Paris is the capital of France. " * 100,  # longer than the real model's window
     "Привет, мир! 🌊",
-]  # of the real model: longer than its window
+]
 
 
 def answered(folder: Path, texts: list[str]) -> list[list[float]]:
@@ -67,7 +67,7 @@ with tempfile.TemporaryDirectory() as place:
         with check("the vectors of all-MiniLM-L6-v2 are its own to 1e-5, cut at its window"):
             with zipfile.ZipFile(archive) as packed:
                 packed.extractall(Path(place, "minilm"))
-            assert (distance := farthest(Path(place, "minilm"), ALONE)) <= 1e-5, distance
+            assert (distance := farthest(Path(place, "minilm"), REAL_TEXTS)) <= 1e-5, distance
     else:
         say("ok", f"all-MiniLM-L6-v2 is left out: make real brings {archive.name}")
 leave()

@@ -12,7 +12,7 @@ SPEC = BaseSpec(4, torch.float32)
 
 @pytest.fixture(autouse=True)
 def _no_caches_to_clear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake head reads no weights, so nothing need be read to put them out of the caches."""
+    """`head_rows` reads 64 MB between calls, to drop a head's weights from the caches. A fake head has no weights."""
     monkeypatch.setattr("space_model.heads.CACHED", 4)
 
 

@@ -35,7 +35,7 @@ def test_versions_lie_beside_each_other_and_come_apart_again() -> None:
 
 @pytest.mark.parametrize("active", [0, 2])
 @torch.inference_mode()
-def test_versions_are_predicted_as_transformers_does_and_alike_in_any_company(active: int) -> None:
+def test_versions_are_predicted_as_transformers_does(active: int) -> None:
     torch.manual_seed(0)
     block = Gemma3nTextAltUp(config(altup_num_inputs=4, altup_active_idx=active))
     versions = torch.randn(4, 1, ROWS, WIDTH)

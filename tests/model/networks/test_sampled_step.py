@@ -121,5 +121,5 @@ def test_models_without_such_a_call_have_none(llama: Path, model: SpaceModel, mo
     assert in_float32.sampled_step(in_float32.allocate_kv(1, 16), BANNED) is None
     kv = model.allocate_kv(1, 16)
     assert model.sampled_step(kv, BANNED) is not None
-    monkeypatch.setattr(model._head, "_softcap", 30.0)  # equal logits may arise, whose first is taken
+    monkeypatch.setattr(model._head, "_softcap", 30.0)  # makes equal logits
     assert model.sampled_step(kv, BANNED) is None

@@ -443,6 +443,17 @@ def test_trials_lose_no_more_than_a_share_of_the_time_of_plain_decoding() -> Non
     assert 0.7 * 20_000 * TRIAL_SHARE < lost < 20_000 * TRIAL_SHARE + 2 * 0.5 * TRIAL_STEPS
 
 
+def test_a_trial_that_ends_without_a_result_has_spent_what_it_lost() -> None:
+    probe = SpeculationProbe()
+    probe.begin()
+    probe.spend(1.0)
+    probe.ended()
+    assert probe.is_in_debt
+    probe.spend(1.0)  # a step behind it
+    probe.earn(1.0 / TRIAL_SHARE)
+    assert not probe.is_in_debt
+
+
 def test_a_trial_that_is_faster_goes_on_although_its_estimate_is_slower() -> None:
     probe = SpeculationProbe()
     for gain, times in ((-0.1, 1 + MORE_TRIALS), (0.1, 1)):

@@ -113,6 +113,7 @@ async def test_full_text_truncation_and_best_of(router: Any) -> None:
         {"nonsense": 1},
         {"stop": ["a"] * 17},
         {"max_new_tokens": 5000},
+        {"top_k": 0},
     ],
 )
 async def test_a_wrong_parameter_is_a_422_also_for_streams(router: Any, parameters: dict[str, Any]) -> None:
