@@ -207,11 +207,6 @@ class StepCost:
         deep_parts = [0.0] * len(DEPTHS)
         return cls([1.5e-3, *crowd_parts, 1e-5, 1e-4, 1e-5, 1e-5, 1e-5, *head_parts, *deep_parts, *row_parts])
 
-    @property
-    def slowness(self) -> float:
-        """How many times as long as at start steps take now, whatever their shape."""
-        return math.exp(self._drift)
-
     def seconds(self, shape: StepShape) -> float:
         """Return the expected seconds."""
         if shape.num_prefill_rows:

@@ -275,22 +275,19 @@ class RealizedSpeedup:
         self.pause = 0.0  # mean seconds between two steps
         self._predicted_rate = 1.0  # predicted tokens per second
         self._predicted_seconds = math.inf  # predicted seconds of a step
-        self._slowness = 1.0  # of the machine, when they were predicted
-        self._tokens, self._seconds = 0, 0.0  # of the steps since then; seconds at that slowness
+        self._tokens, self._seconds = 0, 0.0  # of the steps since then
 
-    def predict(self, rate: float, step_seconds: float, slowness: float = 1.0) -> None:
-        """Set the predicted tokens per second and seconds per step, and how slow the machine is meanwhile."""
-        self._predicted_rate, self._predicted_seconds, self._slowness = rate, step_seconds, slowness
+    def predict(self, rate: float, step_seconds: float) -> None:
+        """Set the predicted tokens per second and seconds per step."""
+        self._predicted_rate, self._predicted_seconds = rate, step_seconds
 
     def paused(self, seconds: float) -> None:
         """Record the seconds between two steps."""
         self.pause += GAP_RATE * (min(seconds, LONGEST_GAP) - self.pause)
 
-    def stepped(self, num_tokens: int, seconds: float, slowness: float = 1.0) -> None:
-        """Record a step by the rule. Outliers are capped as in the cost model. Where the machine became slower or
-        faster, as plain steps did, too, that is no merit and no fault of the rule."""
+    def stepped(self, num_tokens: int, seconds: float) -> None:
+        """Record a step by the rule. Outliers are capped as in the cost model."""
         self._tokens += num_tokens
-        seconds *= self._slowness / slowness
         self._seconds += min(seconds + self.pause, OUTLIER * self._predicted_seconds)
 
     def look_back(self, num_steps: int) -> bool:
@@ -316,11 +313,6 @@ TRIAL_STEPS = 16  # steps of a trial
 FIRST_TRIAL_AFTER, MOST_TRIAL_WAIT = 192, 6144  # plain steps before a trial: they double after each that failed
 TRIAL_WORTH = 0.92  # share of plain decoding that drafting must be expected to bring
 TRIAL_FORGOTTEN = 0.9  # shortens the wait at each look at which drafting is faster
-TRIAL_SHARE = 1 / 256
-"""Share of the time of plain decoding that trials may lose, beside one trial. None begins that is expected to lose more
-than is left of it, but for the first and where drafts paid before; whatever one loses is paid off before the next."""
-START_LOSS = 1 / 16  # least expected loss of a trial: its first step has masks, but no drafts
-MORE_TRIALS = 3  # how often a trial that was faster than plain decoding goes on although its estimate is slower
 DOUBTED_TRIALS = 4  # trials of drafting that looks too slow, after its measured cost became doubtful
 
 
@@ -330,11 +322,6 @@ class SpeculationProbe:
 
     def __init__(self) -> None:
         self._num_left = 0  # steps left of the running trial
-        self._num_more = 0  # how often it may still go on
-        self._is_open = False  # a trial runs, or has ended without a result yet
-        self._lost = 0.0  # seconds over plain decoding, in this trial
-        self._credit = 0.0  # seconds that trials may lose
-        self._is_first = True  # no trial was made
         self._wait = FIRST_TRIAL_AFTER  # plain steps before the next trial
         self._num_doubted = 0  # trials left that run however slow drafting looks
 
@@ -342,25 +329,6 @@ class SpeculationProbe:
     def rarity(self) -> float:
         """How many times the first distance the next trial waits."""
         return self._wait / FIRST_TRIAL_AFTER
-
-    def earn(self, seconds: float) -> None:
-        """Record a step of plain decoding."""
-        self._credit += TRIAL_SHARE * seconds
-
-    def spend(self, seconds: float) -> None:
-        """Record a step that took so much longer than its tokens take in plain decoding; less than 0: it was faster."""
-        if self._is_open:
-            self._lost += seconds
-
-    @property
-    def is_in_debt(self) -> bool:
-        """Whether trials have lost more than may be lost until now."""
-        return self._credit < 0.0
-
-    def can_afford(self, worth: float, seconds: float) -> bool:
-        """Whether the expected loss of a trial may be spent: its steps take `seconds` each, and bring `worth` of plain
-        decoding."""
-        return self._is_first or TRIAL_STEPS * seconds * max(START_LOSS, 1.0 - worth) <= self._credit
 
     def is_due(self, worth: float, num_plain: int) -> bool:
         """Whether to start a trial after `num_plain` plain steps, if drafting is expected to bring `worth` of plain
@@ -371,36 +339,25 @@ class SpeculationProbe:
 
     def begin(self) -> None:
         """Start a trial."""
-        self._num_left, self._num_more, self._is_open, self._lost = TRIAL_STEPS, MORE_TRIALS, True, 0.0
-        self._is_first = False
+        self._num_left = TRIAL_STEPS
         self._num_doubted = max(0, self._num_doubted - 1)
 
     def doubt(self) -> None:
         """Discard what trials have shown: the machine's speed changed, or its costs were measured beside other work."""
         self._num_doubted, self._wait = DOUBTED_TRIALS, FIRST_TRIAL_AFTER
 
-    def goes_on(self, num_steps: int, worth: float) -> bool:
-        """Whether the trial still runs after `num_steps` more steps, if drafting is now expected to bring `worth` of
-        plain decoding. One that was faster goes on for a while where the estimate says otherwise."""
+    def goes_on(self, num_steps: int) -> bool:
+        """Whether the trial still runs after `num_steps` more steps."""
         self._num_left = max(0, self._num_left - num_steps)
-        if not self._num_left and self._is_open and self._lost < 0.0 and worth < 1.0 and self._num_more:
-            self._num_left, self._num_more = TRIAL_STEPS, self._num_more - 1
         return self._num_left > 0
 
     def failed(self) -> None:
         """Record that drafting was slower."""
-        self.ended()
-        self._wait = min(2 * self._wait, MOST_TRIAL_WAIT)
+        self._num_left, self._wait = 0, min(2 * self._wait, MOST_TRIAL_WAIT)
 
     def paid(self) -> None:
         """Record that drafting is faster."""
-        self.ended()
-        self._wait = max(FIRST_TRIAL_AFTER, int(TRIAL_FORGOTTEN * self._wait))
-
-    def ended(self) -> None:
-        """Record the end of a trial, by itself without a result: what it lost is spent."""
-        self._credit -= max(0.0, self._lost)
-        self._num_left, self._is_open, self._lost = 0, False, 0.0
+        self._num_left, self._wait = 0, max(FIRST_TRIAL_AFTER, int(TRIAL_FORGOTTEN * self._wait))
 
 
 LOOKUP_MARGIN = 1.1  # worth of the drafts' tokens over the time they take: the best of noisy estimates is too good
@@ -682,7 +639,6 @@ class SpeculationController:
         self._num_unprobed = 0  # steps that speculated since plain decoding was measured
         self._advantage = 0.0  # expected gain over plain decoding
         self._rate = 0.0  # expected tokens per second of the choice
-        self._plain_seconds = 0.0  # expected per token of plain decoding, on the machine as it was at start
         self._realized = RealizedSpeedup()  # share of the predicted rate that is reached
         self._paid_at: set[int] = set()  # sizes of batches, by doublings, at which drafts paid when last in use
         self._proposals = LookupPolicy()
@@ -824,12 +780,8 @@ class SpeculationController:
         """Record the tokens and seconds of the last step, which began `pause` seconds after the one before."""
         if pause is not None:
             self._realized.paused(pause)
-        if self._rule is None:
-            self._probe.earn(seconds)
-        else:
-            self._probe.spend(seconds - num_tokens * self._plain_seconds * self.cost.slowness)
         if self._watched:
-            self._realized.stepped(num_tokens, seconds, self.cost.slowness)
+            self._realized.stepped(num_tokens, seconds)
 
     def _choose(self, mix: BatchMix, load: StepLoad) -> None:
         if self.cost.num_turns != self._num_turns:
@@ -859,32 +811,28 @@ class SpeculationController:
         # What was measured among many, on a machine that was busy with them, says little about a few.
         returns = size != self._num_sequences.bit_length() and size in self._paid_at
         returns = returns and best is not None and self._num_plain >= PATIENCE
-        returns = returns and not self._probe.is_in_debt
-        is_due = best is not None and self._probe.is_due(most / plain, self._num_plain)
-        self._plain_seconds = 1.0 / (plain * self.cost.slowness)
         if self._rule is None:
             self._num_to_look = min(2 * self._num_to_look, LOOK_SELDOM)
             if most > (1.0 + ENABLE_MARGIN) * plain and self._num_plain >= PATIENCE:
                 self._rule = best
-            elif returns or (is_due and self._probe.can_afford(most / plain, self._expected(best, mix, load).seconds)):
+            elif returns or self._probe.is_due(most / plain, self._num_plain):
                 self._rule = best
                 self._probe.begin()
                 self._paid_at.discard(size)
         elif best is None:
             self._rule = None
-            self._probe.ended()
-        elif self._probe.goes_on(self._num_since, most / plain):
+        elif self._probe.goes_on(self._num_since):
             self._rule = self._rule if now else best
         elif most < (1.0 + DISABLE_MARGIN) * plain:
             self._rule = None
             self._probe.failed()
+            self._paid_at.discard(size)
         else:
             self._rule = best if most > (1.0 + CHANGE_MARGIN) * now else self._rule
             self._probe.paid()
             self._paid_at.add(size)
         self._rate = plain if self._rule is None else rates[self._rule]
-        seconds = self._expected(self._rule, mix, load).seconds
-        self._realized.predict(self._rate / self._realized.share, seconds, self.cost.slowness)
+        self._realized.predict(self._rate / self._realized.share, self._expected(self._rule, mix, load).seconds)
 
     def _rates(self, mix: BatchMix, load: StepLoad, rules: Sequence[Rule]) -> dict[Rule, float]:
         """Return the expected tokens per second of each rule by which some sequence drafts, scaled by the realized

@@ -91,7 +91,7 @@ def test_steps_with_forced_drafts_do_not_count_as_the_controllers(
     device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(RealizedSpeedup, "stepped", lambda realized, num_tokens, *_: counted.append(num_tokens))
+    monkeypatch.setattr(RealizedSpeedup, "stepped", lambda realized, num_tokens, seconds: counted.append(num_tokens))
     client = client_of(device=device, controller=SpeculationController(FreeRows()))
     if (device_runner := client.worker.engine.device) is not None:  # as in a server, prompts have another controller
         device_runner.controller = device_runner.scheduler.controller = SpeculationController(FreeRows())
