@@ -37,7 +37,7 @@ class OutputHead:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | RowTable,
         bias: Tensor | None,
         *,
         scale: float = 1.0,
@@ -49,32 +49,38 @@ class OutputHead:
         table: RowTable | None = None,
         linear: Callable[[Tensor, Tensor | None], nn.Module] = CudaLinear,
     ) -> None:
-        """weight [V, hidden]; the CPU's full matmul uses a packed copy. `packed` False: no copy, for a head with
-        gathered rows only; `weights`: int8 or int4: the copy has eight bits; `keeps_rows` False: no gathered rows are
-        needed; `stored`: the same weight as its file has it, which the copy keeps; on a CPU. `table`: gathered rows;
-        None: those of the weight. `linear` replaces the full matmul."""
+        """weight [V, hidden]; of a table, a few rows are read at a time if they are quantised. The CPU's full matmul
+        uses a packed copy. `packed` False: no copy, for a head with gathered rows only; `weights`: int8 or int4: the
+        copy has eight bits; `keeps_rows` False: no gathered rows are needed; `stored`: the same weight as its file has
+        it, which the copy keeps; on a CPU. `table`: gathered rows; None: those of the weight. `linear` replaces the
+        full matmul."""
+        library = cpu_library() if CompiledLinear.takes(weight) else None
+        missing = -len(weight) % _VOCABULARY_TILE
+        if isinstance(weight, RowTable) and (missing or library is None or weights not in ("int8", "int4")):
+            weight = weight[:]
+        if isinstance(weight, Tensor):
+            weight = weight.detach()
         self.table = (table or RowTable.of(weight)) if keeps_rows else None
         self.bias = None if bias is None else bias.detach()
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
         self._linear: nn.Module
-        if packed and weight.device.type == "cpu":
-            missing = -len(weight) % _VOCABULARY_TILE
+        if isinstance(weight, RowTable) or (packed and weight.device.type == "cpu"):
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
             if stored is not None:
                 self._linear = _from_stored(read_once([*stored[:-1], stored[-1].padded(missing)]), padded_bias)
                 return
-            padded = F.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()
-            library = cpu_library() if CompiledLinear.takes(padded) else None
+            padded = F.pad(weight, (0, 0, 0, missing)) if isinstance(weight, Tensor) and missing else weight
             if library is not None:
                 form = group_form(weights, head=True)
                 self._linear = CompiledLinear(library, padded, padded_bias, wide=True, weights=form or weights)
             elif weights in ("int8", "int4"):
                 self._linear = torch_linear(weights, head=True)(padded, padded_bias, wide=True)
             else:
+                assert isinstance(padded, Tensor)
                 self._linear = PackedLinear(padded, padded_bias)
         else:
-            self._linear = linear(weight.detach(), self.bias)
+            self._linear = linear(weight, self.bias)
 
     @property
     def is_plain(self) -> bool:

@@ -50,6 +50,28 @@ def numbers_of(module: nn.Module) -> Tensor:
     return weight if unread is None else _numbers(unread, weight.dtype)
 
 
+def numbers_or_rows_of(linear: nn.Module) -> Tensor | RowTable:
+    """Return a linear's numbers as `numbers_of`; unread blocks as a table, which is as large as the rows read of it."""
+    unread = unread_of(linear)
+    if unread is not None and len(unread) == 1 and isinstance(unread[0], Blocks):
+        return UnreadRows(unread[0], linear.get_parameter("weight").dtype)
+    return numbers_of(linear)
+
+
+@dataclass(frozen=True)
+class UnreadRows(RowTable):
+    """An unread weight's rows; a slice of them is checked, and its pages are released."""
+
+    def __getitem__(self, part: slice | Tensor) -> Tensor:
+        """As `RowTable`. Raises UnsupportedModel if a number is not finite."""
+        numbers = super().__getitem__(part)
+        if isinstance(self.source, Blocks):
+            _check_finite(numbers, self.source)
+            if isinstance(part, slice):
+                let_go(self.source.data[part])
+        return numbers
+
+
 def _numbers(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     made = []
     for part in weight:

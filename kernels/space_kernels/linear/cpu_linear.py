@@ -24,10 +24,19 @@ from space_kernels.build.cpu_library import (
     MatmulStruct,
     cpu_library,
 )
-from space_kernels.linear.group_weights import GroupForm, GroupLinear, Parts, ToQuantize, group_form, input_order_of
+from space_kernels.linear.group_weights import (
+    GroupForm,
+    GroupLinear,
+    Parts,
+    ToQuantize,
+    WeightRows,
+    group_form,
+    input_order_of,
+)
 from space_kernels.linear.int8_linear import Int8Linear, Int8Weights
 from space_kernels.linear.packed_linear import PackedLinear
 from space_kernels.linear.rounded_inputs import GROUP
+from space_kernels.linear.row_table import RowTable
 
 LANES = 16
 """Outputs per panel."""
@@ -59,20 +68,21 @@ class CompiledLinear(nn.Module):
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Tensor | Parts,
+        weight: Tensor | RowTable | Parts,
         bias: Tensor | None,
         *,
         wide: bool = False,
         weights: str | GroupForm = "plain",
     ) -> None:
-        """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied.
+        """weight [out, in], in even, bias [out], bfloat16, on the CPU. The weight is copied;
+        a table's rows are read a few at a time, to be quantised.
 
         `wide`: results are float32; `weights`: the copy is quantised to int8 or int4, or to a form of groups, unless it
         is in groups already; all parts but the last then have multiples of 16 outputs. Raises ValueError for other
         weights.
         """
         super().__init__()
-        if not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor | RowTable):
             self.out_features, self.in_features = sum(part.out_features for part in weight), weight[0].in_features
             if any(part.out_features % LANES for part in weight[:-1]):
                 raise ValueError(f"Parts below each other have multiples of {LANES} outputs.")
@@ -88,7 +98,7 @@ class CompiledLinear(nn.Module):
         groups = 0
         form = weights if isinstance(weights, GroupForm) else group_form(weights)
         place = None
-        if not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor | RowTable):
             self.input_order = input_order_of(weight)
             runs = [[*run] for _, run in groupby(weight, lambda part: part.form)]
             self._panels = [self._packed(run) for run in runs]
@@ -96,11 +106,12 @@ class CompiledLinear(nn.Module):
             if len(runs) > 1:
                 groups, place = _MIXED, self._table([run[0].form for run in runs], num_panels)
         elif form is not None:
-            self.weight, groups = self._packed([ToQuantize(weight.detach(), form)]), form
+            self.weight, groups = self._packed([ToQuantize(weight, form)]), form
         elif weights == "int8":
-            self.weight, self.scale = self._packed_in_int8(weight.detach(), num_panels)
+            self.weight, self.scale = self._packed_in_int8(weight, num_panels)
             groups = _INT8
         else:
+            assert isinstance(weight, Tensor), "a table's rows are read to be quantised"
             self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features), dtype=torch.bfloat16)
             source = weight.detach().contiguous()
             library.pack(source.data_ptr(), self.out_features, self.in_features, self.weight.data_ptr())
@@ -131,7 +142,7 @@ class CompiledLinear(nn.Module):
                 place += -(-some.out_features // LANES) * size
         return packed
 
-    def _packed_in_int8(self, weight: Tensor, num_panels: int) -> tuple[Tensor, Tensor]:
+    def _packed_in_int8(self, weight: WeightRows, num_panels: int) -> tuple[Tensor, Tensor]:
         """Quantise and pack a weight [out, in]: [panels, bytes of a panel], scales [panels·16]"""
         size = self._library.panel_bytes(self.in_features, _INT8)
         packed, scale = torch.empty(num_panels, size, dtype=torch.uint8), torch.zeros(num_panels * LANES)
@@ -156,7 +167,7 @@ class CompiledLinear(nn.Module):
         return addressof(table)
 
     @staticmethod
-    def takes(weight: Tensor) -> bool:
+    def takes(weight: Tensor | RowTable) -> bool:
         """Whether the compiled matmul supports this weight: bfloat16 with an even number of inputs."""
         return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
 

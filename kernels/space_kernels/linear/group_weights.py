@@ -194,11 +194,22 @@ class StoredWeights(Protocol):
         """Return the weights of some outputs."""
 
 
+class WeightRows(Protocol):
+    """A weight [out, in] of which a few outputs are read at a time: a tensor, or a table of blocks in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice | Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ToQuantize:
     """A weight [out, in] whose outputs are quantised when they are asked for."""
 
-    weight: Tensor
+    weight: WeightRows
     form: GroupForm
 
     @property

@@ -28,8 +28,10 @@ class RowTable:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, weight: Tensor) -> RowTable:
+    def of(cls, weight: Tensor | RowTable) -> RowTable:
         """Return the table of a weight [V, width]."""
+        if isinstance(weight, RowTable):
+            return weight
         return cls(weight.detach().contiguous(), weight.dtype)
 
     def __len__(self) -> int:
@@ -38,6 +40,14 @@ class RowTable:
     @property
     def width(self) -> int:
         return self.source.shape[1] if isinstance(self.source, Tensor) else self.source.in_features
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self.width
+
+    def __getitem__(self, part: slice | Tensor) -> Tensor:
+        """Return the rows of a slice or of ids, [rows, width]."""
+        return self.rows(torch.arange(len(self))[part])
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows [..., width] of ids [...]. Raises IndexError for an id outside of the table."""

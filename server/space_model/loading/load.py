@@ -57,7 +57,7 @@ from space_model.networks.transformers_network import ATTENTION_NAME, Transforme
 from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
 from space_model.recurrent_head import load_recurrent_head
 from space_model.space_model import SpaceModel
-from space_model.stored_weights import numbers_of, release, rows_of, stored_of, table_of
+from space_model.stored_weights import numbers_or_rows_of, release, rows_of, stored_of, table_of
 from space_model.uncompiled import without_compiler
 from space_model.verification.layer_reference import reference
 from space_model.verification.probe import check_attention, check_parts
@@ -239,7 +239,7 @@ def _assemble(
     keeps_rows = facts.keeps_head_rows or not facts.quantizes_head
     form: dict[str, Any] = {"weights": facts.weights, "keeps_rows": keeps_rows, "linear": ops.linear}
     form |= {"stored": stored_of(output), "table": rows_of(output) if keeps_rows else None}
-    head = OutputHead(numbers_of(output), output.bias, scale=scale, softcap=softcap, **form)
+    head = OutputHead(numbers_or_rows_of(output), output.bias, scale=scale, softcap=softcap, **form)
     if facts.device.type == "cpu":
         release(output)
     recurrent = drafting.recurrent_heads(head, linear=ops.linear, form="int8" if facts.quantizes_head else "plain")
