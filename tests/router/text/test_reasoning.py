@@ -1,5 +1,6 @@
 """Reasoning and the answer behind it are separated, whatever the pieces a text comes in."""
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,6 +82,81 @@ TEXTS: list[tuple[str, bool, str, Read]] = [
     ("openai_gptoss", False, "<|channel|>analysis<|message|>A<|end|><|start|>assist", Read("A", "")),
 ]  # fmt: skip
 
+MARKS = {
+    "deepseek_r1": ("<think>\n", "\n</think>\n\n"),
+    "granite": ("Here is my thought process:\n", "\n\nHere is my response:\n"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>\n", "\n</seed:think>\n"),
+    "gemma4": ("<|channel>thought\n", "\n<channel|>"),
+}
+"""What stands before and behind reasoning in each family's published template, line breaks included."""
+
+
+def texts_between(start: str, end: str) -> list[tuple[bool, str, Read]]:
+    """How a model thinks between these marks: whether the prompt ends with the first, the text, and what it says."""
+    opens, ends = start.strip(), end.strip()
+    python = 'def f(x):\n    return {"a": [x]}  # <b> </i> [/b]'
+    return [
+        (False, f"{start}The sum is 4.{end}4", Read("The sum is 4.", "4")),
+        (True, f"The sum is 4.{end}4", Read("The sum is 4.", "4")),
+        (True, f"{start}The sum is 4.{end}4", Read("The sum is 4.", "4")),
+        (False, f"{start}First.\n\n- a\n- b\n\nLast.{end}Done.\n\nBye.",
+         Read("First.\n\n- a\n- b\n\nLast.", "Done.\n\nBye.")),
+        (False, f"{start}{end}No thought.", Read("", "No thought.")),
+        (False, f"{opens}{ends}No thought.", Read("", "No thought.")),
+        (False, f"{opens}Tight.{ends}So.", Read("Tight.", "So.")),
+        (False, f"\n {start} \n Spaced. \n {end} \n So.", Read("Spaced.", "So.")),
+        (False, f"{start}Only a thought.{end}", Read("Only a thought.", "")),
+        (False, f"{start}A thought that is cu", Read("A thought that is cu", "")),
+        (True, f"A thought {ends[:-1]}", Read(f"A thought {ends[:-1]}", "")),
+        (False, opens[:-1], Read("", opens[:-1])),
+        (False, "No thought at all.", Read("", "No thought at all.")),
+        (False, f"First {opens} then {ends} there.", Read("", f"First {opens} then {ends} there.")),
+        (False, f"{start}{python}{end}{python}", Read(python, python)),
+        (False, f"{start}天气 🌧 Zürich{end}北京 ☀", Read("天气 🌧 Zürich", "北京 ☀")),
+        (True, f"{ends[:3]} {ends[:-1]} {end}{ends[:-1]}!", Read(f"{ends[:3]} {ends[:-1]}", f"{ends[:-1]}!")),
+        (False, f"{start}One.{end}Two {ends} {opens} three.", Read("One.", f"Two {ends} {opens} three.")),
+        (False, f'{start}As JSON.{end}{{"a": [1, 2]}}', Read("As JSON.", '{"a": [1, 2]}')),
+        (True, f"I call f.{end}{CALL}", Read("I call f.", "", [("f", '{"a": 1}')])),
+        (False, f"{start}Not {CALL} yet.{end}Now.\n{CALL}\n{CALL}",
+         Read(f"Not {CALL} yet.", "Now.", [("f", '{"a": 1}'), ("f", '{"a": 1}')])),
+    ]  # fmt: skip
+
+
+ANALYSIS, ASSISTANT = "<|channel|>analysis<|message|>", "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+HARMONY_TEXTS = [
+    (f"{ANALYSIS}One.\n\nTwo.<|end|>{ASSISTANT}{FINAL}Three.\n\nFour.<|return|>",
+     Read("One.\n\nTwo.", "Three.\n\nFour.")),
+    (f"{ANALYSIS}<|end|>{ASSISTANT}{FINAL}No thought.", Read("", "No thought.")),
+    (f"{FINAL}A <b> {{}} [1] </think> |> < | channel.", Read("", "A <b> {} [1] </think> |> < | channel.")),
+    (f"{ANALYSIS}天气 🌧<|end|>{ASSISTANT}{FINAL}北京 ☀<|return|>", Read("天气 🌧", "北京 ☀")),
+    (f"{ANALYSIS}A<|end|>{ASSISTANT}{ANALYSIS}B<|end|>{ASSISTANT}{FINAL}C", Read("A\nB", "C")),
+    (f"{ANALYSIS}I call f.<|end|>{ASSISTANT}{TO_F}<|call|>", Read("I call f.", "", [("f", '{"a": 1}')])),
+    (f"{TO_F}<|call|>", Read("", "", [("f", '{"a": 1}')])),
+    (f"{ANALYSIS}Say to=functions.f in words.<|end|>{ASSISTANT}{FINAL}No.",
+     Read("Say to=functions.f in words.", "No.")),
+    (f"{ANALYSIS}A<|end|>{ASSISTANT}<|channel|>commentary<|message|>Plan: call f.<|end|>{ASSISTANT}{TO_F}<|call|>",
+     Read("A", "Plan: call f.", [("f", '{"a": 1}')])),
+    (f"{ANALYSIS}A thought that is cu", Read("A thought that is cu", "")),
+    (f"{ANALYSIS}A<|end|>{ASSISTANT}{FINAL}An answer that is <|ret", Read("A", "An answer that is ")),
+    (f"{ANALYSIS}A<|end|>{ASSISTANT}<|channel|>fin", Read("A", "")),
+    (f'{ANALYSIS}As JSON.<|end|>{ASSISTANT}<|channel|>final <|constrain|>json<|message|>{{"a": 1}}<|return|>',
+     Read("As JSON.", '{"a": 1}')),
+    (f'{ANALYSIS}A<|end|>{ASSISTANT} to=functions.f<|channel|>commentary json<|message|>{{"a": 1}}<|call|>',
+     Read("A", "", [("f", '{"a": 1}')])),
+]  # fmt: skip
+
+TEXTS += [(name, *row) for name, marks in MARKS.items() for row in texts_between(*marks)]
+TEXTS += [("openai_gptoss", False, *row) for row in HARMONY_TEXTS]
+
+
+def test_every_format_has_twenty_texts() -> None:
+    numbers = Counter(FORMATS[name].name for name, *_ in TEXTS)
+    assert numbers.keys() == {known.name for known in FORMATS.values()}
+    assert {name: number for name, number in numbers.items() if number < 20} == {}
+
 
 @pytest.mark.parametrize(("name", "inside", "text", "wanted"), TEXTS)
 def test_a_text_is_reasoning_content_and_calls_whole_and_in_any_pieces(
@@ -109,7 +185,8 @@ def test_the_end_of_reasoning_is_found_in_any_pieces(name: str, inside: bool, te
     assert (whole == 0) == (not inside and not text.lstrip().startswith(thinking.format.starts)) or whole is None
     if whole:
         assert text[:whole].endswith(thinking.format.ends)
-        assert reasoning in text[:whole]
+        messages = reasoning.split("\n") if thinking.format.channels else [reasoning]
+        assert all(one in text[:whole] for one in messages)
     for place in range(len(text) + 1):
         assert found(text[:place], text[place:]) == whole
     assert found(*text) == whole
