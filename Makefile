@@ -9,6 +9,10 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest
 
 CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 
+# Packages are installed uncompiled (docker/install.sh): where Python may not write what it compiled, every process of a
+# test or a server compiles what it imports anew, for longer than all the rest of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
 
