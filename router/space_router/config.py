@@ -328,8 +328,9 @@ class ServeConfig:
     """positions per block of keys and values; smaller blocks share more prefixes, larger ones read faster"""
     num_blocks: int | None = _own_memory(None, whole(1, None, "BLOCKS"))
     """blocks of keys and values, instead of --kv-memory"""
-    max_sequences: int = _own_memory(64, whole(1, 4096, "SEQUENCES"))
-    """most sequences that one worker runs at once, others wait in the queue; more raise throughput and slow each"""
+    max_sequences: int | str = _own_memory("auto", whole_or_auto(1, 4096, "SEQUENCES"))
+    """most sequences that one worker runs at once, others wait in the queue; more raise throughput and slow each; auto
+    is 64 on a CPU, and on a GPU the most of 64, 128 and 256 for which keys and values of 1024 tokens each have room"""
     prefill_budget: str = _own_memory("0.1", SECONDS_OR_OFF)
     """longest step, in seconds, that prompts may make while others decode: bounds the gap between their tokens while a
     long prompt is read; off: as many rows as --max-prefill-rows"""

@@ -83,6 +83,7 @@ from space_server.kv_offload import choose_host_blocks
 from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
+    choose_max_sequences,
     choose_num_blocks,
     choose_num_kept,
     choose_num_sequences,
@@ -98,7 +99,7 @@ from space_server.speculation.synthetic_acceptance import SyntheticAcceptance, l
 from space_server.startup.attention_choice import choose_ops
 from space_server.startup.calibration import CostFile, calibrate, starting_costs, time_plain_step
 from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu, check_shared_memory
-from space_server.startup.model_need import ModelNeed, bytes_of_graphs, num_blocks_of, take_largest_step
+from space_server.startup.model_need import ModelNeed, bytes_of_graphs, fit_largest_step, num_blocks_of
 from space_server.step_cost import StepCost, StepShape
 from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
 from space_server.worker import MAX_PREFILL_ROWS, Worker, room_for
@@ -252,24 +253,49 @@ def build_worker(
     keep_freed_memory()
     facts = model.facts
     size = config.block_size
-    if facts.device.type == "cuda":
-        give_back_unused()  # used by measuring the attention backends
-        rows = take_largest_step(
-            model, max_sequences=config.max_sequences, max_prefill_rows=MAX_PREFILL_ROWS, block_size=size
+
+    def available_now() -> int:
+        return free_bytes(facts.device) if lead is None else lead.free_bytes()
+
+    def most() -> int:
+        return choose_max_sequences(
+            facts,
+            asked=config.max_sequences,
+            amount=config.kv_memory,
+            available=available_now(),
+            num_blocks=config.num_blocks,
+            block_size=size,
         )
-        _log.info("the largest step has %d rows; %d bytes are free after it", rows, free_bytes(facts.device))
+
+    if facts.device.type != "cuda":
+        num_sequences = most()
+    else:
+        give_back_unused()  # used by measuring the attention backends
+        num_sequences, rows = fit_largest_step(
+            model,
+            most,
+            may_lower=config.max_sequences is None,
+            max_prefill_rows=MAX_PREFILL_ROWS,
+            block_size=size,
+        )
+        _log.info(
+            "the largest step of %d sequences has %d rows; %d bytes are free after it",
+            num_sequences,
+            rows,
+            free_bytes(facts.device),
+        )
     steps = choose_steps(config.steps, facts)
-    available = free_bytes(facts.device) if lead is None else lead.free_bytes()  # after loading the weights
+    available = available_now()  # after loading the weights
     if facts.device.type == "cuda" and steps == "device":
         taken = bytes_of_graphs(
             model,
-            max_sequences=config.max_sequences,
+            max_sequences=num_sequences,
             block_size=size,
             available=functools.partial(free_bytes, facts.device),
         )
         available -= taken
         _log.info("steps on the device take %d bytes", taken)
-    room = room_for(facts, config.max_sequences, config.max_draft_length)
+    room = room_for(facts, num_sequences, config.max_draft_length)
     state_bytes = facts.state_bytes(room.most_drafts)
     fitting = choose_num_sequences(facts, asked=room.num_sequences, state_bytes=state_bytes, available=available)
     if fitting < room.num_sequences:
@@ -279,7 +305,7 @@ def build_worker(
             room.num_sequences,
             state_bytes,
         )
-        config, room = replace(config, max_sequences=fitting), room._replace(num_sequences=fitting)
+        room = room._replace(num_sequences=fitting)
     available -= fitting * state_bytes
     num_kept = choose_num_kept(
         config.state_cache,
@@ -308,7 +334,7 @@ def build_worker(
             "--kv-offload on a CPU: keys and values are in host memory anyway; a larger --kv-memory does the same "
             "without copies"
         )
-    cost = measured_cost(config, model, kv, watch, steps)
+    cost = measured_cost(config, model, kv, watch, steps, max_sequences=fitting)
     fixed = config.speculation if isinstance(config.speculation, int) else 0
     synthetic = None
     if config.synthetic_acceptance is not None:
@@ -337,7 +363,7 @@ def build_worker(
         sources=sources,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        max_sequences=config.max_sequences,
+        max_sequences=fitting,
         max_draft_length=config.max_draft_length,
         prefill_seconds=config.prefill_budget,
         kv=kv,
@@ -353,7 +379,7 @@ def build_worker(
     _log.info(
         "model=%s dtype=%s (%s) device=%s ranks=%d attention=%s window=%d masks=%d draft_head=%s head=%s "
         "head_drafts=%d adapters=%s loras=%s "
-        "blocks=%d block_size=%d kv_bytes=%d state_bytes=%d kept_states=%d host_blocks=%d seconds=%.2f",
+        "sequences=%d blocks=%d block_size=%d kv_bytes=%d state_bytes=%d kept_states=%d host_blocks=%d seconds=%.2f",
         facts.name,
         facts.number_format,
         facts.dtype_reason,
@@ -367,6 +393,7 @@ def build_worker(
         facts.most_head_drafts,
         ",".join(adapter.name for adapter in facts.adapters if adapter.name) or "none",
         ",".join(name for name, _ in config.lora) or "none",
+        fitting,
         num_blocks,
         config.block_size,
         num_blocks * config.block_size * facts.kv_bytes_per_token,
@@ -387,25 +414,31 @@ def _grammars(checkpoint: Checkpoint, facts: ModelFacts) -> Grammars:
 
 
 def measured_cost(
-    config: WorkerSettings, model: StepModel, kv: PagedKV, watch: LoadWatch, steps: StepsHere = "host"
+    config: WorkerSettings,
+    model: StepModel,
+    kv: PagedKV,
+    watch: LoadWatch,
+    steps: StepsHere = "host",
+    *,
+    max_sequences: int,
 ) -> StepCost | None:
     """Return the step costs, measured now or at an earlier start. None: they are learnt while serving."""
     if not config.calibration_seconds:
         return None
-    facts, most = model.facts, config.max_sequences
+    facts = model.facts
     begun = time.perf_counter()
     found = starting_costs(
         CostFile.of(
             cache_folder(),
             facts,
             block_size=config.block_size,
-            max_sequences=most,
+            max_sequences=max_sequences,
             exact=config.exact,
             steps=steps,
             draft_model=config.draft_model or config.draft_head,
         ),
         measure=lambda look: calibrate(
-            model, kv, max_sequences=most, seconds=config.calibration_seconds, steps=steps, between=look
+            model, kv, max_sequences=max_sequences, seconds=config.calibration_seconds, steps=steps, between=look
         ),
         time_plain_step=lambda: time_plain_step(model, kv, steps=steps),
         watch=watch,

@@ -14,7 +14,7 @@ from space_server.tensor_parallel import RankPlace
 def test_defaults() -> None:
     config = parse(["--listen", "unix:/tmp/w"])
     assert (config.model, config.speculation, config.max_draft_length) == ("smollm2", "auto", None)
-    assert (config.block_size, config.max_sequences, config.kv_memory, config.log_level) == (16, 64, None, "INFO")
+    assert (config.block_size, config.max_sequences, config.kv_memory, config.log_level) == (16, None, None, "INFO")
 
 
 def test_only_a_model_that_was_not_named_may_give_way_and_ranks_must_agree() -> None:

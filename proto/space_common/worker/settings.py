@@ -235,7 +235,11 @@ class WorkerSettings:
         _block_size,
     )
     max_model_len: int | None = flag(None, "ids of one sequence (default: the checkpoint's)", at_least(2))
-    max_sequences: int = flag("64", "at once (default: %(default)s)", at_least(1))
+    max_sequences: int | None = flag(  # None: see memory.py
+        "auto",
+        "at once; auto: 64 on a CPU, 64 to 256 on a GPU, by its memory (default: %(default)s)",
+        lambda text: None if text == "auto" else at_least(1)(text),
+    )
     speculation: Speculation = flag("auto", "auto, off, or drafts per step", _speculation)
     prefill_budget: float | None = flag(  # seconds; None: no bound
         "0.1",

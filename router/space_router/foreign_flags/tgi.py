@@ -62,7 +62,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
     _tgi.same("--max-batch-size", "max_sequences", variable="MAX_BATCH_SIZE"),
     _tgi.row(
         "--max-concurrent-requests",
-        "less `--max-sequences` (64) for each worker: those run, the rest may wait",
+        "less `--max-sequences` (64, on a GPU 256) for each worker: those run, the rest may wait",
         values.waiting_requests,
         "max_queue",
         variable="MAX_CONCURRENT_REQUESTS",

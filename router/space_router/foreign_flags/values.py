@@ -43,7 +43,8 @@ def blocks_for(value: str, surroundings: Surroundings) -> Texts:
 
 def waiting_requests(value: str, surroundings: Surroundings) -> Texts:
     """Requests that run or wait; those that run are bounded by their own flag."""
-    sequences = surroundings.number("max_sequences", 64) * surroundings.number("workers", 1)
+    each = surroundings.number("max_sequences", 0) or (256 if surroundings.num_gpus else 64)
+    sequences = each * surroundings.number("workers", 1)
     return {"max_queue": str(max(whole_number(value) - sequences, 0))}
 
 

@@ -52,7 +52,7 @@ class Cluster:
     max_workers: int = _ray(1, whole(1, 1024, "N"))
     """most workers; as many as min_workers: no scaling"""
     requests_per_worker: int = _ray(32, whole(1, 4096, "REQUESTS"))
-    """requests, running and queued, for which there shall be one worker; the default is half of --max-sequences"""
+    """requests, running and queued, for which there is one worker; the default is half a CPU's --max-sequences"""
     upscale_delay: float = _ray(10.0, seconds(0))
     """seconds that more workers have to be wanted before they are started"""
     downscale_delay: float = _ray(300.0, seconds(0))

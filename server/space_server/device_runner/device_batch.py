@@ -26,10 +26,10 @@ from space_server.scheduled_batch import draft_limits_of
 from space_server.speculation.controller import Controller, DraftLimits, StepLoad
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 
-MOST_HISTORY_BYTES = 64 * 1024**2
+MOST_HISTORY_BYTES = 256 * 1024**2
 """Bound on the token history kept for bad words; with larger windows such requests run on the host."""
 
-MOST_CONTINUATION_BYTES = 64 * 1024**2
+MOST_CONTINUATION_BYTES = 256 * 1024**2
 """Bound on known continuations for synthetic acceptance, 12 bytes an id; longer ones run on the host."""
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,11 @@ torch keeps, and subtracting the largest graph. The rest is for further graphs, 
 _DEFAULT_SEQUENCES = 64
 """Sequences of a whole window that the default holds on a CPU ..."""
 _DEFAULT_BYTES = 1024**3
-"""... within this bound; few sequences fill their window."""
+"""... within this bound; few sequences fill their window. So many run at once by default, but on a GPU with room."""
+_MORE_SEQUENCES = (256, 128)
+"""Sequences that run at once by default on a GPU whose pages hold that many of ..."""
+_USUAL_TOKENS = 1024
+"""... this length; longer ones wait or are preempted."""
 
 
 class PageNeed(Protocol):
@@ -46,6 +50,31 @@ def free_bytes(
 def give_back_unused() -> None:
     """Release torch's cached GPU memory: whole blocks may fit where fragments did not."""
     torch.cuda.empty_cache()  # does nothing without a GPU
+
+
+def choose_max_sequences(
+    facts: PageNeed,
+    *,
+    asked: int | None,
+    amount: int | float | None,
+    available: int,
+    num_blocks: int | None = None,
+    block_size: int = 1,
+) -> int:
+    """Return how many sequences run at once: `asked`; None: 64, or on a GPU 256 or 128 where keys and values of as many
+    sequences of 1024 tokens fit in `num_blocks` of `block_size` slots, or in `amount` of what is `available`."""
+    if asked is not None:
+        return asked
+    if facts.device.type == "cpu":
+        return _DEFAULT_SEQUENCES
+    if num_blocks is not None:
+        num_bytes = num_blocks * block_size * facts.kv_bytes_per_token
+    elif isinstance(amount, int):
+        num_bytes = amount
+    else:
+        num_bytes = int(available * (_GPU_FRACTION if amount is None else amount))
+    each = min(facts.window, _USUAL_TOKENS) * facts.kv_bytes_per_token
+    return next((most for most in _MORE_SEQUENCES if most * each <= num_bytes), _DEFAULT_SEQUENCES)
 
 
 def choose_num_sequences(facts: PageNeed, *, asked: int, state_bytes: int, available: int) -> int:

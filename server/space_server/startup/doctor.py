@@ -45,10 +45,10 @@ from space_model.released_adapters import AdapterFormat
 from transformers import PreTrainedConfig
 
 from space_server.config import ModelSource, parse
-from space_server.machine.memory import NotEnoughMemory, choose_num_sequences
+from space_server.machine.memory import NotEnoughMemory
 from space_server.machine.sensors import Meter, find_sensors
 from space_server.machine.threads import num_cores
-from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_weights, shown
+from space_server.startup.model_need import AskedModel, ModelNeed, num_blocks_of, num_sequences_of, num_weights, shown
 
 DRIVERS: Mapping[int, str] = {11: "450", 12: "525", 13: "580"}
 """The oldest driver of each major CUDA version; within one, a newer library runs on an older driver."""
@@ -498,9 +498,7 @@ def _memory(config: WorkerSettings, need: ModelNeed) -> Finding:
     except NotEnoughMemory as error:
         return Finding("memory", "fail", str(error))
     used = blocks * config.block_size * need.kv_bytes_per_token
-    num_sequences = choose_num_sequences(
-        need, asked=config.max_sequences, state_bytes=need.states, available=free.num_bytes - need.fixed
-    )
+    num_sequences = num_sequences_of(config, need, free)
     states = f" Recurrent states of {num_sequences} sequences take {shown(num_sequences * need.states)}."
     return Finding(
         "memory",
@@ -509,6 +507,7 @@ def _memory(config: WorkerSettings, need: ModelNeed) -> Finding:
         f"{need.parts(windows=False)}. {blocks} pages of {config.block_size} tokens take {shown(used)}: "
         f"{blocks * config.block_size / need.window:.1f} whole windows of {need.window}"
         + ("." if need.device.type == "cpu" else ", less what the largest step needs.")
+        + f" At most {num_sequences} sequences run at once."
         + states * bool(need.states),
     )
 

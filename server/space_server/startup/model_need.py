@@ -38,6 +38,7 @@ from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
+    choose_max_sequences,
     choose_num_blocks,
     choose_num_sequences,
     give_back_unused,
@@ -315,12 +316,25 @@ def check_fits(need: ModelNeed, free: FreeMemory, name: str) -> None:
         )
 
 
+def num_sequences_of(config: WorkerSettings, need: ModelNeed, free: FreeMemory) -> int:
+    """Return how many sequences run at once in what the model leaves. Raises NotEnoughMemory."""
+    left = free.num_bytes - need.fixed
+    asked = choose_max_sequences(
+        need,
+        asked=config.max_sequences,
+        amount=config.kv_memory,
+        available=left,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+    )
+    return choose_num_sequences(need, asked=asked, state_bytes=need.states, available=left)
+
+
 def num_blocks_of(config: WorkerSettings, need: ModelNeed, free: FreeMemory) -> int:
     """Return the number of KV-cache blocks that fit beside the model. Raises NotEnoughMemory with the cure."""
     check_fits(need, free, config.model)
     left, size = free.num_bytes - need.fixed, config.block_size
-    asked = config.max_sequences
-    left -= need.states * choose_num_sequences(need, asked=asked, state_bytes=need.states, available=left)
+    left -= need.states * num_sequences_of(config, need, free)
     if config.num_blocks is not None:
         return check_num_blocks(need, num_blocks=config.num_blocks, block_size=size, available=left)
     return choose_num_blocks(need, block_size=size, amount=config.kv_memory, available=left)
@@ -528,6 +542,31 @@ def take_largest_step(model: StepModel, *, max_sequences: int, max_prefill_rows:
         )
     stats = pb.StepStats() if report is None else report.stats
     return stats.chain_rows + stats.mask_rows + stats.prefill_rows
+
+
+def fit_largest_step(
+    model: StepModel, most: Callable[[], int], *, may_lower: bool, max_prefill_rows: int, block_size: int
+) -> tuple[int, int]:
+    """Take the largest step of as many sequences as fit; return how many, and the rows.
+
+    `most`: how many shall run at once in what is free now; `may_lower`: fewer run where their largest step does not
+    fit, or leaves pages for fewer. Raises NotEnoughMemory.
+    """
+    num_sequences = most()
+    while True:
+        try:
+            rows = take_largest_step(
+                model, max_sequences=num_sequences, max_prefill_rows=max_prefill_rows, block_size=block_size
+            )
+        except NotEnoughMemory:
+            if not may_lower or num_sequences == 1:
+                raise
+            num_sequences //= 2
+            continue
+        if not may_lower or most() >= num_sequences:
+            return num_sequences, rows
+        give_back_unused()
+        num_sequences //= 2
 
 
 def bytes_of_graphs(model: StepModel, *, max_sequences: int, block_size: int, available: Callable[[], int]) -> int:

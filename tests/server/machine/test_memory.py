@@ -17,10 +17,12 @@ from doubles.worker import ScriptedModel
 from safetensors.torch import save_file
 from space_common.worker.settings import parse_amount
 from space_model.free_memory import FreeMemory
+from space_model.model_facts import ModelFacts
 from space_model.verification.layer_reference import CONTEXT, NUM_ROWS
 from space_server.machine.memory import (
     NotEnoughMemory,
     check_num_blocks,
+    choose_max_sequences,
     choose_num_blocks,
     choose_num_kept,
     choose_num_sequences,
@@ -70,6 +72,38 @@ def test_less_than_one_window_and_more_than_there_is_are_refused() -> None:
         choose_num_blocks(FACTS, block_size=16, amount=100_000, available=10**9)
     with pytest.raises(NotEnoughMemory, match="asks for 2000000000 bytes; 1000000 are available"):
         choose_num_blocks(FACTS, block_size=16, amount=2_000_000_000, available=1_000_000)
+
+
+ON_GPU = dataclasses.replace(FACTS, window=8192, device=torch.device("cuda"))
+GB = 10**9
+EACH = 1024 * 1000  # keys and values of a usual sequence
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "amount", "num_blocks", "available", "sequences"),
+    [
+        (ON_GPU, None, None, None, 100 * GB, 256),
+        (ON_GPU, None, None, None, 256 * EACH, 128),  # a tenth is left free
+        (ON_GPU, None, None, None, 150 * EACH, 128),
+        (ON_GPU, None, None, None, 100 * EACH, 64),
+        (ON_GPU, None, 1.0, None, 256 * EACH, 256),
+        (ON_GPU, None, 0.3, None, 256 * EACH, 64),
+        (ON_GPU, None, 128 * EACH, None, 100 * GB, 128),
+        (ON_GPU, None, None, 256 * 64, 100 * GB, 256),  # blocks of 16 slots
+        (ON_GPU, None, None, 256 * 64 - 1, 100 * GB, 128),
+        (dataclasses.replace(ON_GPU, window=512), None, None, None, 150 * EACH, 256),  # shorter ones need less
+        (ON_GPU, 300, None, None, 1, 300),
+        (FACTS, None, None, None, 100 * GB, 64),
+        (FACTS, 3, None, None, 100 * GB, 3),
+    ],
+)
+def test_as_many_sequences_run_on_a_gpu_as_its_pages_hold(
+    facts: ModelFacts, asked: int | None, amount: float | None, num_blocks: int | None, available: int, sequences: int
+) -> None:
+    found = choose_max_sequences(
+        facts, asked=asked, amount=amount, available=available, num_blocks=num_blocks, block_size=16
+    )
+    assert found == sequences
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_every_part_of_a_machine_that_can_serve_has_its_fact(tiny: Path) -> None
     (model,) = [finding.fact for finding in findings if finding.part == "model"]
     assert "qwen2, 2 layers, held in float32" in model
     (memory,) = [finding.fact for finding in findings if finding.part == "memory"]
-    assert "64.0 whole windows of 512" in memory
+    assert "64.0 whole windows of 512. At most 64 sequences run at once." in memory
 
 
 def test_it_is_told_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

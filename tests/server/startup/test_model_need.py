@@ -23,7 +23,15 @@ from space_server.device_runner.device_forward import StepKind
 from space_server.device_runner.device_runner import DeviceRunner
 from space_server.machine.memory import NotEnoughMemory
 from space_server.startup import model_need
-from space_server.startup.model_need import ModelNeed, bytes_of_graphs, check_fits, num_blocks_of, take_largest_step
+from space_server.startup.model_need import (
+    ModelNeed,
+    bytes_of_graphs,
+    check_fits,
+    fit_largest_step,
+    num_blocks_of,
+    num_sequences_of,
+    take_largest_step,
+)
 from tiny_checkpoints import tiny_checkpoint
 from torch import Tensor
 
@@ -204,6 +212,35 @@ def test_what_does_not_fit_is_said_with_the_cure() -> None:
         NotEnoughMemory, match=r"6 sequences with 3 drafts each and 100 rows .* --max-sequences or --spec"
     ):
         take_largest_step(model, max_sequences=6, max_prefill_rows=100, block_size=16)
+
+
+def test_fewer_sequences_run_where_their_largest_step_does_not_fit_unless_the_number_was_asked_for() -> None:
+    model = Watched(num_masks=3)
+    model.most = 200  # rows: 15 × 16 do not fit, 7 × 16 and a prompt do
+    asked = {"max_prefill_rows": 60, "block_size": 16}
+    num_sequences, rows = fit_largest_step(model, lambda: 16, may_lower=True, **asked)
+    assert (num_sequences, rows) == (8, 7 * 16 + 60 + 3)
+    with pytest.raises(NotEnoughMemory, match="16 sequences with 3 drafts"):
+        fit_largest_step(model, lambda: 16, may_lower=False, **asked)
+    model.most = 10
+    with pytest.raises(NotEnoughMemory, match="1 sequences with 3 drafts"):
+        fit_largest_step(model, lambda: 16, may_lower=True, **asked)
+
+
+def test_fewer_sequences_run_where_their_largest_step_leaves_pages_for_fewer() -> None:
+    free = iter([16, 8, 8])  # before any step, behind that of 16, behind that of 8
+    found = fit_largest_step(
+        Watched(num_masks=0), lambda: next(free), may_lower=True, max_prefill_rows=60, block_size=16
+    )
+    assert found == (8, 7 + 60)
+
+
+def test_a_gpu_with_room_runs_more_sequences_than_a_cpu() -> None:
+    config = parse(["--listen", "h:1", "--max-model-len", "500"])
+    need = replace(NEED, device=torch.device("cuda"))
+    sizes = {gib: num_sequences_of(config, need, FreeMemory(gib * 1024 * MIB, "the GPU")) for gib in (40, 80, 140)}
+    assert sizes == {40: 64, 80: 128, 140: 256}
+    assert num_sequences_of(config, NEED, FreeMemory(140 * 1024 * MIB, "the machine")) == 64
 
 
 def test_a_fault_that_is_not_memory_s_is_not_taken_for_it() -> None:
