@@ -45,6 +45,9 @@ _GRANITE = ReasoningFormat(
 _MISTRAL = ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",))
 _SEED = ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",))
 _GEMMA = ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",))
+_COHERE = ReasoningFormat("cohere_command3", ("<|START_THINKING|>",), ("<|END_THINKING|>",))
+_MINIMAX_3 = ReasoningFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",))
+_HY_3 = ReasoningFormat("hy_v3", ("<think:opensource>", "<think>"), ("</think:opensource>", "</think>"))
 _HARMONY = ReasoningFormat(
     "openai_gptoss",
     ("<|channel|>analysis<|message|>",),
@@ -55,7 +58,7 @@ _HARMONY = ReasoningFormat(
 _SAME_AS_THINK = ("deepseek_v3", "glm45", "hunyuan_a13b", "kimi_k2", "minimax_m2", "nemotron_v3", "qwen3", "step3")
 
 FORMATS: Mapping[str, ReasoningFormat] = {
-    **{one.name: one for one in (_THINK, _GRANITE, _MISTRAL, _SEED, _GEMMA, _HARMONY)},
+    **{one.name: one for one in (_THINK, _GRANITE, _MISTRAL, _SEED, _GEMMA, _HARMONY, _COHERE, _MINIMAX_3, _HY_3)},
     **dict.fromkeys(_SAME_AS_THINK, _THINK),
 }
 """Formats by their `--reasoning-parser` name, which is vLLM's."""
@@ -69,6 +72,9 @@ def recognised(template: str) -> ReasoningFormat | None:
         (_SEED, "</seed:think>"),
         (_MISTRAL, "[/THINK]"),
         (_GRANITE, "Here is my thought process:"),
+        (_COHERE, "<|END_THINKING|>"),
+        (_MINIMAX_3, "</mm:think>"),
+        (_HY_3, "</think{}>"),
         (_THINK, "</think>"),
     ):
         if sign in template:

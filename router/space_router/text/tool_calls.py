@@ -588,10 +588,15 @@ class ParameterLayout:
     behind_key: str
     behind_value: str
     behind_json_key: str = ""  # in place of `behind_key` where the value is JSON
+    behind_json_value: str = ""  # in place of `behind_value` there
 
     def head(self, key: str, value: Any) -> str:
         """Return what stands before the value of an argument with this schema."""
         return self.before_key + key + ((is_json(value) and self.behind_json_key) or self.behind_key)
+
+    def end(self, value: Any) -> str:
+        """Return what stands behind the value of an argument with this schema."""
+        return (is_json(value) and self.behind_json_value) or self.behind_value
 
     def left_open(self, schema: Mapping[str, Any]) -> list[str]:
         """Return the keywords of a schema that the grammar of such arguments does not enforce."""
@@ -713,12 +718,12 @@ def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], 
     known = properties if isinstance(properties, Mapping) else {}
     names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     order = dict.fromkeys([*known, *names])
-    end = terminal(layout.behind_value, special_id)
     rules, parts = [], []
     for place, key in enumerate(order):
         value = known.get(key)
         parts.append(f"parameter_{index}_{place}" + ("" if key in names else "?"))
         head = terminal(layout.head(key, value), special_id)
+        end = terminal(layout.end(value), special_id)
         rules.append(f"parameter_{index}_{place}: {head} {_value(value, schema, end)}")
     if not known:
         key = joined(terminal(layout.before_key, special_id), "KEY", terminal(layout.behind_key, special_id))

@@ -88,6 +88,9 @@ MARKS = {
     "mistral": ("[THINK]", "[/THINK]"),
     "seed_oss": ("<seed:think>\n", "\n</seed:think>\n"),
     "gemma4": ("<|channel>thought\n", "\n<channel|>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "hy_v3": ("<think:opensource>", "</think:opensource>"),
 }
 """What stands before and behind reasoning in each family's published template, line breaks included."""
 
@@ -209,6 +212,9 @@ def test_an_answer_begins_in_reasoning_where_its_prompt_ends_in_it() -> None:
         ("{{ '<|channel>thought\\n' }}", "gemma4"),
         ("Write your thoughts after 'Here is my thought process:'", "granite"),
         ("{{ message.content }}", None),
+        ("<|START_THINKING|>{{ message.tool_plan }}<|END_THINKING|>", "cohere_command3"),
+        ("{%- set think_end_token = '</mm:think>' -%}", "minimax_m3"),
+        ("{%- set think_end_token = '</think{}>'.format(HYTK) %}", "hy_v3"),
     ],
 )
 def test_the_format_is_recognised_by_the_template(template: str, name: str | None) -> None:

@@ -7,13 +7,14 @@ llama.cpp have them: by `WRITERS`, which share nothing with the grammars of requ
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import pytest
 from doubles.thinking import read_pieces
 from doubles.tool_call_writers import NAME_SPACE, WRITERS, Call, dsml, keyed, minimax_m3
 from space_router.text.tool_calls import ToolCallReader
-from space_router.text.tool_parsers.formats import FORMATS
+from space_router.text.tool_parsers.formats import FORMATS, named
 
 ANY: dict[str, Any] = {
     "type": "object",
@@ -134,9 +135,37 @@ FURTHER: dict[str, list[Text]] = {
         Text('<|START_ACTION|>\n[\n    {"tool_call_id": "0", "tool_name": "get_time", "parameters": {}}\n]\n'
              "<|END_ACTION|>", "", [NONE]),
     ],
+    "minicpm5": [
+        Text('<function name="get_weather"><param name="city"><![CDATA[a</param></function>\n]]></param></function>',
+             "",
+             [("get_weather", {"city": "a</param></function>\n"})]),
+        Text('<function name="get_weather"><param name="city"><![CDATA[]]]]></param></function>', "",
+             [("get_weather", {"city": "]]"})]),
+    ],
+    "hy_v3": [
+        Text("<tool_calls><tool_call>get_time<tool_sep></tool_call></tool_calls>", "", [NONE]),
+        Text("<tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>42</arg_value></tool_call>", "",
+             [("get_weather", {"city": "42"})]),
+    ],
+    "functionary_v32": [
+        Text('get_weather\n{"city": "x"}', "", [("get_weather", {"city": "x"})]),
+        Text("all\nHow can I help?", "How can I help?", []),
+        Text("all\nI look.>>>get_time\n{}", "I look.", [NONE]),
+        Text(">>>all\nA >> b >>> c\n", "A >> b >>> c\n", []),
+        Text(">>>get_time\nnow", ">>>get_time\nnow", []),
+    ],
 }  # fmt: skip
 
 CASES = [(name, number) for name in WRITERS for number in range(len(texts_of(name)))]
+
+
+def test_tags_of_hy3_may_have_a_suffix_that_the_template_gives() -> None:
+    known = named("hy_v3", "{%- set HYTK = ':opensource' %}")
+    for text, content, calls in texts_of("hy_v3"):
+        long = re.sub(r"<(/?\w+)>", r"<\1:opensource>", text)
+        _, found, read_calls = read_pieces(ToolCallReader(known.form, TOOLS), [long])
+        assert [(tool, json.loads(arguments)) for tool, arguments in read_calls] == calls
+        assert calls == [] or found == content.replace("<i>", "<i:opensource>")
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:

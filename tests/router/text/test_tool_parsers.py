@@ -269,6 +269,14 @@ def test_wherever_a_text_is_cut_its_calls_are_parts_of_the_whole_ones(name: str,
         ("<longcat_tool_call>", "longcat"),
         ("<|action_start|><|plugin|>", "internlm"),
         ('Respond in the format {"name": function name, "parameters": dictionary of argument name', "llama3_json"),
+        ("'\\nRespond in this format:\\n>>>${recipient}\\n${content}\\n'", "functionary_v32"),
+        ("{{- '<function name=\"' ~ tool_call.name ~ '\">' }}", "minicpm5"),
+        (
+            "{%- set toolcalls = '<tool_calls{}>'.format(HYTK) %}{%- set toolsep = '<tool_sep{}>'.format(HYTK) %}",
+            "hy_v3",
+        ),
+        ("'<tool_calls>\\n' '<tool_call>' + name + '<tool_sep>\\n<arg_key>'", "hy_v3"),
+        ("ns.system_prompt + 'List of tools: [' -%}", "lfm2"),
     ],
 )
 def test_the_format_is_recognised_by_the_template(template: str, name: str) -> None:
@@ -283,7 +291,7 @@ def test_the_format_is_recognised_by_the_template(template: str, name: str) -> N
         '{"name": "{{ tool.name }}", "description": "{{ tool.description }}", "parameters": {{ tool.parameters }}}',
         "{{ tools | tojson }}",
         "<|tool_list_begin|>{%- for call in message.tool_calls %}>>>{{ call.function.name }}",
-        "'<function name=\"' ~ tool_call.name ~ '\">'",
+        "open_tag('call', [('tool', fn.name)]) '<|open|>' + tag + '<|sep|>'",
     ],
 )
 def test_tools_that_are_listed_tell_of_no_format(template: str) -> None:
@@ -337,6 +345,35 @@ def test_calls_are_required_as_the_family_writes_them(name: str, text: str) -> N
     assert allows(grammar, text)
     assert not allows(grammar, "It is hot.")
     assert not allows(grammar, text.replace("Dallas", '"'))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "minicpm5",
+            '<function name="get_weather"><param name="city"><![CDATA[a</param>\n]]></param><param name="days">'
+            '3</param></function>\n<function name="now"></function>',
+        ),
+        (
+            "hy_v3",
+            "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>a</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n"
+            "</tool_calls>",
+        ),
+        ("functionary_v32", 'get_weather\n{"city": "a", "days": 3}>>>now\n{}'),
+    ],
+)
+def test_required_calls_are_read_as_they_are_written(name: str, text: str) -> None:
+    layout = FORMATS[name].layout
+    assert layout is not None
+    grammar = calls_only(layout, TOOLS, no_special, many=True)
+    assert allows(grammar, text)
+    assert not allows(grammar, text.replace("3", "three"))
+    (_, calls), is_whole = read(name, [text])
+    assert is_whole
+    assert [name for name, _ in calls] == ["get_weather", "now"]
+    assert json.loads(calls[0][1])["days"] == 3
 
 
 def test_however_deep_arguments_are_they_are_read() -> None:

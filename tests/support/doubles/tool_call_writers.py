@@ -177,4 +177,10 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
     "muse_glimmer": tags(("<atem:function_calls>\n", "\n</atem:function_calls>"),
                          ('<atem:invoke name="', '">\n', "</atem:invoke>"),
                          parameter('<atem:parameter name="', "</atem:parameter>\n", '">'), one_block=True),
+    "minicpm5": tags(("", ""), ('<function name="', '">', "</function>"), lambda key, value: (
+        f'<param name="{key}"><![CDATA[{value}]]></param>' if isinstance(value, str) and set(value) & set("<&\n")
+        else f'<param name="{key}">{value}</param>')),
+    "hy_v3": tags(("<tool_calls>\n", "\n</tool_calls>"), ("<tool_call>", "<tool_sep>\n", "</tool_call>"),
+                  parameter("<arg_key>", "</arg_value>\n", "</arg_key>\n<arg_value>"), one_block=True),
+    "functionary_v32": lambda calls: "".join(f">>>{name}\n{compact(arguments)}" for name, arguments in calls),
 }  # fmt: skip

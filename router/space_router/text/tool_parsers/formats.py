@@ -26,7 +26,7 @@ from space_router.text.tool_calls import (
 from space_router.text.tool_parsers import marked_calls as marked
 from space_router.text.tool_parsers import xml_calls as xml
 from space_router.text.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA_4, gemma
-from space_router.text.tool_parsers.glm import KEY, KEY_END, VALUE, VALUE_END, glm
+from space_router.text.tool_parsers.glm import GLM, hy3, pair_calls
 from space_router.text.tool_parsers.listed_calls import (
     list_at_start,
     listed_calls,
@@ -262,6 +262,18 @@ _FUNCTIONARY = ToolFormat(
     (),
     ToolCallLayout("", ">", marked.FUNCTION_END, trigger=marked.FUNCTION, between=marked.FUNCTION),
 )
+_FUNCTIONARY_32 = ToolFormat(
+    "functionary_v32",
+    marked.functionary_32,
+    (),
+    ToolCallLayout(
+        "",
+        "\n",
+        "",
+        between=marked.RECIPIENT,
+        begins=r"((?s:.*)>>>)?[A-Za-z0-9_.-]+\n[ \t\r\n]*\{(?s:.*)",
+    ),
+)
 
 
 def _xml(name: str, tags: xml.Tags, *, trim: str = "\n") -> ToolFormat:
@@ -285,19 +297,49 @@ _MINIMAX = _xml("minimax_m2", xml.MINIMAX, trim="")
 _DEEPSEEK_32 = _xml("deepseek_v32", xml.DEEPSEEK_32, trim="")
 _DEEPSEEK_4 = _xml("deepseek_v4", xml.DEEPSEEK_4, trim="")
 _GLIMMER = _xml("muse_glimmer", xml.GLIMMER, trim="")
+_MINICPM = ToolFormat(
+    "minicpm5",
+    xml.xml_calls(xml.MINICPM),
+    ("<function", "</function>", "<param", "</param>", "<![CDATA[", "]]>"),
+    ToolCallLayout(
+        "",
+        '">',
+        "</function>",
+        trigger=xml.MINICPM.function,
+        between=f"\n{xml.MINICPM.function}",
+        parameter=ParameterLayout('<param name="', '"><![CDATA[', "]]></param>", '">', "</param>"),
+    ),
+)
 _GLM = ToolFormat(
     "glm45",
-    glm,
-    (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
+    pair_calls(GLM),
+    GLM.markers,
     ToolCallLayout(
         "",
         "\n",
         CLOSE,
         trigger=OPEN,
         between=f"\n{OPEN}",
-        parameter=ParameterLayout(KEY, f"{KEY_END}\n{VALUE}", f"{VALUE_END}\n"),
+        parameter=ParameterLayout(GLM.key, f"{GLM.key_end}\n{GLM.value}", f"{GLM.value_end}\n"),
     ),
 )
+
+
+def _hy3(suffix: str) -> ToolFormat:
+    tags = hy3(suffix)
+    layout = ToolCallLayout(
+        tags.call,
+        f"{tags.name_end}\n",
+        f"{tags.call_end}\n",
+        trigger=tags.opening,
+        opening="\n",
+        closing=tags.closing,
+        parameter=ParameterLayout(tags.key, f"{tags.key_end}\n{tags.value}", f"{tags.value_end}\n"),
+    )
+    return ToolFormat("hy_v3", pair_calls(tags), tags.markers, layout)
+
+
+_HY_3, _HY_3_OPEN = _hy3(""), _hy3(":opensource")
 _DEEPSEEK = ToolFormat(
     "deepseek_v3",
     marked.deepseek,
@@ -350,7 +392,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         _HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC, _QWEN_CODER, _GLM, _DEEPSEEK, _DEEPSEEK_31, _KIMI, _HARMONY, _GRANITE,
         _PHI_4, _FUNCTOOLS, _NEMOTRON, _LFM2, _SEED, _MINIMAX, _GEMMA_4, _FUNCTION_GEMMA, _DEEPSEEK_32, _DEEPSEEK_4,
         _COMMAND, _COMMAND_R, _MINIMAX_3, _MINIMAX_1, _HUNYUAN, _APERTUS, _OLMO, _XLAM, _GIGACHAT, _SOLAR, _LONGCAT,
-        _INTERN, _FUNCTIONARY, _GLIMMER,
+        _INTERN, _FUNCTIONARY, _GLIMMER, _MINICPM, _HY_3, _FUNCTIONARY_32,
     )
 }  # fmt: skip
 """Formats by their `--tool-call-parser` name, which is vLLM's where it has one."""
@@ -373,6 +415,9 @@ _SIGNS = (
     ("<|action_start|>", _INTERN),
     ("'role': 'function call'", _GIGACHAT_3),
     ("{start_tag}={function_name}", _FUNCTIONARY),
+    ("\\n>>>${recipient}", _FUNCTIONARY_32),
+    ("'<function name=\"'", _MINICPM),
+    ("<tool_sep", _HY_3),
     ("Action:\\n```json", _COMMAND_R),
     ("<tool_calls>\\n{", _MINIMAX_1),
     ("<tool_calls>", _HUNYUAN),
@@ -388,6 +433,7 @@ _SIGNS = (
     ("<TOOLCALL>", _NEMOTRON),
     ("<|tool_call_start|>", _LFM2),
     ("<|tool_list_start|>", _LFM2),
+    ("List of tools: [", _LFM2),
     ("functools[", _FUNCTOOLS),
 )
 """What the template of each format has, and those of the formats before have not."""
@@ -397,6 +443,8 @@ def named(name: str, template: str) -> ToolFormat:
     """Return the format of this name, in the variant that the template mentions."""
     if name == "pythonic" and PYTHON_START in template:
         return _PYTHONIC_MARKED
+    if name == "hy_v3" and ":opensource" in template:
+        return _HY_3_OPEN
     return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
 
 

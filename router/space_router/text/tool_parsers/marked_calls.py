@@ -12,6 +12,8 @@ KIMI_CALL, KIMI_END, KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>"
 SOLAR_CALL, SOLAR_NAME = "<|tool_call:begin|>", "<|tool_call:name|>"
 SOLAR_ARGUMENTS, SOLAR_END = "<|tool_call:args|>", "<|tool_call:end|>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
+RECIPIENT = ">>>"
+_TO_USER = "all"
 
 
 def deepseek(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -73,6 +75,23 @@ def functionary(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[
             continue
         yield from cursor.skip()
         yield from _call(cursor, output, tools, name, FUNCTION, (FUNCTION_END,))
+
+
+def functionary_32(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
+    """`>>>all` and text, or `>>>f` and arguments, on lines of their own. The prompt ends with the first `>>>`."""
+    word, is_first = "", True
+    while is_first or (yield from content_until(cursor, output, (RECIPIENT,))):
+        cursor.keep()
+        word = RECIPIENT if (yield from cursor.takes(RECIPIENT)) else ""
+        name = (yield from cursor.run(_in_line, 128)).strip()
+        if name == _TO_USER and (yield from cursor.takes("\n")):
+            cursor.let_go()
+        elif name in tools and (yield from cursor.takes("\n")):
+            yield from cursor.skip()
+            yield from _call(cursor, output, tools, name, word, ())
+        else:
+            no_call(cursor, output, word)
+        is_first = False
 
 
 def _call(

@@ -1,4 +1,7 @@
-"""Calls in XML-like tags with a tag for each parameter: Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2 and V4."""
+"""Calls in XML-like tags with a tag for each parameter.
+
+As Qwen3-Coder, Seed-OSS, MiniMax-M2, DeepSeek V3.2 and V4, and MiniCPM5 write them.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -11,7 +14,7 @@ from space_router.text.tool_parsers.values import kinds_of, value_until
 class Tags:
     """How a family writes its tags."""
 
-    opening: str  # before one call or several
+    opening: str  # before one call or several; "": none
     closing: str
     function: str  # its name follows
     name_end: str
@@ -20,6 +23,7 @@ class Tags:
     key_end: str
     parameter_end: str = "</parameter>"
     typed: tuple[str, str] | None = None  # in place of `key_end`: before a text, and before JSON
+    raw: tuple[str, str] | None = None  # what may stand around a value, inside its tags
 
 
 QWEN = Tags("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
@@ -51,14 +55,19 @@ GLIMMER = Tags(
     "</atem:parameter>",
 )
 
+MINICPM = Tags(
+    "", "", '<function name="', '">', "</function>", '<param name="', '">', "</param>", raw=("<![CDATA[", "]]>")
+)
+
 
 def xml_calls(tags: Tags) -> Form:
     """Return the parser of a family. The opening tag may be missing, as models leave it out."""
+    starts = tuple(text for text in (tags.opening, tags.function) if text)
 
     def form(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
-        while (yield from content_until(cursor, output, (tags.opening, tags.function))):
+        while (yield from content_until(cursor, output, starts)):
             cursor.keep()
-            opened = yield from cursor.takes(tags.opening)
+            opened = tags.opening != "" and (yield from cursor.takes(tags.opening))
             if not opened:
                 cursor.at += len(tags.function)
             found = yield from _calls(tags, cursor, output, tools, begun=not opened)
@@ -105,7 +114,7 @@ def _parameters(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools,
         if not (yield from cursor.takes(tags.parameter)):
             if not (yield from cursor.peek()):
                 return False
-            if cursor.text.startswith(tags.closing, cursor.at):
+            if tags.closing and cursor.text.startswith(tags.closing, cursor.at):
                 break
             cursor.at += 1  # text between parameters has no meaning
             continue
@@ -117,9 +126,17 @@ def _parameters(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools,
             return False
         output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
-        ends = (tags.parameter_end, tags.parameter, tags.function_end)
-        if not (yield from value_until(cursor, output, kinds, ends, trim=tags.typed is None)):
+        ends: tuple[str, ...] = (tags.parameter_end, tags.parameter, tags.function_end)
+        is_raw = tags.raw is not None and (yield from cursor.takes(tags.raw[0]))
+        if tags.raw is not None and not is_raw and cursor.ended and tags.raw[0].startswith(cursor.text[cursor.at :]):
             return False
+        if tags.raw is not None and is_raw:
+            ends = (tags.raw[1] + tags.parameter_end, f"{tags.raw[1]}\n{tags.parameter_end}")
+        if not (yield from value_until(cursor, output, kinds, ends, trim=tags.typed is None and not is_raw)):
+            return False
+        if tags.raw is not None and is_raw:
+            yield from cursor.takes(tags.raw[1])
+            yield from cursor.skip()
         yield from cursor.takes(tags.parameter_end)
     output.arguments("}")
     output.is_whole = True

@@ -425,6 +425,28 @@ async def test_ids_logprobs_and_usage_end_where_the_text_does(start: Start, stop
             assert (pieces[-1]["stop_reason"], pieces[-1]["finish_reason"]) == (choice["stop_reason"], "stop")
 
 
+@pytest.mark.parametrize(("reply", "stop"), [("ab<|endoftext|>x", {}), ("abBx", {"stop_token_ids": [70]})])
+async def test_a_final_eos_or_stop_token_is_counted_and_has_no_logprobs_entry(
+    start: Start, reply: str, stop: Any
+) -> None:
+    async with start(reply, accepts=always, block_size=64) as router:
+        text, chat = {"prompt": "x", "logprobs": 0}, {"messages": USER, "logprobs": True}
+        for path, source in (("/v1/completions", text), ("/v1/chat/completions", chat)):
+            asked = {"max_tokens": 20, "return_token_ids": True, **source, **stop}
+            answer = (await router.post(path, **asked)).json()
+            written = (await lines(router, path, **asked))[:-1]
+            events = [json.loads(line.removeprefix("data: ")) for line in written]
+            assert answer["usage"]["completion_tokens"] == 3
+            for choices in ([answer["choices"][0]], [event["choices"][0] for event in events]):
+                assert len([id_ for choice in choices for id_ in choice.get("token_ids") or []]) == 3
+                found = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+                if path == "/v1/completions":
+                    assert [token for one in found for token in one["tokens"]] == ["a", "b"]
+                else:
+                    assert [entry["token"] for one in found for entry in one["content"]] == ["a", "b"]
+                assert choices[-1]["finish_reason"] == "stop"
+
+
 async def test_the_request_id_is_the_clients_and_the_headers(start: Start) -> None:
     async with start("yes") as router:
         answer = await router.post("/v1/completions", prompt="x", max_tokens=1, request_id="mine:1")
