@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from doubles.worker import PROMPTS, ScriptedModel
 from space_common.worker.client import WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import build_worker
@@ -16,6 +18,7 @@ from space_server.device_runner import device_batch
 from space_server.speculation.controller import Controller, FixedLayout
 from space_server.speculation.synthetic_acceptance import SyntheticAcceptance
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
@@ -133,3 +136,24 @@ def test_a_worker_with_decreed_acceptance_steps_on_the_device(tiny_path: Path) -
     words = ["--listen", "h:1", "--model", str(tiny_path), "--num-blocks", "4", "--num-threads", "1"]
     worker = build_worker(parse([*words, "--synthetic-acceptance", ".57", "--steps", "eager"]))
     assert worker.engine.device is not None
+
+
+def test_drafts_of_the_head_bring_the_decreed_tokens_a_step_in_six_rows_a_sequence(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, hidden_size=32, num_layers=1, num_heads=2, kv_heads=1, num_masks=5, head_drafts=5)
+    chances = (0.84, 0.81, 0.78, 0.75, 0.72)
+    model = load_model(path, device="cpu", dtype="float32")
+    router, _ = router_of(model, FixedLayout.by_head(5), device=True, chances=chances)
+    texts: list[list[list[int]]] = []
+    for bound in (0, 99):  # the first gives the texts
+        numbers = [router.admit(prompt, max_tokens=100, max_draft_length=bound) for prompt in PROMPTS]
+        stats: list[pb.StepStats] = []
+        while (report := router.step()) is not None:
+            stats.append(report.stats)
+        texts.append([router.sequences[number].tokens for number in numbers])
+    assert texts[1] == texts[0]
+    whole = [report for number in numbers for report in router.sequences[number].reports if report.num_drafted == 5]
+    decoding = [one for one in stats if one.num_sequences == len(PROMPTS) and not one.prefill_rows]
+    assert {(one.chain_rows, one.mask_rows) for one in decoding[:15]} == {(6 * len(PROMPTS), 0)}  # texts end behind
+    expected = 1.0 + sum(math.prod(chances[: depth + 1]) for depth in range(5))
+    assert len(whole) > 90
+    assert sum(report.num_accepted + 1 for report in whole) / len(whole) == pytest.approx(expected, rel=0.08)

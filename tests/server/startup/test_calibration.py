@@ -401,6 +401,24 @@ def test_a_file_from_a_machine_of_another_speed_is_measured_anew(
     assert machine.start(file).origin.source == "file"
 
 
+def test_costs_kept_under_load_and_confirmed_by_a_loaded_start_are_not_believed_while_serving(
+    machine: FakeMachine, file: CostFile
+) -> None:
+    """A plain step of 1.01 ms was kept as 3.5 ms, and takes that at the next start too, as nothing showed."""
+    machine.slow = 3.5
+    machine.start(file)
+    found = machine.start(file)
+    assert (found.origin.source, machine.num_measured) == ("file", 1)
+    cost, plain = found.cost(), StepShape.plain(1)
+    assert cost.seconds(plain) > 3.4 * true_seconds(plain)
+    for _ in range(60):  # a server that decodes one request without drafts
+        cost.learn(plain, true_seconds(plain))
+    assert cost.num_turns == 1
+    assert max(abs(cost.seconds(shape) / true_seconds(shape) - 1.0) for shape in SHAPES) < 0.05
+    machine.slow = 1.0
+    assert machine.start(file).origin.source == "measured"  # the next start does not believe the file either
+
+
 def test_a_quiet_file_is_not_replaced_by_a_busy_start(machine: FakeMachine, file: CostFile) -> None:
     machine.start(file)
     kept = file.path.read_text()
