@@ -268,10 +268,16 @@ GAP_RATE, LONGEST_GAP = 0.02, 0.005  # moving average of the seconds between ste
 
 class RealizedSpeedup:
     """Compares a rule's predicted tokens per second with those of its steps since the last look: the cost model ignores
-    how speculation starts and ends."""
+    how speculation starts and ends.
+
+    The share belongs to the batch's size, by doublings: what drafts kept among many, or while the machine slowed down
+    under them, says little about a few. A size met for the first time starts with the share of the size before.
+    """
 
     def __init__(self) -> None:
-        self.share = 1.0  # measured rate over predicted rate
+        self.share = 1.0  # measured rate over predicted rate, at the present size
+        self._size = 0  # the batch's, by doublings
+        self._shares: dict[int, float] = {}  # of the other sizes met
         self.pause = 0.0  # mean seconds between two steps
         self._predicted_rate = 1.0  # predicted tokens per second
         self._predicted_seconds = math.inf  # predicted seconds of a step
@@ -299,9 +305,17 @@ class RealizedSpeedup:
         self._tokens, self._seconds = 0, 0.0
         return True
 
+    def resize(self, num_sequences: int) -> None:
+        """Go on with a batch of `num_sequences`."""
+        size = num_sequences.bit_length()
+        if size != self._size:
+            self._shares[self._size], self._size = self.share, size
+            self.share = self._shares.get(size, self.share)
+
     def reset(self) -> None:
         """Reset: the machine's speed has changed, so earlier measurements do not apply."""
         self.share = 1.0
+        self._shares.clear()
         self._tokens, self._seconds = 0, 0.0
 
     def forgive(self, num_steps: float) -> None:
@@ -789,6 +803,7 @@ class SpeculationController:
             self._realized.reset()
             self._probe.doubt()
         is_known = self._realized.look_back(self._num_since * self._num_sequences)
+        self._realized.resize(mix.size)
         load = StepLoad(num_context=load.num_context)
         self._price(mix.size, load, anew=True)
         plain = self._proposals.rate(mix.size, self._expected(None, mix, load).seconds)
