@@ -29,8 +29,10 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; t
 
 _TOGETHER = (
     "tests/e2e/",
+    "tests/exactness/",
     "tests/model/test_family_sweep.py",
     "tests/real/",
+    "tests/server/machine/test_loaded_bytes.py",
     "tests/server/machine/test_memory.py",
     "tests/server/tensor_parallel/",
     "tests/train/test_recipe.py",

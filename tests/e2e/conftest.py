@@ -202,6 +202,7 @@ def model(checkpoint: Path) -> str:
 def live(model: str) -> Iterator[Live]:
     """The shared server, with room for everything; ended by SIGTERM, and it must exit 0."""
     flags = ["--model", model, "--num-threads", "1", "--num-blocks", "2048", "--grpc-port", "0"]
+    flags += ["--calibration-seconds", "0.2"]  # again at each start: beside other tests no measurement is kept
     with ServerProcess(flags) as server, closing(Live(server)) as ready:
         yield ready
 
@@ -235,6 +236,7 @@ def steady() -> Iterator[Live]:
 def small(checkpoint: Path) -> Iterator[Live]:
     """A server with 24 blocks of 8 slots, three sequences at once and two in the queue."""
     flags = ["--num-blocks", "24", "--block-size", "8", "--max-sequences", "3", "--max-queue", "2"]
+    flags += ["--calibration-seconds", "0"]
     with (
         ServerProcess(["--model", str(checkpoint), "--num-threads", "1", *flags]) as server,
         closing(Live(server)) as ready,
@@ -247,8 +249,7 @@ def serve(checkpoint: Path) -> Callable[..., AbstractContextManager[ServerProces
     """A server of one's own: `with serve(*flags, environment=...) as server`."""
 
     def start(*flags: str, **options: Any) -> ServerProcess:
-        return ServerProcess(
-            ["--model", str(checkpoint), "--num-threads", "1", "--num-blocks", "256", *flags], **options
-        )
+        known = ["--model", str(checkpoint), "--num-threads", "1", "--num-blocks", "256", "--calibration-seconds", "0"]
+        return ServerProcess([*known, *flags], **options)
 
     return start
