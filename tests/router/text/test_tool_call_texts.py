@@ -14,7 +14,7 @@ import pytest
 from doubles.thinking import read_pieces
 from doubles.tool_call_writers import NAME_SPACE, WRITERS, Call, dsml, keyed, minimax_m3
 from space_router.text.tool_calls import ToolCallReader
-from space_router.text.tool_parsers.formats import FORMATS, named
+from space_router.text.tool_parsers.formats import FORMATS, named, recognised
 
 ANY: dict[str, Any] = {
     "type": "object",
@@ -166,6 +166,14 @@ def test_tags_of_hy3_may_have_a_suffix_that_the_template_gives() -> None:
         _, found, read_calls = read_pieces(ToolCallReader(known.form, TOOLS), [long])
         assert [(tool, json.loads(arguments)) for tool, arguments in read_calls] == calls
         assert calls == [] or found == content.replace("<i>", "<i:opensource>")
+
+
+def test_calls_of_gigachat_may_be_a_turn_of_their_own() -> None:
+    known = recognised("{{ {'role': 'function call', 'content': '...'} }}")
+    assert known is not None
+    text = 'I look.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get_time", "arguments": {}}'
+    reader = ToolCallReader(known.form, TOOLS)
+    assert read_pieces(reader, list(text))[1:] == ("I look.", [("get_time", "{}")])
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:

@@ -160,6 +160,7 @@ _GIGACHAT = ToolFormat(
     ToolCallLayout('{"name": "', '", "arguments": ', "}", trigger="<|function_call|>", between="<|function_call|>"),
 )
 _GIGACHAT_ROLE = "function call<|role_sep|>"
+_GIGACHAT_TURN = "'role': 'function call'"  # calls are a turn of their own
 _GIGACHAT_3 = replace(
     _GIGACHAT,
     form=listed_calls(f"<|message_sep|>\n\n{_GIGACHAT_ROLE}"),
@@ -413,7 +414,7 @@ _SIGNS = (
     (marked.SOLAR_CALL, _SOLAR),
     ("<longcat_tool_call>", _LONGCAT),
     ("<|action_start|>", _INTERN),
-    ("'role': 'function call'", _GIGACHAT_3),
+    (_GIGACHAT_TURN, _GIGACHAT_3),
     ("{start_tag}={function_name}", _FUNCTIONARY),
     ("\\n>>>${recipient}", _FUNCTIONARY_32),
     ("'<function name=\"'", _MINICPM),
@@ -443,6 +444,8 @@ def named(name: str, template: str) -> ToolFormat:
     """Return the format of this name, in the variant that the template mentions."""
     if name == "pythonic" and PYTHON_START in template:
         return _PYTHONIC_MARKED
+    if name == "gigachat3" and _GIGACHAT_TURN in template:
+        return _GIGACHAT_3
     if name == "hy_v3" and ":opensource" in template:
         return _HY_3_OPEN
     return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
