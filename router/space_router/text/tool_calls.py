@@ -756,7 +756,7 @@ def is_json(value: Any) -> bool:
     return value.get("type", "string") != "string" or bool(value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"})
 
 
-_TOKEN = re.compile(r"\[[A-Z_]+\]|\]<\]\w+\[>\[|<[^<>\s]+>")
+_TOKEN = re.compile(r"<(?:function|param)(?= )|<!\[CDATA\[|\]\]>|\[[A-Z_]+\]|\]<\]\w+\[>\[|<[^<>\s]+>")
 
 
 def pattern_of(text: str) -> str:

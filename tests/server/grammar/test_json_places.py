@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 from space_common.grammar import compile_grammar
@@ -11,7 +11,7 @@ from space_common.json_places import JsonPlaces
 from space_router.text.json_places import places_behind_thinking, places_of_calls, places_of_calls_or
 from space_router.text.reasoning import FORMATS as REASONING
 from space_router.text.reasoning import AnswerReasoning, ThinkingRules
-from space_router.text.tool_calls import calls_only, calls_or
+from space_router.text.tool_calls import SpecialId, calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, ToolFormat
 from space_server.grammar import GrammarState, TokenVocabulary, ids_of
 
@@ -31,20 +31,19 @@ TOOLS = {
 }
 
 
-def ids(text: str, *, special: bool) -> list[int]:
+def ids(text: str, special: Collection[str]) -> list[int]:
+    """`special`: markers that are tokens; another family's might begin a text of this one."""
     found = []
     while text:
-        marker = max((m for m in SPECIAL if special and text.startswith(m)), key=len, default="")
+        marker = max((m for m in special if m in SPECIAL and text.startswith(m)), key=len, default="")
         found += [SPECIAL[marker]] if marker else [FIRST + byte for byte in text[0].encode()]
         text = text[len(marker) or 1 :]
     return found
 
 
-def quote_may_follow(grammar: str, places: JsonPlaces, text: str, *, special: bool) -> bool:
+def quote_may_follow(grammar: str, places: JsonPlaces, text: str, special: Collection[str] = ()) -> bool:
     compiled = compile_grammar(VOCABULARY.tokenizer, "lark", grammar)
-    state = GrammarState(
-        VOCABULARY, compiled.deep_copy, eos_ids=[EOS], output=ids(text, special=special), json_places=places
-    )
+    state = GrammarState(VOCABULARY, compiled.deep_copy, eos_ids=[EOS], output=ids(text, special), json_places=places)
     possible = state.possible().ids
     assert possible is not None
     return FIRST + ord('"') in ids_of(possible)
@@ -52,6 +51,11 @@ def quote_may_follow(grammar: str, places: JsonPlaces, text: str, *, special: bo
 
 def special_id(text: str) -> int | None:
     return SPECIAL.get(text)
+
+
+def ids_among(markers: Collection[str]) -> SpecialId:
+    """Return the ids of the markers alone that are tokens."""
+    return lambda text: SPECIAL.get(text) if text in markers else None
 
 
 def no_special(text: str) -> int | None:
@@ -85,15 +89,15 @@ def calls_of(known: ToolFormat) -> tuple[Sequence[str], Sequence[str]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arguments_repeat_no_key(name: str, special: bool) -> None:
     known = FORMATS[name]
-    id_of = special_id if special else no_special
-    layout = known.layout
+    markers = known.markers if special else ()
+    id_of, layout = ids_among(markers), known.layout
     assert layout is not None
     forced = calls_only(layout, TOOLS, id_of, many=True), places_of_calls(layout, TOOLS, id_of)
     repeated, free = calls_of(known)
     for text in repeated:
-        assert not quote_may_follow(*forced, text, special=special), text
+        assert not quote_may_follow(*forced, text, markers), text
     for text in free if layout.parameter is None or not special else free[1:2]:  # no special id is in a text
-        assert quote_may_follow(*forced, text, special=special), text
+        assert quote_may_follow(*forced, text, markers), text
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not FORMATS[name].layout.alone])  # type: ignore[union-attr]
@@ -104,25 +108,26 @@ def test_text_before_calls_is_free(name: str) -> None:
     places = places_of_calls_or(layout, TOOLS, no_special, has_answer=False)
     repeated, free = calls_of(FORMATS[name])
     text = f'Say {layout.before_name}g{layout.before_arguments}{{"a": 1, "a' if layout.trigger else 'Say {"a": 1, "a'
-    assert quote_may_follow(grammar, places, text, special=False)
+    assert quote_may_follow(grammar, places, text)
     before = "So: " if layout.trigger else ""
-    assert not quote_may_follow(grammar, places, before + repeated[0], special=False)
-    assert quote_may_follow(grammar, places, before + free[0], special=False)
+    assert not quote_may_follow(grammar, places, before + repeated[0])
+    assert quote_may_follow(grammar, places, before + free[0])
 
 
 @pytest.mark.parametrize("name", [*(name for name in LAYOUTS if FORMATS[name].layout.trigger), "lfm2", "gemma4"])  # type: ignore[union-attr]
 def test_an_answer_instead_of_calls_repeats_no_key(name: str) -> None:
-    layout = FORMATS[name].layout
+    layout, markers = FORMATS[name].layout, FORMATS[name].markers
     assert layout is not None
-    grammar = calls_or({"type": "object"}, layout, TOOLS, special_id, many=True)
-    places = places_of_calls_or(layout, TOOLS, special_id, has_answer=True)
-    assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
-    assert quote_may_follow(grammar, places, '{"a": 1, "b', special=True)
+    id_of = ids_among(markers)
+    grammar = calls_or({"type": "object"}, layout, TOOLS, id_of, many=True)
+    places = places_of_calls_or(layout, TOOLS, id_of, has_answer=True)
+    assert not quote_may_follow(grammar, places, '{"a": 1, "a', markers)
+    assert quote_may_follow(grammar, places, '{"a": 1, "b', markers)
     if layout.notation is not None:
         return  # its calls have no JSON
     repeated, free = calls_of(FORMATS[name])
-    assert not quote_may_follow(grammar, places, repeated[0], special=True)
-    assert quote_may_follow(grammar, places, free[1], special=True)
+    assert not quote_may_follow(grammar, places, repeated[0], markers)
+    assert quote_may_follow(grammar, places, free[1], markers)
 
 
 THOUGHTS = {
@@ -149,12 +154,12 @@ def test_an_answer_behind_reasoning_repeats_no_key(name: str, inside: bool, budg
     places = places_behind_thinking(rules, JsonPlaces())
     thought = 'So {"a": 1, "a'
     start = "" if inside and name != "openai_gptoss" else THOUGHTS[name]
-    assert quote_may_follow(grammar, places, start + thought, special=True)
+    assert quote_may_follow(grammar, places, start + thought, REASONING[name].markers)
     behind = start + thought + ENDS[name]
-    assert quote_may_follow(grammar, places, behind + '{"a": 1, "b', special=True)
-    assert not quote_may_follow(grammar, places, behind + '{"a": 1, "a', special=True)
+    assert quote_may_follow(grammar, places, behind + '{"a": 1, "b', REASONING[name].markers)
+    assert not quote_may_follow(grammar, places, behind + '{"a": 1, "a', REASONING[name].markers)
     if not inside and name != "openai_gptoss":
-        assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
+        assert not quote_may_follow(grammar, places, '{"a": 1, "a', REASONING[name].markers)
 
 
 def test_calls_behind_reasoning_repeat_no_key() -> None:
@@ -165,10 +170,11 @@ def test_calls_behind_reasoning_repeat_no_key() -> None:
     places = places_behind_thinking(rules, places_of_calls(layout, TOOLS, special_id))
     repeated, free = calls_of(FORMATS["hermes"])
     thought = 'So {"a": 1, "a": 2}</think>'
+    markers = REASONING["qwen3"].markers + FORMATS["hermes"].markers
     for text in repeated:
-        assert not quote_may_follow(grammar, places, thought + text, special=True)
+        assert not quote_may_follow(grammar, places, thought + text, markers)
     for text in free:
-        assert quote_may_follow(grammar, places, thought + text, special=True)
+        assert quote_may_follow(grammar, places, thought + text, markers)
 
 
 def test_places_survive_the_wire_and_other_texts_are_refused() -> None:

@@ -198,7 +198,7 @@ class ThreadWorker:
             self.model,
             num_blocks=self.num_blocks,
             block_size=16,
-            max_sequences=settings.max_sequences,
+            max_sequences=settings.max_sequences or 64,
             max_draft_length=drafts,
             controller=FixedLayout.full(drafts) if drafts else None,
         )
