@@ -10,59 +10,60 @@ from space_common.json_places import JSON, SPECIAL, JsonPlaces, PlacesBuilder, P
 
 from space_router.text.harmony import CHANNEL, END, MESSAGE, START
 from space_router.text.reasoning import ThinkingRules
-from space_router.text.tool_calls import Schemas, SpecialId, ToolCallLayout, is_json, text_parts
+from space_router.text.tokenizer import SpecialTokens
+from space_router.text.tool_calls import Schemas, ToolCallLayout, is_json
 
 
-def places_of_calls(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId) -> JsonPlaces:
+def places_of_calls(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens) -> JsonPlaces:
     """Return the places in texts of nothing but calls."""
     builder = PlacesBuilder()
-    _add_calls(builder, layout, tools, special_id)
+    _add_calls(builder, layout, tools, special)
     return builder.places()
 
 
 def places_of_calls_or(
-    layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, has_answer: bool
+    layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, has_answer: bool
 ) -> JsonPlaces:
     """Return the places in texts of calls behind other text. `has_answer`: calls, or a JSON text instead of them."""
     builder = PlacesBuilder()
     start = builder.new()
-    calls = _add_calls(builder, layout, tools, special_id)
-    trigger = _units(layout.trigger, special_id)
+    calls = _add_calls(builder, layout, tools, special)
+    trigger = _units(layout.trigger, special)
     if has_answer:
         builder.set(start, PlaceState(((trigger, calls),), searches=False, otherwise=JSON))
     elif trigger:
         builder.set(start, PlaceState(((trigger, calls),)))
     elif layout.notation is None:
         first = replace(layout, before_name=layout.opening + layout.before_name)
-        heads = tuple((_head(first, name, special_id), JSON) for name in tools)
+        heads = tuple((_head(first, name, special), JSON) for name in tools)
         builder.set(start, PlaceState(heads, searches=False, then=calls))
     return builder.places()
 
 
-def _head(layout: ToolCallLayout, name: str, special_id: SpecialId) -> Units:
-    return _units(layout.before_name + name + layout.before_arguments, special_id)
+def _head(layout: ToolCallLayout, name: str, special: SpecialTokens) -> Units:
+    return _units(layout.before_name + name + layout.before_arguments, special)
 
 
-def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, special_id: SpecialId) -> int:
+def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, special: SpecialTokens) -> int:
     """Add the states of calls; return the first, which looks for the head of a call."""
     calls = builder.new()
     if layout.notation is not None:
         return calls  # the parsers of these drop a key that an object repeats
     if layout.parameter is None:
-        heads = tuple((_head(layout, name, special_id), JSON) for name in tools)
+        heads = tuple((_head(layout, name, special), JSON) for name in tools)
         builder.set(calls, PlaceState(heads, then=calls))
         return calls
-    end = _units(layout.behind_arguments, special_id)
+    end = _units(layout.behind_arguments, special)
     heads_of_calls = []
     for name, schema in tools.items():
         call = builder.new()
-        heads_of_calls.append((_head(layout, name, special_id), call))
-        text = builder.append(PlaceState(((_units(layout.parameter.behind_value, special_id), call),)))
+        heads_of_calls.append((_head(layout, name, special), call))
+        text = builder.append(PlaceState(((_units(layout.parameter.behind_value, special), call),)))
         targets = []
         for key, value in _parameters(schema).items():
-            targets.append((_units(layout.parameter.head(key, value), special_id), JSON if is_json(value) else text))
+            targets.append((_units(layout.parameter.head(key, value), special), JSON if is_json(value) else text))
         if not targets:
-            targets.append((_units(layout.parameter.before_key, special_id), text))
+            targets.append((_units(layout.parameter.before_key, special), text))
         builder.set(call, PlaceState((*targets, (end, calls)), then=call))
     builder.set(calls, PlaceState(tuple(heads_of_calls)))
     return calls
@@ -81,40 +82,40 @@ def places_behind_thinking(rules: ThinkingRules, answer: JsonPlaces) -> JsonPlac
     builder = PlacesBuilder()
     start = builder.new()
     inner = builder.insert(answer)
-    unit = rules.ids.get
+    special = SpecialTokens(rules.ids)
 
     def search(texts: tuple[str, ...], target: int) -> int:
-        return builder.append(PlaceState(tuple((_units(text, unit), target) for text in texts)))
+        return builder.append(PlaceState(tuple((_units(text, special), target) for text in texts)))
 
     if known.channels:
         if answer.states:  # of calls, which have channels of their own
             thought = search((f"{END}{START}assistant",), inner)
-            builder.set(start, _begins((f"{CHANNEL}analysis{MESSAGE}",), thought, inner, unit))
+            builder.set(start, _begins((f"{CHANNEL}analysis{MESSAGE}",), thought, inner, special))
         else:
             final = search((f"{CHANNEL}final{MESSAGE}",), inner)
-            builder.set(start, _begins((f"{CHANNEL}analysis{MESSAGE}",), search((END,), final), final, unit))
+            builder.set(start, _begins((f"{CHANNEL}analysis{MESSAGE}",), search((END,), final), final, special))
         return builder.places()
     ends = known.ends[:1] if known.ends[0] in rules.ids else known.ends
     thought = search(ends, inner)
     if rules.thinking.inside:
-        builder.set(start, PlaceState(tuple((_units(end, unit), inner) for end in ends)))
+        builder.set(start, PlaceState(tuple((_units(end, special), inner) for end in ends)))
     else:
         starts = known.starts[:1] if known.starts[0] in rules.ids else known.starts
-        builder.set(start, _begins(starts, thought, inner, unit))
+        builder.set(start, _begins(starts, thought, inner, special))
     return builder.places()
 
 
-def _begins(starts: tuple[str, ...], target: int, otherwise: int, special_id: SpecialId) -> PlaceState:
-    targets = tuple((_units(text, special_id), target) for text in starts)
+def _begins(starts: tuple[str, ...], target: int, otherwise: int, special: SpecialTokens) -> PlaceState:
+    targets = tuple((_units(text, special), target) for text in starts)
     return PlaceState(targets, searches=False, otherwise=otherwise)
 
 
-def _units(text: str, special_id: SpecialId) -> Units:
+def _units(text: str, special: SpecialTokens) -> Units:
     """Return a text as units: special tokens by their id, as the grammar has them."""
     units: list[int] = []
-    for part in text_parts(text):
-        if part and (id_ := special_id(part)) is not None:
-            units.append(SPECIAL + id_)
-        else:
+    for part, id_ in special.parts(text):
+        if id_ is None:
             units += part.encode()
+        else:
+            units.append(SPECIAL + id_)
     return tuple(units)

@@ -240,6 +240,32 @@ def _kinds(part: Any) -> set[str]:
 _NO_WORD = "☺"  # never merges with the text after it
 
 
+class SpecialTokens:
+    """Special tokens by their texts, and where they stand in other texts."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids`: by text."""
+        self.ids = ids
+        self._starts = {text[0] for text in ids}
+        self._lengths = sorted({len(text) for text in ids}, reverse=True)
+
+    def parts(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Cut a text where special tokens stand in it, at each place the longest, as a tokenizer does. Yields pieces
+        with the token's id; None: a text between them."""
+        begin = place = 0
+        while place < len(text):
+            lengths = self._lengths if text[place] in self._starts else ()
+            length = next((length for length in lengths if text[place : place + length] in self.ids), 0)
+            if length:
+                if begin < place:
+                    yield text[begin:place], None
+                yield text[place : place + length], self.ids[text[place : place + length]]
+                begin = place + length
+            place += length or 1
+        if begin < len(text):
+            yield text[begin:], None
+
+
 class Tokenizer:
     """Encodes and decodes text. `content_hash`: sha256 of tokenizer.json, or of the older
     file in its place; compared with the worker's."""
@@ -267,7 +293,9 @@ class Tokenizer:
         self.bytes_of = TokenBytes(inner)
         self.num_ids = inner.get_vocab_size()
         """Number of token ids, added tokens included; the embedding may have fewer rows."""
-        self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
+        special = {token.content: id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens = SpecialTokens(special)
+        self.special_ids = frozenset(special.values())
         self.added_texts = frozenset(token.content for token in inner.get_added_tokens_decoder().values())
         """Texts of added tokens, special or not; the tokenizer never splits them."""
         self.added_ids = frozenset(inner.get_added_tokens_decoder())

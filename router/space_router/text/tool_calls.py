@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from space_common.grammar import AS_ANY_OF
 
+from space_router.text.tokenizer import SpecialTokens
+
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 """A coroutine that yields when it needs more text and resumes where it stopped."""
@@ -608,14 +610,11 @@ class ParameterLayout:
 
 _OF_WHOLE_OBJECTS = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties")
 
-SpecialId: TypeAlias = Callable[[str], int | None]
-"""Maps a text to the id of its special token, or None."""
-
 
 class ArgumentNotation(Protocol):
     """Grammars of arguments in another notation than JSON."""
 
-    def rules(self, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
+    def rules(self, index: int, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         """Return the rules of `arguments_{index}`: the arguments of the call of this number, by their schema."""
 
     def left_open(self, schema: Mapping[str, Any]) -> list[str]:
@@ -645,33 +644,33 @@ _SPACED = {"x-guidance": {**AS_ANY_OF, "whitespace_flexible": False, "item_separ
 CALL_KEYS = "|".join(sorted(NAME_KEYS | OTHER_KEYS | ARGUMENT_KEYS))
 
 
-def calls_only(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> str:
+def calls_only(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, many: bool) -> str:
     """Return a grammar for exactly one call (`many`: one or more)."""
-    rules = _rules(layout, tools, special_id, many=many)
-    return "\n".join(["start: " + joined(terminal(layout.trigger, special_id), "calls"), *rules])
+    rules = _rules(layout, tools, special, many=many)
+    return "\n".join(["start: " + joined(terminal(layout.trigger, special), "calls"), *rules])
 
 
 def calls_or(
-    answer: Mapping[str, Any] | None, layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool
+    answer: Mapping[str, Any] | None, layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, many: bool
 ) -> str:
     """Return a grammar for any text followed by calls, or for an answer without calls (`answer`: its JSON schema)."""
-    rules = _rules(layout, tools, special_id, many=many)
+    rules = _rules(layout, tools, special, many=many)
     trigger = layout.trigger
     if answer is not None:
-        start = f"start: answer | {joined(terminal(trigger, special_id), 'calls')}\nanswer: {json_rule(answer)}"
+        start = f"start: answer | {joined(terminal(trigger, special), 'calls')}\nanswer: {json_rule(answer)}"
     elif not trigger:
         start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{layout.begins}/"
     else:
         marker = pattern_of(trigger)
         plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
-        special = special_id(trigger)
-        head = "head[lazy]: /(?s:.*)" + marker + "/" if special is None else f"head: PLAIN <[{special}]>"
+        is_letters = next(special.parts(trigger))[1] is None
+        head = f"head[lazy]: /(?s:.*){marker}/" if is_letters else f"head: PLAIN {terminal(trigger, special)}"
         start = f"start: PLAIN | head calls\n{plain}\n{head}"
     return "\n".join([start, *rules])
 
 
-def _rules(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, many: bool) -> list[str]:
-    written = {name: terminal(text, special_id) for name, text in vars(layout).items() if isinstance(text, str)}
+def _rules(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, many: bool) -> list[str]:
+    written = {name: terminal(text, special) for name, text in vars(layout).items() if isinstance(text, str)}
     more = f"({joined(written['between'], 'call')})*" if many else ""
     opens = layout.opening if not layout.trigger else ""
     if opens:  # one text with the head of the first call, so that no other text can be meant by its beginning
@@ -684,34 +683,34 @@ def _rules(layout: ToolCallLayout, tools: Schemas, special_id: SpecialId, *, man
         head, rest = layout.before_name + name + layout.before_arguments, f"arguments_{index}"
         for rule, text in (("call", head), ("first", opens + head)):
             if rule == "call" or opens:
-                body = joined(terminal(text, special_id), rest, written["behind_arguments"])
+                body = joined(terminal(text, special), rest, written["behind_arguments"])
                 rules.append(f"{rule}_{index}: {body}")
         if layout.notation is not None:
-            rules += layout.notation.rules(index, schema, special_id)
+            rules += layout.notation.rules(index, schema, special)
         elif layout.parameter is None:
             rules.append(f"arguments_{index}: {json_rule(schema)}")
         else:
-            rules += _parameters(layout.parameter, index, schema, special_id)
+            rules += _parameters(layout.parameter, index, schema, special)
     if layout.parameter is not None:
-        rules += [*text_until("text_value", layout.parameter.behind_value, special_id), "KEY: /[A-Za-z0-9_-]{1,64}/"]
+        rules += [*text_until("text_value", layout.parameter.behind_value, special), "KEY: /[A-Za-z0-9_-]{1,64}/"]
     return rules
 
 
-def text_until(name: str, end: str, special_id: SpecialId) -> list[str]:
+def text_until(name: str, end: str, special: SpecialTokens) -> list[str]:
     """Return the rules of `name`: any text, and what ends it."""
-    parts = text_parts(end)
-    place = next((place for place, part in enumerate(parts) if part and special_id(part) is not None), None)
+    pieces = list(special.parts(end))
+    place = next((place for place, (_, id_) in enumerate(pieces) if id_ is not None), None)
     if place is None:
         return [f"{name}[lazy]: /(?s:.*){pattern_of(end)}/"]
-    text = f"TEXT_{name}".upper()
+    parts, text = [part for part, _ in pieces], f"TEXT_{name}".upper()
     marker = pattern_of(parts[place])  # in letters it would be read as the end, too
     return [
-        f"{name}: {text} {terminal(''.join(parts[place:]), special_id)}",
+        f"{name}: {text} {terminal(''.join(parts[place:]), special)}",
         f"{text}: /(?s:.*){pattern_of(''.join(parts[:place]))}/ & ~/(?s:.*){marker}(?s:.*)/",
     ]
 
 
-def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], special_id: SpecialId) -> list[str]:
+def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
     """Return the rules of a call's arguments in the order of the schema; optional ones may be left out."""
     properties = schema.get("properties")
     required = schema.get("required")
@@ -722,11 +721,11 @@ def _parameters(layout: ParameterLayout, index: int, schema: Mapping[str, Any], 
     for place, key in enumerate(order):
         value = known.get(key)
         parts.append(f"parameter_{index}_{place}" + ("" if key in names else "?"))
-        head = terminal(layout.head(key, value), special_id)
-        end = terminal(layout.end(value), special_id)
+        head = terminal(layout.head(key, value), special)
+        end = terminal(layout.end(value), special)
         rules.append(f"parameter_{index}_{place}: {head} {_value(value, schema, end)}")
     if not known:
-        key = joined(terminal(layout.before_key, special_id), "KEY", terminal(layout.behind_key, special_id))
+        key = joined(terminal(layout.before_key, special), "KEY", terminal(layout.behind_key, special))
         rules.append(f"any_{index}: {key} text_value")
         parts.append(f"any_{index}*")
     return [f"arguments_{index}: " + joined(*parts), *rules]
@@ -756,9 +755,6 @@ def is_json(value: Any) -> bool:
     return value.get("type", "string") != "string" or bool(value.keys() & {"anyOf", "oneOf", "allOf", "$ref", "const"})
 
 
-_TOKEN = re.compile(r"<(?:function|param)(?= )|<!\[CDATA\[|\]\]>|\[[A-Z_]+\]|\]<\]\w+\[>\[|<[^<>\s]+>")
-
-
 def pattern_of(text: str) -> str:
     """Return a text as a regular expression between slashes."""
     return re.sub(r"([][(){}.*+?^$|/\\])", r"\\\1", text).replace("\n", r"\n")
@@ -768,22 +764,9 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(dict(schema) | _SPACED)
 
 
-def text_parts(text: str) -> list[str]:
-    """Cut a text where special tokens may stand in it."""
-    return re.split(f"({_TOKEN.pattern})", text)
-
-
-def terminal(text: str, special_id: SpecialId) -> str:
+def terminal(text: str, special: SpecialTokens) -> str:
     """Return a text in Lark syntax. Special tokens are given by id, because no characters produce them."""
-    parts = []
-    for part in text_parts(text):
-        if part and (id_ := special_id(part)) is not None:
-            parts.append(f"<[{id_}]>")
-        elif parts and part and parts[-1].startswith('"'):
-            parts[-1] = json.dumps(json.loads(parts[-1]) + part)
-        elif part:
-            parts.append(json.dumps(part))
-    return " ".join(parts)
+    return " ".join(json.dumps(part) if id_ is None else f"<[{id_}]>" for part, id_ in special.parts(text))
 
 
 def joined(*parts: str) -> str:

@@ -15,6 +15,7 @@ from doubles.thinking import read_pieces
 from doubles.tool_call_writers import WRITERS, minimax_m3
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
+from space_router.text.tokenizer import SpecialTokens
 from space_router.text.tool_calls import ToolCallLayout, ToolCallReader, calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, ToolFormat, named, recognised
 
@@ -79,8 +80,9 @@ class Marked:
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
 
-    def special_id(self, text: str) -> int | None:
-        return 256 + self.markers.index(text) if text in self.markers else None
+    @property
+    def special(self) -> SpecialTokens:
+        return SpecialTokens({text: id_ for id_, text in enumerate(self.markers, 256)})
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a text. Markers in it become special tokens."""
@@ -144,7 +146,7 @@ def random_text(words: Marked, start: LLMatcher, seed: int) -> str:
 def test_whatever_a_model_writes_is_calls_that_obey_the_schemas(name: str, special: bool) -> None:
     known = KINDS[name]
     words = vocabulary(known, special=special)
-    start = matcher(words, calls_only(layout_of(known), TOOLS, words.special_id, many=True))
+    start = matcher(words, calls_only(layout_of(known), TOOLS, words.special, many=True))
     seen: set[str] = set()
     for seed in range(NUM_TEXTS):
         text = random_text(words, start, seed)
@@ -168,8 +170,8 @@ def test_what_the_family_writes_is_allowed_and_nothing_else(name: str) -> None:
     known = KINDS[name]
     words = vocabulary(known, special=True)
     write, layout = WRITERS[name], layout_of(known)
-    many = calls_only(layout, TOOLS, words.special_id, many=True)
-    single = calls_only(layout, TOOLS, words.special_id, many=False)
+    many = calls_only(layout, TOOLS, words.special, many=True)
+    single = calls_only(layout, TOOLS, words.special, many=False)
     separated = write([NOW, BOOK])
     if name in ("lfm2", "olmo3", "pythonic"):
         separated = separated.replace("'", '"')
@@ -191,8 +193,8 @@ def test_beside_calls_any_text_is_allowed_that_is_none(name: str) -> None:
     known = KINDS[name]
     words = vocabulary(known, special=True)
     layout = layout_of(known)
-    grammar = calls_or(None, layout, TOOLS, words.special_id, many=False)
-    start = matcher(words, calls_only(layout, {"now": TOOLS["now"]}, words.special_id, many=False))
+    grammar = calls_or(None, layout, TOOLS, words.special, many=False)
+    start = matcher(words, calls_only(layout, {"now": TOOLS["now"]}, words.special, many=False))
     call = random_text(words, start, 0)
     for text in ("", "No.", '{"a": 1}\n', "a [1, 2] {'a': 3} <b>", "Ünïcödé\n\n", call):
         assert allows(words, grammar, text), text

@@ -9,6 +9,7 @@ from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import ServeConfig, settings
+from space_router.text.tokenizer import SpecialTokens
 from space_router.text.tool_calls import CallPiece, ToolCallLayout, ToolCallReader, calls_only, calls_or
 from space_router.text.tool_parsers import formats
 from space_router.text.tool_parsers.formats import named, recognised
@@ -265,8 +266,7 @@ def allows(grammar: str, *pieces: str | int) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def no_special(text: str) -> int | None:
-    return None
+NO_SPECIAL = SpecialTokens({})
 
 
 def written(layout: ToolCallLayout, *calls: tuple[str, str]) -> str:
@@ -285,8 +285,8 @@ TWO = ("f", '{"a": [1, {"b": null}]}')
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_calls_and_only_calls_are_allowed_where_one_must_be_made(name: str) -> None:
     layout = LAYOUTS[name]
-    many = calls_only(layout, SCHEMAS, no_special, many=True)
-    single = calls_only(layout, SCHEMAS, no_special, many=False)
+    many = calls_only(layout, SCHEMAS, NO_SPECIAL, many=True)
+    single = calls_only(layout, SCHEMAS, NO_SPECIAL, many=False)
     assert allows(many, written(layout, ONE))
     assert allows(many, written(layout, ONE, TWO, ONE))
     assert allows(single, written(layout, TWO))
@@ -317,7 +317,7 @@ def test_the_reader_finds_the_calls_that_the_grammar_allows(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_beside_calls_any_text_is_allowed_that_is_none(name: str) -> None:
     layout = LAYOUTS[name]
-    grammar = calls_or(None, layout, SCHEMAS, no_special, many=False)
+    grammar = calls_or(None, layout, SCHEMAS, NO_SPECIAL, many=False)
     for text in ("", "No.", '{"a": 1}\n{b\n', "<tool_call", "x" * 500, "[TOOL", "Ünïcödé\n\n"):
         assert allows(grammar, text), text
     assert allows(grammar, written(layout, ONE))
@@ -333,7 +333,7 @@ def test_beside_calls_any_text_is_allowed_that_is_none(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.trigger])
 def test_an_answer_without_a_call_can_have_a_schema_of_its_own(name: str) -> None:
     layout = LAYOUTS[name]
-    grammar = calls_or({"type": "object", "required": ["x"]}, layout, SCHEMAS, no_special, many=True)
+    grammar = calls_or({"type": "object", "required": ["x"]}, layout, SCHEMAS, NO_SPECIAL, many=True)
     assert allows(grammar, '{"x": 1}')
     assert allows(grammar, written(layout, ONE, TWO))
     assert not allows(grammar, "{}")
@@ -344,10 +344,7 @@ def test_an_answer_without_a_call_can_have_a_schema_of_its_own(name: str) -> Non
 def test_a_marker_that_is_a_special_token_is_asked_for_by_its_id(name: str) -> None:
     layout = LAYOUTS[name]
     behind = written(layout, ONE).removeprefix(layout.trigger)
-
-    def special(text: str) -> int | None:
-        return SPECIAL_ID if text == layout.trigger else None
-
+    special = SpecialTokens({layout.trigger: SPECIAL_ID})
     only = calls_only(layout, SCHEMAS, special, many=False)
     assert allows(only, SPECIAL_ID, behind)
     assert not allows(only, written(layout, ONE))
@@ -360,9 +357,26 @@ def test_a_marker_that_is_a_special_token_is_asked_for_by_its_id(name: str) -> N
     assert not allows(beside, "No.", SPECIAL_ID)
 
 
+@pytest.mark.parametrize(("name", "token"), [("minicpm5", "<function"), ("functionary_v31", "<function")])
+def test_a_token_that_begins_a_marker_is_asked_for_by_its_id(name: str, token: str) -> None:
+    layout = formats.FORMATS[name].layout
+    assert layout is not None
+    head = layout.trigger + layout.opening + layout.before_name
+    arguments = "{}" if layout.parameter is None else ""
+    call = f"{head}f{layout.before_arguments}{arguments}{layout.behind_arguments}{layout.closing}"
+    behind = call.removeprefix(token)
+    schemas, special = {"f": {"type": "object", "properties": {}}}, SpecialTokens({token: SPECIAL_ID})
+    for grammar in (
+        calls_only(layout, schemas, special, many=False),
+        calls_or(None, layout, schemas, special, many=False),
+    ):
+        assert allows(grammar, SPECIAL_ID, behind)
+        assert not allows(grammar, call)
+
+
 def test_arguments_are_written_with_one_space_as_models_write_json() -> None:
     layout = LAYOUTS["hermes"]
-    grammar = calls_only(layout, SCHEMAS, no_special, many=False)
+    grammar = calls_only(layout, SCHEMAS, NO_SPECIAL, many=False)
     assert not allows(grammar, written(layout, ("get_weather", '{"city":"x"}')))
     assert not allows(grammar, written(layout, ("get_weather", '{ "city": "x"}')))
     assert json.loads(ONE[1])

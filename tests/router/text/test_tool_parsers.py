@@ -8,6 +8,7 @@ from doubles.thinking import read_pieces
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from space_common.grammar import compile_grammar
 from space_router.config import TOOL_CALL_PARSERS
+from space_router.text.tokenizer import SpecialTokens
 from space_router.text.tool_calls import CallPiece, ToolCallReader, calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, recognised
 
@@ -42,8 +43,7 @@ class Bytes:
 TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()))
 
 
-def no_special(text: str) -> int | None:
-    return None
+NO_SPECIAL = SpecialTokens({})
 
 
 WEATHER = {
@@ -313,7 +313,7 @@ def allows(grammar: str, text: str) -> bool:
 def test_required_parameters_and_their_types_are_enforced_in_tags(name: str, write: Any) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
-    only = calls_only(layout, TOOLS, no_special, many=True)
+    only = calls_only(layout, TOOLS, NO_SPECIAL, many=True)
     assert allows(only, write("get_weather", city="Dallas", days="3", units="celsius", tags='["a"]'))
     assert allows(only, write("get_weather", city="a < b\n<c>"))
     assert allows(only, write("now"))
@@ -322,7 +322,7 @@ def test_required_parameters_and_their_types_are_enforced_in_tags(name: str, wri
     assert not allows(only, write("get_weather", city="Dallas", days="many"))
     assert not allows(only, write("get_weather", city="Dallas", units="kelvin"))
     assert not allows(only, write("nobody"))
-    beside = calls_or(None, layout, TOOLS, no_special, many=False)
+    beside = calls_or(None, layout, TOOLS, NO_SPECIAL, many=False)
     assert allows(beside, "No call.")
     assert allows(beside, "One: " + write("get_weather", city="Dallas"))
     assert not allows(beside, write("now") + "\n" + write("now"))
@@ -341,7 +341,7 @@ def test_required_parameters_and_their_types_are_enforced_in_tags(name: str, wri
 def test_calls_are_required_as_the_family_writes_them(name: str, text: str) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
-    grammar = calls_only(layout, TOOLS, no_special, many=True)
+    grammar = calls_only(layout, TOOLS, NO_SPECIAL, many=True)
     assert allows(grammar, text)
     assert not allows(grammar, "It is hot.")
     assert not allows(grammar, text.replace("Dallas", '"'))
@@ -367,7 +367,7 @@ def test_calls_are_required_as_the_family_writes_them(name: str, text: str) -> N
 def test_required_calls_are_read_as_they_are_written(name: str, text: str) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
-    grammar = calls_only(layout, TOOLS, no_special, many=True)
+    grammar = calls_only(layout, TOOLS, NO_SPECIAL, many=True)
     assert allows(grammar, text)
     assert not allows(grammar, text.replace("3", "three"))
     (_, calls), is_whole = read(name, [text])

@@ -14,6 +14,7 @@ from space_common.worker.client import WorkerClient
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_router.text.json_places import places_of_calls
+from space_router.text.tokenizer import SpecialTokens
 from space_router.text.tool_calls import calls_only
 from space_router.text.tool_parsers.formats import FORMATS
 from space_server.grammar import Grammars, TokenVocabulary
@@ -85,8 +86,8 @@ def calls_of(name: str) -> pb.Grammar:
     assert known.layout is not None
     assert known.layout.notation is not None
     ids = {marker: 319 - place for place, marker in enumerate(known.markers)}
-    source = calls_only(known.layout, TOOLS, ids.get, many=True)
-    places = places_of_calls(known.layout, TOOLS, ids.get).to_json()
+    source = calls_only(known.layout, TOOLS, SpecialTokens(ids), many=True)
+    places = places_of_calls(known.layout, TOOLS, SpecialTokens(ids)).to_json()
     return pb.Grammar(kind=pb.GRAMMAR_KIND_LARK, source=source, json_places=places)
 
 

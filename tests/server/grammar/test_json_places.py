@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import pytest
 from space_common.grammar import compile_grammar
@@ -11,7 +11,8 @@ from space_common.json_places import JsonPlaces
 from space_router.text.json_places import places_behind_thinking, places_of_calls, places_of_calls_or
 from space_router.text.reasoning import FORMATS as REASONING
 from space_router.text.reasoning import AnswerReasoning, ThinkingRules
-from space_router.text.tool_calls import SpecialId, calls_only, calls_or
+from space_router.text.tokenizer import SpecialTokens
+from space_router.text.tool_calls import calls_only, calls_or
 from space_router.text.tool_parsers.formats import FORMATS, ToolFormat
 from space_server.grammar import GrammarState, TokenVocabulary, ids_of
 
@@ -31,35 +32,26 @@ TOOLS = {
 }
 
 
-def ids(text: str, special: Collection[str]) -> list[int]:
-    """`special`: markers that are tokens; another family's might begin a text of this one."""
+def ids(text: str, *, special: bool) -> list[int]:
     found = []
     while text:
-        marker = max((m for m in special if m in SPECIAL and text.startswith(m)), key=len, default="")
+        marker = max((m for m in SPECIAL if special and text.startswith(m)), key=len, default="")
         found += [SPECIAL[marker]] if marker else [FIRST + byte for byte in text[0].encode()]
         text = text[len(marker) or 1 :]
     return found
 
 
-def quote_may_follow(grammar: str, places: JsonPlaces, text: str, special: Collection[str] = ()) -> bool:
+def quote_may_follow(grammar: str, places: JsonPlaces, text: str, *, special: bool) -> bool:
     compiled = compile_grammar(VOCABULARY.tokenizer, "lark", grammar)
-    state = GrammarState(VOCABULARY, compiled.deep_copy, eos_ids=[EOS], output=ids(text, special), json_places=places)
+    state = GrammarState(
+        VOCABULARY, compiled.deep_copy, eos_ids=[EOS], output=ids(text, special=special), json_places=places
+    )
     possible = state.possible().ids
     assert possible is not None
     return FIRST + ord('"') in ids_of(possible)
 
 
-def special_id(text: str) -> int | None:
-    return SPECIAL.get(text)
-
-
-def ids_among(markers: Collection[str]) -> SpecialId:
-    """Return the ids of the markers alone that are tokens."""
-    return lambda text: SPECIAL.get(text) if text in markers else None
-
-
-def no_special(text: str) -> int | None:
-    return None
+SPECIAL_TOKENS, NO_SPECIAL = SpecialTokens(SPECIAL), SpecialTokens({})
 
 
 def calls_of(known: ToolFormat) -> tuple[Sequence[str], Sequence[str]]:
@@ -89,45 +81,44 @@ def calls_of(known: ToolFormat) -> tuple[Sequence[str], Sequence[str]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arguments_repeat_no_key(name: str, special: bool) -> None:
     known = FORMATS[name]
-    markers = known.markers if special else ()
-    id_of, layout = ids_among(markers), known.layout
+    id_of = SPECIAL_TOKENS if special else NO_SPECIAL
+    layout = known.layout
     assert layout is not None
     forced = calls_only(layout, TOOLS, id_of, many=True), places_of_calls(layout, TOOLS, id_of)
     repeated, free = calls_of(known)
     for text in repeated:
-        assert not quote_may_follow(*forced, text, markers), text
+        assert not quote_may_follow(*forced, text, special=special), text
     for text in free if layout.parameter is None or not special else free[1:2]:  # no special id is in a text
-        assert quote_may_follow(*forced, text, markers), text
+        assert quote_may_follow(*forced, text, special=special), text
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not FORMATS[name].layout.alone])  # type: ignore[union-attr]
 def test_text_before_calls_is_free(name: str) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
-    grammar = calls_or(None, layout, TOOLS, no_special, many=True)
-    places = places_of_calls_or(layout, TOOLS, no_special, has_answer=False)
+    grammar = calls_or(None, layout, TOOLS, NO_SPECIAL, many=True)
+    places = places_of_calls_or(layout, TOOLS, NO_SPECIAL, has_answer=False)
     repeated, free = calls_of(FORMATS[name])
     text = f'Say {layout.before_name}g{layout.before_arguments}{{"a": 1, "a' if layout.trigger else 'Say {"a": 1, "a'
-    assert quote_may_follow(grammar, places, text)
+    assert quote_may_follow(grammar, places, text, special=False)
     before = "So: " if layout.trigger else ""
-    assert not quote_may_follow(grammar, places, before + repeated[0])
-    assert quote_may_follow(grammar, places, before + free[0])
+    assert not quote_may_follow(grammar, places, before + repeated[0], special=False)
+    assert quote_may_follow(grammar, places, before + free[0], special=False)
 
 
 @pytest.mark.parametrize("name", [*(name for name in LAYOUTS if FORMATS[name].layout.trigger), "lfm2", "gemma4"])  # type: ignore[union-attr]
 def test_an_answer_instead_of_calls_repeats_no_key(name: str) -> None:
-    layout, markers = FORMATS[name].layout, FORMATS[name].markers
+    layout = FORMATS[name].layout
     assert layout is not None
-    id_of = ids_among(markers)
-    grammar = calls_or({"type": "object"}, layout, TOOLS, id_of, many=True)
-    places = places_of_calls_or(layout, TOOLS, id_of, has_answer=True)
-    assert not quote_may_follow(grammar, places, '{"a": 1, "a', markers)
-    assert quote_may_follow(grammar, places, '{"a": 1, "b', markers)
+    grammar = calls_or({"type": "object"}, layout, TOOLS, SPECIAL_TOKENS, many=True)
+    places = places_of_calls_or(layout, TOOLS, SPECIAL_TOKENS, has_answer=True)
+    assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
+    assert quote_may_follow(grammar, places, '{"a": 1, "b', special=True)
     if layout.notation is not None:
         return  # its calls have no JSON
     repeated, free = calls_of(FORMATS[name])
-    assert not quote_may_follow(grammar, places, repeated[0], markers)
-    assert quote_may_follow(grammar, places, free[1], markers)
+    assert not quote_may_follow(grammar, places, repeated[0], special=True)
+    assert quote_may_follow(grammar, places, free[1], special=True)
 
 
 THOUGHTS = {
@@ -146,41 +137,40 @@ ENDS = {
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_an_answer_behind_reasoning_repeats_no_key(name: str, inside: bool, budget: int | None) -> None:
-    rules = ThinkingRules.of(AnswerReasoning(REASONING[name], inside), special_id, None, len(TEXTS))
+    rules = ThinkingRules.of(AnswerReasoning(REASONING[name], inside), SPECIAL.get, None, len(TEXTS))
     if budget is not None and rules.can_count:
-        rules = ThinkingRules.of(AnswerReasoning(REASONING[name], inside), special_id, budget, len(TEXTS))
+        rules = ThinkingRules.of(AnswerReasoning(REASONING[name], inside), SPECIAL.get, budget, len(TEXTS))
     schema = json.dumps({"type": "object"})
     grammar = rules.before(f"start: %json {schema}")
     places = places_behind_thinking(rules, JsonPlaces())
     thought = 'So {"a": 1, "a'
     start = "" if inside and name != "openai_gptoss" else THOUGHTS[name]
-    assert quote_may_follow(grammar, places, start + thought, REASONING[name].markers)
+    assert quote_may_follow(grammar, places, start + thought, special=True)
     behind = start + thought + ENDS[name]
-    assert quote_may_follow(grammar, places, behind + '{"a": 1, "b', REASONING[name].markers)
-    assert not quote_may_follow(grammar, places, behind + '{"a": 1, "a', REASONING[name].markers)
+    assert quote_may_follow(grammar, places, behind + '{"a": 1, "b', special=True)
+    assert not quote_may_follow(grammar, places, behind + '{"a": 1, "a', special=True)
     if not inside and name != "openai_gptoss":
-        assert not quote_may_follow(grammar, places, '{"a": 1, "a', REASONING[name].markers)
+        assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
 
 
 def test_calls_behind_reasoning_repeat_no_key() -> None:
     layout = FORMATS["hermes"].layout
     assert layout is not None
-    rules = ThinkingRules.of(AnswerReasoning(REASONING["qwen3"], True), special_id, None, len(TEXTS))
-    grammar = rules.before(calls_only(layout, TOOLS, special_id, many=True))
-    places = places_behind_thinking(rules, places_of_calls(layout, TOOLS, special_id))
+    rules = ThinkingRules.of(AnswerReasoning(REASONING["qwen3"], True), SPECIAL.get, None, len(TEXTS))
+    grammar = rules.before(calls_only(layout, TOOLS, SPECIAL_TOKENS, many=True))
+    places = places_behind_thinking(rules, places_of_calls(layout, TOOLS, SPECIAL_TOKENS))
     repeated, free = calls_of(FORMATS["hermes"])
     thought = 'So {"a": 1, "a": 2}</think>'
-    markers = REASONING["qwen3"].markers + FORMATS["hermes"].markers
     for text in repeated:
-        assert not quote_may_follow(grammar, places, thought + text, markers)
+        assert not quote_may_follow(grammar, places, thought + text, special=True)
     for text in free:
-        assert quote_may_follow(grammar, places, thought + text, markers)
+        assert quote_may_follow(grammar, places, thought + text, special=True)
 
 
 def test_places_survive_the_wire_and_other_texts_are_refused() -> None:
     layout = FORMATS["glm45"].layout
     assert layout is not None
-    places = places_of_calls_or(layout, TOOLS, special_id, has_answer=False)
+    places = places_of_calls_or(layout, TOOLS, SPECIAL_TOKENS, has_answer=False)
     assert JsonPlaces.from_json(places.to_json()) == places
     for text in ("{", "[1]", "[[[[[], 1]], true, -1, -1]]", '[["a", true, 0, 0]]'):
         with pytest.raises(ValueError, match=r"."):

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn
 
 from fastapi import APIRouter, Request
@@ -211,13 +210,13 @@ def tool_use(
         )
     known = _format(builder, template.source)
     called = [functions[name] for name in callable_]
-    markers = (_special_id(builder, text) for text in (known.markers if known else ()))
+    ids = builder.text.tokenizer.special_tokens.ids
     return ToolUse(
         shown=tuple(_shown(tool) for tool in tools),
         schemas={tool.function.name: _schema(tool) for tool in called},
         format=known,
         grammar=_grammar(builder, known, called, mode, parallel=parallel, answer=answer),
-        markers=frozenset(id_ for id_ in markers if id_ is not None),
+        markers=frozenset(ids[text] for text in (known.markers if known else ()) if text in ids),
         forced=mode != "auto",
     )
 
@@ -286,12 +285,6 @@ def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
     return known
 
 
-def _special_id(builder: RequestBuilder, text: str) -> int | None:
-    """Return the id of a special token, or None for other text."""
-    id_ = builder.text.tokenizer.token_to_id(text)
-    return id_ if id_ in builder.text.tokenizer.special_ids else None
-
-
 def _grammar(
     builder: RequestBuilder,
     known: ToolFormat | None,
@@ -302,6 +295,7 @@ def _grammar(
     answer: Grammar | None,
 ) -> Grammar | None:
     """Return the grammar of the output, or None if it is not constrained. Raises InvalidRequest."""
+    special = builder.text.tokenizer.special_tokens
     strict = any(tool.function.strict for tool in tools)
     if mode == "auto" and parallel and not strict and (answer is None or known is None):
         return answer
@@ -311,8 +305,8 @@ def _grammar(
             return None  # an answer has one call at most
         known = replace(known, layout=None)
     if known is not None and known.layout is not None:
-        begin = _special_id(builder, known.layout.trigger)
-        if begin is not None and begin in builder.facts.eos_ids:  # the text would end where a call begins
+        first = next(special.parts(known.layout.trigger), ("", None))[1]
+        if first is not None and first in builder.facts.eos_ids:  # the text would end where a call begins
             known = replace(known, layout=None)
     if known is None or known.layout is None:
         what = "`--tool-call-parser off`" if known is None else f"the format of tool calls {known.name}"
@@ -328,7 +322,6 @@ def _grammar(
         else {"type": "object"}
         for tool in tools
     }
-    special_id = partial(_special_id, builder)
     if mode != "auto":
         if answer is not None:
             raise InvalidRequest(
@@ -337,11 +330,11 @@ def _grammar(
                 param="response_format",
             )
         many = parallel and mode != "named"
-        written = tool_calls.calls_only(known.layout, schemas, special_id, many=many)
-        return Grammar("lark", written, places_of_calls(known.layout, schemas, special_id))
+        written = tool_calls.calls_only(known.layout, schemas, special, many=many)
+        return Grammar("lark", written, places_of_calls(known.layout, schemas, special))
     answer_schema = _schema_of(answer, known)
-    written = tool_calls.calls_or(answer_schema, known.layout, schemas, special_id, many=parallel)
-    places = places_of_calls_or(known.layout, schemas, special_id, has_answer=answer_schema is not None)
+    written = tool_calls.calls_or(answer_schema, known.layout, schemas, special, many=parallel)
+    places = places_of_calls_or(known.layout, schemas, special, has_answer=answer_schema is not None)
     return Grammar("lark", written, places)
 
 

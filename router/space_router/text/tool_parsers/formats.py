@@ -440,15 +440,19 @@ _SIGNS = (
 """What the template of each format has, and those of the formats before have not."""
 
 
+_VARIANTS = (
+    (PYTHON_START, _PYTHONIC_MARKED),
+    (_GIGACHAT_TURN, _GIGACHAT_3),
+    (":opensource", _HY_3_OPEN),
+    (ARGS, _MISTRAL_NAMED),
+)
+"""What the template of a variant has, of a format that `FORMATS` has under the same name."""
+
+
 def named(name: str, template: str) -> ToolFormat:
     """Return the format of this name, in the variant that the template mentions."""
-    if name == "pythonic" and PYTHON_START in template:
-        return _PYTHONIC_MARKED
-    if name == "gigachat3" and _GIGACHAT_TURN in template:
-        return _GIGACHAT_3
-    if name == "hy_v3" and ":opensource" in template:
-        return _HY_3_OPEN
-    return _MISTRAL_NAMED if name == "mistral" and ARGS in template else FORMATS[name]
+    variant = next((one for sign, one in _VARIANTS if one.name == name and sign in template), None)
+    return variant or FORMATS[name]
 
 
 def recognised(template: str) -> ToolFormat | None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from space_router.text.schema_walk import nodes_of, parts_of
-from space_router.text.tool_calls import TEXT_KEYWORDS, SpecialId, joined, json_rule, terminal, text_until
+from space_router.text.tokenizer import SpecialTokens
+from space_router.text.tool_calls import TEXT_KEYWORDS, joined, json_rule, terminal, text_until
 
 Schema = Mapping[str, Any]
 KeyWriter = Callable[[str], tuple[str, str]]  # What stands before and behind the value of a key
@@ -45,12 +46,12 @@ class Notation:
     text: tuple[str, str] | None = None
     free_key: str = ""
 
-    def rules(self, index: int, schema: Schema, special_id: SpecialId) -> list[str]:
+    def rules(self, index: int, schema: Schema, special: SpecialTokens) -> list[str]:
         """Return the rules of `arguments_{index}`: the arguments of the call of this number, by their schema."""
-        writer = _GrammarWriter(self, f"n{index}", schema, special_id)
+        writer = _GrammarWriter(self, f"n{index}", schema, special)
         before, behind = self.arguments
         inner = writer.members(schema, self.argument_key)
-        start = joined(terminal(before, special_id), inner, terminal(behind, special_id)) or '""'
+        start = joined(terminal(before, special), inner, terminal(behind, special)) or '""'
         return [f"arguments_{index}: {start}", *writer.rules]
 
     def left_open(self, schema: Schema) -> list[str]:
@@ -67,7 +68,7 @@ class _GrammarWriter:
     notation: Notation
     prefix: str
     root: Schema
-    special_id: SpecialId
+    special: SpecialTokens
     rules: list[str] = field(default_factory=list)
     _named: dict[str, str] = field(default_factory=dict)  # names of rules by what they are of
 
@@ -94,7 +95,7 @@ class _GrammarWriter:
         """Return the alternatives of a schema without references."""
         literals = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(literals, list):
-            return _any_of(terminal(self._literal(one) + end, self.special_id) for one in literals)
+            return _any_of(terminal(self._literal(one) + end, self.special) for one in literals)
         for keyword in _BRANCHES:
             if isinstance(branches := schema.get(keyword), list) and branches:
                 shared = {key: inner for key, inner in schema.items() if key not in _BRANCHES}
@@ -110,7 +111,7 @@ class _GrammarWriter:
 
     def _of_kind(self, schema: Schema, kind: Any, end: str) -> str:
         known = self.notation
-        behind = terminal(end, self.special_id)
+        behind = terminal(end, self.special)
         match kind:
             case "string" if known.text is None:
                 return joined(json_rule(_some_of(schema, TEXT_KEYWORDS) | {"type": kind}), behind)
@@ -119,7 +120,7 @@ class _GrammarWriter:
             case "integer" | "number":
                 return joined(json_rule(_some_of(schema, _NUMBERS) | {"type": kind}), behind)
             case "boolean":
-                return _any_of(terminal(word + end, self.special_id) for word in known.words[:2])
+                return _any_of(terminal(word + end, self.special) for word in known.words[:2])
             case "array":
                 return self._around(known.arrays, self._items(schema), end)
             case "object" if not known.free_key and not schema.get("properties"):
@@ -127,11 +128,11 @@ class _GrammarWriter:
             case "object":
                 return self._around(known.objects, self.members(schema, known.key), end)
             case _:
-                return terminal(known.words[2] + end, self.special_id)
+                return terminal(known.words[2] + end, self.special)
 
     def _around(self, brackets: tuple[str, str], inner: str, end: str) -> str:
         before, behind = brackets
-        return joined(terminal(before, self.special_id), inner, terminal(behind + end, self.special_id)) or '""'
+        return joined(terminal(before, self.special), inner, terminal(behind + end, self.special)) or '""'
 
     def _text(self, end: str) -> str:
         """Return a string of any text, and what ends it."""
@@ -139,8 +140,8 @@ class _GrammarWriter:
         of = f"text {behind + end}"
         if of not in self._named:
             self._named[of] = f"{self.prefix}_{len(self._named)}"
-            self.rules += text_until(self._named[of], behind + end, self.special_id)
-        return joined(terminal(before, self.special_id), self._named[of])
+            self.rules += text_until(self._named[of], behind + end, self.special)
+        return joined(terminal(before, self.special), self._named[of])
 
     def _items(self, schema: Schema) -> str:
         before, behind = self.notation.item
@@ -148,10 +149,10 @@ class _GrammarWriter:
         items = schema.get("items", {})
         if most == 0 or items is False:
             return ""
-        item = self._own_rule(joined(terminal(before, self.special_id), self.value(items, behind)))
+        item = self._own_rule(joined(terminal(before, self.special), self.value(items, behind)))
         least = min(least or 0, _MOST_ITEMS)
         bound = "" if most is None or most > _MOST_ITEMS else str(max(0, most - 1))
-        more = joined(terminal(self.notation.separator, self.special_id), item)
+        more = joined(terminal(self.notation.separator, self.special), item)
         more = f"({more}){{{max(0, least - 1)},{bound}}}" if least > 1 or bound else f"({more})*"
         return joined(item, more) if least else f"({joined(item, more)})?"
 
@@ -167,7 +168,7 @@ class _GrammarWriter:
         for name in dict.fromkeys([*known, *names]):
             before, behind = key(name)
             value = self.value(known.get(name, {}), behind)
-            parts.append((self._own_rule(joined(terminal(before, self.special_id), value)), name in names))
+            parts.append((self._own_rule(joined(terminal(before, self.special), value)), name in names))
         return self._sequence(parts)
 
     def _free_members(self, schema: Schema, key: KeyWriter) -> str:
@@ -176,13 +177,13 @@ class _GrammarWriter:
             return ""
         before, _, behind = key("KEY")[0].partition("KEY")
         name = self._rule("key", lambda: self.notation.free_key)
-        head = joined(terminal(before, self.special_id), name, terminal(behind, self.special_id))
+        head = joined(terminal(before, self.special), name, terminal(behind, self.special))
         member = self._own_rule(joined(head, self.value(values)))
-        return f"({member} ({joined(terminal(self.notation.separator, self.special_id), member)})*)?"
+        return f"({member} ({joined(terminal(self.notation.separator, self.special), member)})*)?"
 
     def _sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
         """Return parts with separators between them. Each: its rule, and whether it must be there."""
-        separator = terminal(self.notation.separator, self.special_id)
+        separator = terminal(self.notation.separator, self.special)
         behind, rests = "", []  # the rules of what stands behind each part
         for rule, must in reversed(parts):
             rests.append(behind)

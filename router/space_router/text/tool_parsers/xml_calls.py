@@ -23,7 +23,7 @@ class Tags:
     key_end: str
     parameter_end: str = "</parameter>"
     typed: tuple[str, str] | None = None  # in place of `key_end`: before a text, and before JSON
-    raw: tuple[str, str] | None = None  # what may stand around a value, inside its tags
+    raw: tuple[str, str] = ("", "")  # what may stand around a value, inside its tags
 
 
 QWEN = Tags("<tool_call>", "</tool_call>", "<function=", ">", "</function>", "<parameter=", ">")
@@ -127,15 +127,16 @@ def _parameters(tags: Tags, cursor: Cursor, output: CallCollector, tools: Tools,
         output.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         separator = ", "
         ends: tuple[str, ...] = (tags.parameter_end, tags.parameter, tags.function_end)
-        is_raw = tags.raw is not None and (yield from cursor.takes(tags.raw[0]))
-        if tags.raw is not None and not is_raw and cursor.ended and tags.raw[0].startswith(cursor.text[cursor.at :]):
+        opening, closing = tags.raw
+        is_raw = opening != "" and (yield from cursor.takes(opening))
+        if opening and not is_raw and cursor.ended and opening.startswith(cursor.text[cursor.at :]):
             return False
-        if tags.raw is not None and is_raw:
-            ends = (tags.raw[1] + tags.parameter_end, f"{tags.raw[1]}\n{tags.parameter_end}")
+        if is_raw:
+            ends = (closing + tags.parameter_end, f"{closing}\n{tags.parameter_end}")
         if not (yield from value_until(cursor, output, kinds, ends, trim=tags.typed is None and not is_raw)):
             return False
-        if tags.raw is not None and is_raw:
-            yield from cursor.takes(tags.raw[1])
+        if is_raw:
+            yield from cursor.takes(closing)
             yield from cursor.skip()
         yield from cursor.takes(tags.parameter_end)
     output.arguments("}")
