@@ -54,7 +54,8 @@ class OutputHead:
         copy has eight bits; `keeps_rows` False: no gathered rows are needed; `stored`: the same weight as its file has
         it, which the copy keeps; on a CPU. `table`: gathered rows; None: those of the weight. `linear` replaces the
         full matmul."""
-        library = cpu_library() if CompiledLinear.takes(weight) else None
+        is_packed = packed and (isinstance(weight, RowTable) or weight.device.type == "cpu")
+        library = cpu_library() if is_packed and CompiledLinear.takes(weight) else None
         missing = -len(weight) % _VOCABULARY_TILE
         if isinstance(weight, RowTable) and (missing or library is None or weights not in ("int8", "int4")):
             weight = weight[:]
@@ -65,7 +66,7 @@ class OutputHead:
         self.vocab_size = len(weight)
         self._scale, self._softcap = scale, softcap
         self._linear: nn.Module
-        if isinstance(weight, RowTable) or (packed and weight.device.type == "cpu"):
+        if is_packed:
             padded_bias = None if self.bias is None else F.pad(self.bias, (0, missing))
             if stored is not None:
                 self._linear = _from_stored(read_once([*stored[:-1], stored[-1].padded(missing)]), padded_bias)
@@ -80,6 +81,7 @@ class OutputHead:
                 assert isinstance(padded, Tensor)
                 self._linear = PackedLinear(padded, padded_bias)
         else:
+            assert isinstance(weight, Tensor)
             self._linear = linear(weight, self.bias)
 
     @property

@@ -51,7 +51,7 @@ def numbers_of(module: nn.Module) -> Tensor:
 
 
 def numbers_or_rows_of(linear: nn.Module) -> Tensor | RowTable:
-    """Return a linear's numbers as `numbers_of`; unread blocks as a table, which is as large as the rows read of it."""
+    """Return a linear's numbers as `numbers_of`; of unread blocks a table, which dequantises the rows that are read."""
     unread = unread_of(linear)
     if unread is not None and len(unread) == 1 and isinstance(unread[0], Blocks):
         return UnreadRows(unread[0], linear.get_parameter("weight").dtype)
@@ -64,11 +64,11 @@ class UnreadRows(RowTable):
 
     def __getitem__(self, part: slice | Tensor) -> Tensor:
         """As `RowTable`. Raises UnsupportedModel if a number is not finite."""
+        assert isinstance(self.source, Blocks)
         numbers = super().__getitem__(part)
-        if isinstance(self.source, Blocks):
-            _check_finite(numbers, self.source)
-            if isinstance(part, slice):
-                let_go(self.source.data[part])
+        _check_finite(numbers, self.source)
+        if isinstance(part, slice):
+            let_go(self.source.data[part])
         return numbers
 
 

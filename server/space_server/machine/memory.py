@@ -14,13 +14,14 @@ _GPU_FRACTION = 0.9
 """Default share of a GPU's free memory, measured after loading the weights, running the largest step, whose activations
 torch keeps, and subtracting the largest graph. The rest is for further graphs, library workspaces and fragmentation."""
 _DEFAULT_SEQUENCES = 64
-"""Sequences of a whole window that the default holds on a CPU ..."""
+"""Sequences that run at once by default on a CPU, and the least on a GPU. On a CPU the default pages hold as many whole
+windows, within `_DEFAULT_BYTES`."""
 _DEFAULT_BYTES = 1024**3
-"""... within this bound; few sequences fill their window. So many run at once by default, but on a GPU with room."""
-_MORE_SEQUENCES = (256, 128)
-"""Sequences that run at once by default on a GPU whose pages hold that many of ..."""
-_USUAL_TOKENS = 1024
-"""... this length; longer ones wait or are preempted."""
+"""Most bytes of the default pages on a CPU; few sequences fill their window."""
+_GPU_SEQUENCES = (256, 128)
+"""A GPU runs the first of these numbers of sequences by default for which its pages have room."""
+_TOKENS_OF_EACH = 1024
+"""Tokens of a sequence for which a page must be there; longer sequences wait for pages or are preempted."""
 
 
 class PageNeed(Protocol):
@@ -73,8 +74,8 @@ def choose_max_sequences(
         num_bytes = amount
     else:
         num_bytes = int(available * (_GPU_FRACTION if amount is None else amount))
-    each = min(facts.window, _USUAL_TOKENS) * facts.kv_bytes_per_token
-    return next((most for most in _MORE_SEQUENCES if most * each <= num_bytes), _DEFAULT_SEQUENCES)
+    each = min(facts.window, _TOKENS_OF_EACH) * facts.kv_bytes_per_token
+    return next((most for most in _GPU_SEQUENCES if most * each <= num_bytes), _DEFAULT_SEQUENCES)
 
 
 def choose_num_sequences(facts: PageNeed, *, asked: int, state_bytes: int, available: int) -> int:

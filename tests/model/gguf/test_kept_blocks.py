@@ -14,6 +14,7 @@ from quantized_testing import check_needs_a_cpu_worker_alone
 from space_common.gguf.reader import GgufFile
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
+from space_model.heads import OutputHead
 from space_model.loading.load import load_model
 from space_model.model_error import InvalidSetting, UnsupportedModel
 from space_model.precision import choose_weights
@@ -135,3 +136,19 @@ def test_doctor_says_so(llama: Path, tmp_path: Path) -> None:
     file = write_gguf(llama, tmp_path / "x.gguf", "Q4_1")
     (model,) = [finding.fact for finding in examine(parse([*WORDS, str(file)])) if finding.part == "model"]
     assert "held in bfloat16 with gguf weights" in model
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_head_that_is_quantised_in_pieces_has_the_bits_of_one_from_a_whole_copy(weights: str, tmp_path: Path) -> None:
+    sizes = {"num_heads": 1, "kv_heads": 1, "head_dim": 64, "hidden_size": 64, "num_layers": 1, "words": True}
+    folder = tiny_checkpoint(
+        tmp_path / "model", vocab_size=8256, dtype="bfloat16", tie_word_embeddings=True, num_masks=0, **sizes
+    )
+    file = write_gguf(folder, tmp_path / "model.gguf", "Q8_0")
+    head = load_model(file, weights=weights)._head
+    table = load_model(file, weights="plain")._head.table
+    assert isinstance(head, OutputHead)
+    assert table is not None
+    whole = OutputHead(table[:], None, weights=weights, keeps_rows=False)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(head.logits(hidden), whole.logits(hidden))
