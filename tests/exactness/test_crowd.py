@@ -13,7 +13,7 @@ from space_proto import worker_pb2 as pb
 from space_server.speculation.controller import FixedLayout
 
 NUM_SEQUENCES = 14
-LAWS = (
+SAMPLING_PARAMS = (
     pb.Sampling(temperature=0.0),
     pb.Sampling(temperature=0.0, repetition_penalty=1.3),
     pb.Sampling(temperature=1.0),
@@ -34,7 +34,7 @@ def requests_of(subject: Subject, rng: np.random.Generator) -> list[SequenceRequ
     found = []
     for number in range(NUM_SEQUENCES):
         sampling = pb.Sampling()
-        sampling.CopyFrom(LAWS[number % len(LAWS)])
+        sampling.CopyFrom(SAMPLING_PARAMS[number % len(SAMPLING_PARAMS)])
         sampling.seed = int(rng.integers(1 << 63))
         prompt = rng.choice(subject.live_ids, int(rng.integers(1, (8, 40, 330)[number % 3])))
         limits = pb.Limits(max_tokens=int(rng.integers(2, 20)))

@@ -27,7 +27,7 @@ from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 
 Subjects = Callable[..., Subject]
 
-FEW_LAWS = {"temperature": (0.0, 0.8), "processor": ("none", "repetition", "top_p"), "context": ("short",)}
+FEW_SAMPLING_PARAMS = {"temperature": (0.0, 0.8), "processor": ("none", "repetition", "top_p"), "context": ("short",)}
 """For the embedded model, whose steps are not tiny."""
 
 
@@ -61,19 +61,21 @@ def test_space_is_plain_bit_by_bit_with_the_text_part_of_a_model_that_sees(
 FORCED = {"model": ("llama", "gemma2"), "layout": ("forced",), "company": ("batch",)}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, **FORCED, **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(2, **FORCED, **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_space_is_plain_bit_by_bit_with_drafts_that_requests_command(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("embedded",), **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_space_is_plain_bit_by_bit_with_the_embedded_model(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(2, model=("llama",), dtype=("bfloat16",), **FEW_SAMPLING_PARAMS), ids=cell_name
+)
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_it_is_so_with_compiled_operations_and_without(
     model: str, cell: Cell, attention: str, subject_of: Subjects
@@ -83,7 +85,9 @@ def test_it_is_so_with_compiled_operations_and_without(
     check_cell(subject, cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(1, model=("llama",), dtype=("bfloat16",), **FEW_SAMPLING_PARAMS), ids=cell_name
+)
 @pytest.mark.parametrize(
     ("weights", "attention"),
     [("int8", "auto"), ("int8", "torch"), ("fp8", "auto"), ("int4", "auto"), ("int4", "torch")],
@@ -122,7 +126,7 @@ def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject
 
 @pytest.mark.parametrize(
     ("model", "cell"),
-    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS),
+    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_SAMPLING_PARAMS),
     ids=cell_name,
 )
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
@@ -154,7 +158,7 @@ def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject
 
 @pytest.mark.parametrize(
     ("model", "cell"),
-    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS),
+    cover(1, model=("llama",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_SAMPLING_PARAMS),
     ids=cell_name,
 )
 @pytest.mark.parametrize("kind", ["awq", "gptq 4 bits, one order for all linears", "int4 in groups"])
@@ -164,7 +168,7 @@ def test_it_is_so_with_the_four_bits_of_a_quantised_checkpoint(
     check_cell(as_packed(kind), cell)
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(1, model=("llama",), **FEW_SAMPLING_PARAMS), ids=cell_name)
 @pytest.mark.parametrize("weights", ["plain", "fp8"])
 def test_it_is_so_with_keys_and_values_of_eight_bits(
     model: str, cell: Cell, weights: str, subject_of: Subjects
@@ -177,7 +181,7 @@ def test_it_is_so_with_keys_and_values_of_eight_bits(
 
 @pytest.mark.parametrize(
     ("model", "cell"),
-    cover(1, model=("falcon", "bloom", "phi3_longrope"), layout=("k5", "mixed"), **FEW_LAWS),
+    cover(1, model=("falcon", "bloom", "phi3_longrope"), layout=("k5", "mixed"), **FEW_SAMPLING_PARAMS),
     ids=cell_name,
 )
 def test_it_is_so_with_families_that_attend_by_themselves_or_turn_by_length(
@@ -206,7 +210,7 @@ def test_it_is_so_with_latent_attention_in_other_formats(
     check_cell(subject_of(model, dtype, weights=weights, kv_dtype=kv_dtype), cell)
 
 
-ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_LAWS}
+ROUTED: dict[str, tuple[object, ...]] = {"model": ("glm4_moe",), "layout": ("k5", "mixed"), **FEW_SAMPLING_PARAMS}
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(1, **ROUTED), ids=cell_name)
@@ -232,7 +236,7 @@ def test_it_is_so_with_chunks_of_positions_and_experts_of_scaled_rows(
 UNEQUAL_LAYERS: dict[str, tuple[object, ...]] = {"model": ("gemma4", "gemma4_moe"), "layout": ("k5", "mixed")}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **UNEQUAL_LAYERS, **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **UNEQUAL_LAYERS, **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
@@ -240,7 +244,7 @@ def test_it_is_so_with_layers_that_differ_in_heads_or_share_keys(model: str, cel
 POSITIONS: dict[str, tuple[object, ...]] = {"model": ("xglm", "alibi_llama"), "layout": ("k5", "mixed")}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **POSITIONS, **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **POSITIONS, **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_it_is_so_with_positions_that_are_added_to_embeddings_or_to_scores(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -250,19 +254,21 @@ def test_it_is_so_with_positions_that_are_added_to_embeddings_or_to_scores(
 VERSIONS: dict[str, tuple[object, ...]] = {"model": ("gemma3n",), "layout": ("k5", "mixed")}
 
 
-@pytest.mark.parametrize(("model", "cell"), cover(1, **VERSIONS, **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(1, **VERSIONS, **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_it_is_so_with_several_versions_of_every_row(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma3n",), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma3n",), **FEW_SAMPLING_PARAMS), ids=cell_name)
 def test_every_two_conditions_with_several_versions_of_every_row(model: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(model, cell.dtype), cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_LAWS), ids=cell_name)
+@pytest.mark.parametrize(
+    ("model", "cell"), cover(2, model=("gemma4", "gemma4_moe"), **FEW_SAMPLING_PARAMS), ids=cell_name
+)
 def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(
     model: str, cell: Cell, subject_of: Subjects
 ) -> None:
@@ -271,7 +277,9 @@ def test_every_two_conditions_with_layers_that_differ_in_heads_or_share_keys(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_LAWS), ids=cell_name
+    ("model", "cell"),
+    cover(2, model=("llama", "gemma2", "embedded"), dtype=("bfloat16",), **FEW_SAMPLING_PARAMS),
+    ids=cell_name,
 )
 @pytest.mark.parametrize(
     "held", [{"weights": "int8"}, {"weights": "fp8"}, {"weights": "fp8", "kv_dtype": "fp8"}, {"weights": "int4"}]
@@ -284,7 +292,7 @@ def test_every_two_conditions_with_eight_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "cell"), cover(2, model=("falcon", "bloom", "phi3_longrope"), **FEW_LAWS), ids=cell_name
+    ("model", "cell"), cover(2, model=("falcon", "bloom", "phi3_longrope"), **FEW_SAMPLING_PARAMS), ids=cell_name
 )
 def test_every_two_conditions_with_families_that_attend_by_themselves_or_turn_by_length(
     model: str, cell: Cell, subject_of: Subjects
@@ -328,7 +336,7 @@ def test_the_whole_product(
         check_cell(subject, Cell(*values))
 
 
-EXPERTS = cover(1, model=("experts",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_LAWS)
+EXPERTS = cover(1, model=("experts",), dtype=("bfloat16",), layout=("k5", "mixed"), **FEW_SAMPLING_PARAMS)
 
 
 @pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)

@@ -20,7 +20,7 @@ OF_GEMMA = [
     Drafting("half-right", k=4, right=half_right),
     Drafting("wrong", k=4, right=none_right),
 ]
-LAWS = {"greedy": 0.0, "seeded": 0.8}
+SAMPLING_PARAMS = {"greedy": 0.0, "seeded": 0.8}
 
 
 def asked(
@@ -61,21 +61,21 @@ def prove_power(way: Drafting, records: Sequence[ClientSequence]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sampling_params", LAWS)
+@pytest.mark.parametrize("sampling_params", SAMPLING_PARAMS)
 def test_smollm2_says_the_same_with_its_drafts_and_without(
     smollm2: SpaceModel, smollm2_text: ModelText, prompts: list[str], sampling_params: str
 ) -> None:
-    requests = asked(smollm2_text, smollm2, prompts[:16], max_tokens=128, temperature=LAWS[sampling_params])
+    requests = asked(smollm2_text, smollm2, prompts[:16], max_tokens=128, temperature=SAMPLING_PARAMS[sampling_params])
     assert compare(smollm2, requests, OF_SMOLLM2) > 6_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sampling_params", LAWS)
+@pytest.mark.parametrize("sampling_params", SAMPLING_PARAMS)
 def test_gemma_says_the_same_with_drafts_from_outside_and_without(
     gemma: SpaceModel, gemma_text: ModelText, prompts: list[str], sampling_params: str
 ) -> None:
-    requests = asked(gemma_text, gemma, prompts[:12], max_tokens=96, temperature=LAWS[sampling_params])
+    requests = asked(gemma_text, gemma, prompts[:12], max_tokens=96, temperature=SAMPLING_PARAMS[sampling_params])
     assert compare(gemma, requests, OF_GEMMA) > 4_000
 
 

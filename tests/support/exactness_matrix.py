@@ -140,6 +140,18 @@ class Cell:
         return "-".join(str(getattr(self, field.name)) for field in fields(self))
 
 
+HEAD_CELLS = [
+    Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan"),
+    Cell("float32", "head3", 0.8, "repetition", "batch", "chunked", "hit", "undisturbed", True, "short", "left"),
+    Cell("float32", "head2", 0.8, "top_p", "alone", "whole", "hit", "restarted", True, "long", "left"),
+    Cell("float32", "head1", 1.0, "eos", "batch", "whole", "miss", "preempted", True, "short", "nan"),
+    Cell("bfloat16", "head5", 0.0, "none", "batch", "chunked", "hit", "restarted", True, "short", "nan"),
+    Cell("bfloat16", "head4", 0.8, "all", "batch", "whole", "miss", "undisturbed", True, "long", "left"),
+    Cell("bfloat16", "heads and masks", 0.8, "none", "batch", "chunked", "hit", "preempted", True, "short", "nan"),
+]
+"""Of drafts that take no mask rows, by the base's own masks once beside them."""
+
+
 def layout_for(name: str, connection: int) -> DraftLayout:
     """The layout of the sequence in seat 0, 1, 2, … of the batch."""
     if name == "pruned":

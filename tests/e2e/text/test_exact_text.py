@@ -25,7 +25,7 @@ from tiny_checkpoints import tiny_adapter
 K = 4
 PROMPT = "import os\nimport sys\n\n\ndef main():\n"
 ENDING_PROMPTS = ("def main():\n    return ", "def area(width):\n    return ", "x = 1\n", "import os\n", "try:\n")
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLING_PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8, "seed": 3, "top_p": 0.95},
 }
@@ -161,7 +161,12 @@ def exact(steady: Any, request: pytest.FixtureRequest) -> Exact:
 
 def each(*routes: str) -> pytest.MarkDecorator:
     """Each of these routes under each law; but in the fast suite one law for each."""
-    rest = [(route, sampling_params) for route in routes for sampling_params in LAWS if sampling_params != QUICK[route]]
+    rest = [
+        (route, sampling_params)
+        for route in routes
+        for sampling_params in SAMPLING_PARAMS
+        if sampling_params != QUICK[route]
+    ]
     marked = [pytest.param(*case, marks=pytest.mark.slow) for case in rest]
     return pytest.mark.parametrize(
         ("route", "sampling_params"), [*((route, QUICK[route]) for route in routes), *marked]
@@ -170,7 +175,7 @@ def each(*routes: str) -> pytest.MarkDecorator:
 
 def base_of(exact: Exact, route: str, sampling_params: str) -> Run:
     """The whole text with the steps that it takes; a route that does not tell them takes those of completions."""
-    run = exact.steady("completions" if route == "tgi" else route, **LAWS[sampling_params])
+    run = exact.steady("completions" if route == "tgi" else route, **SAMPLING_PARAMS[sampling_params])
     assert len(run.steps) == len(run.output.ids) == LONG
     assert run.num_accepted > 0
     assert route != "tgi" or 0 not in run.output.ids  # TGI cannot ignore an EOS
@@ -214,7 +219,7 @@ def test_a_stop_string_that_straddles_steps_cuts_at_its_character(
     base = run.output
     ends = exact.ends(base.ids)
     stop = straddling(base.text, ends, run.steps)
-    output = exact.every_way(route, stop=[stop.stop], **LAWS[sampling_params])
+    output = exact.every_way(route, stop=[stop.stop], **SAMPLING_PARAMS[sampling_params])
     begins_inside = stop.start > (ends[stop.first - 1])
     kept = stop.first + begins_inside  # a token stays if one of its characters stays
     assert output.text == base.text[: stop.start]
@@ -226,10 +231,12 @@ def test_a_stop_string_that_straddles_steps_cuts_at_its_character(
     assert output.logprobs == base.logprobs[:kept]
     assert output.top == base.top[:kept]
     assert output.stop_reason == stop.stop
-    again = exact.steady(route, stop=[stop.stop], **LAWS[sampling_params])
+    again = exact.steady(route, stop=[stop.stop], **SAMPLING_PARAMS[sampling_params])
     assert again.steps == run.steps[:kept]
     assert again.num_steps == run.steps[stop.last] > run.steps[stop.first]  # it was completed by a later step
-    whole = exact.every_way(route, stop=[stop.stop], include_stop_str_in_output=True, **LAWS[sampling_params])
+    whole = exact.every_way(
+        route, stop=[stop.stop], include_stop_str_in_output=True, **SAMPLING_PARAMS[sampling_params]
+    )
     assert whole.text == base.text[: stop.start] + stop.stop
     assert whole.ids == base.ids[: stop.last + 1]
     assert whole.logprobs == base.logprobs[: stop.last + 1]
@@ -249,15 +256,17 @@ def test_a_stop_id_inside_a_run_ends_the_text_and_has_no_text_itself(
     base = run.output
     at = first_inside(base.ids, run.steps, behind=4)
     stop = base.ids[at]
-    output = exact.every_way(route, stop_token_ids=[stop], **LAWS[sampling_params])
+    output = exact.every_way(route, stop_token_ids=[stop], **SAMPLING_PARAMS[sampling_params])
     assert output.text == base.text[: exact.ends(base.ids)[at - 1]]
     assert output.ids == base.ids[: at + 1]
     assert (output.logprobs, output.top) == (base.logprobs[:at], base.top[:at])
     assert (output.finish, output.stop_reason, output.num_generated) == ("stop", stop, at + 1)
-    again = exact.steady(route, stop_token_ids=[stop], **LAWS[sampling_params])
+    again = exact.steady(route, stop_token_ids=[stop], **SAMPLING_PARAMS[sampling_params])
     assert again.steps == run.steps[: at + 1]
     assert again.num_steps == run.steps[at] == run.steps[at + 1]  # the step went on
-    shown = exact.every_way(route, stop_token_ids=[stop], include_stop_str_in_output=True, **LAWS[sampling_params])
+    shown = exact.every_way(
+        route, stop_token_ids=[stop], include_stop_str_in_output=True, **SAMPLING_PARAMS[sampling_params]
+    )
     known = {"logprobs": base.logprobs[: at + 1], "top": base.top[: at + 1]}
     assert shown == output._replace(text=base.text[: exact.ends(base.ids)[at]], **known)
 
@@ -270,13 +279,15 @@ def test_before_min_tokens_an_end_inside_a_run_is_impossible_and_stop_strings_ar
     base = run.output
     at = first_inside(base.ids, run.steps, behind=2)
     for more in (1, 5):
-        output = exact.every_way(route, stop_token_ids=[base.ids[at]], min_tokens=at + more, **LAWS["greedy"])
+        output = exact.every_way(
+            route, stop_token_ids=[base.ids[at]], min_tokens=at + more, **SAMPLING_PARAMS["greedy"]
+        )
         assert output.ids[:at] == base.ids[:at]
         assert output.ids[at] != base.ids[at]
         assert output.num_generated >= at + more
     ends = exact.ends(base.ids)
     stop = base.text[ends[at - 1] : ends[at]]
-    output = exact.every_way(route, stop=stop, min_tokens=at + 1, **LAWS["greedy"])
+    output = exact.every_way(route, stop=stop, min_tokens=at + 1, **SAMPLING_PARAMS["greedy"])
     assert output.text[: ends[at]] == base.text[: ends[at]]
     again = base.text.find(stop, ends[at])
     assert output.text == (base.text if again < 0 else base.text[:again])
@@ -331,7 +342,7 @@ def test_max_tokens_is_exact_also_inside_a_run(exact: Exact, route: str, samplin
     inside = []
     for limit in range(1, 25):
         for drafts, stream in exact.ways if len(exact.ways) > len(FEW_WAYS) else [(K, limit % 2 == 0)]:
-            output = exact.run(route, drafts, stream, max_tokens=limit, **LAWS[sampling_params]).output
+            output = exact.run(route, drafts, stream, max_tokens=limit, **SAMPLING_PARAMS[sampling_params]).output
             assert output.text == base.text[: ends[limit - 1]]
             assert output.ids == base.ids[:limit]
             assert (output.finish, output.stop_reason, output.num_generated) == ("length", None, limit)
@@ -348,10 +359,10 @@ def test_an_end_on_the_last_place_is_an_end_and_not_the_limit(exact: Exact, rout
     at = first_inside(base.ids, run.steps, behind=6)
     stop = base.text[ends[at] - 6 : ends[at]]
     assert base.text.find(stop) == ends[at] - 6
-    output = exact.every_way(route, stop=[stop], max_tokens=at + 1, **LAWS["greedy"])
+    output = exact.every_way(route, stop=[stop], max_tokens=at + 1, **SAMPLING_PARAMS["greedy"])
     assert (output.text, output.finish) == (base.text[: ends[at] - 6], "stop")
     if route != "tgi":
-        output = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **LAWS["greedy"])
+        output = exact.every_way(route, stop_token_ids=[base.ids[at]], max_tokens=at + 1, **SAMPLING_PARAMS["greedy"])
         assert (output.finish, output.stop_reason, output.num_generated) == ("stop", base.ids[at], at + 1)
 
 

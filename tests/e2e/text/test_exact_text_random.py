@@ -299,7 +299,7 @@ def test_a_character_across_steps_is_told_once_and_whole(asked: Bytes) -> None:
 
 NEAR = 1e-4
 AREA = "def area(width, height):\n    return"
-LAWS: list[dict[str, Any]] = [
+SAMPLING_PARAMS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 4, "top_p": 0.9, "frequency_penalty": 0.5},  # the logits stay raw all the same
 ]
@@ -356,7 +356,7 @@ def prompts(oracle: Oracle) -> list[str | list[int]]:
 
 
 def ways() -> Iterator[dict[str, Any]]:
-    for sampling_params in LAWS:
+    for sampling_params in SAMPLING_PARAMS:
         for speculation in ("off", "auto"):
             yield {"speculation": speculation, **sampling_params}
 

@@ -26,7 +26,7 @@ SCHEMA = {
 }
 AS_FORMAT = {"type": "json_schema", "json_schema": {"name": "described", "schema": SCHEMA, "strict": True}}
 PROMPT = 'def describe():\n    """Describes add(a, b) as JSON."""\n    return '
-LAWS: dict[str, dict[str, Any]] = {
+SAMPLING_PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 0.9, "seed": 5},
     "penalised": {"temperature": 1.0, "seed": 6, "frequency_penalty": 0.5, "top_p": 0.95},
@@ -40,7 +40,7 @@ def described(text: str) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("sampling_params", LAWS)
+@pytest.mark.parametrize("sampling_params", SAMPLING_PARAMS)
 def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
     live: Any, drafting: Any, sampling_params: str
 ) -> None:
@@ -48,7 +48,7 @@ def test_the_json_is_valid_and_the_same_with_speculation_off_auto_and_each_k(
     fields = {"max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, "return_token_ids": True}
     answers = {
         bound: (drafting if isinstance(bound, int) else live).complete(
-            PROMPT, speculation=bound, **fields, **LAWS[sampling_params]
+            PROMPT, speculation=bound, **fields, **SAMPLING_PARAMS[sampling_params]
         )
         for bound in ("off", "auto", 1, 3, min(5, most))
     }
@@ -102,7 +102,7 @@ def test_chat_answers_in_each_kind_of_grammar(live: Any, stream: bool) -> None:
 def test_json_goes_on_with_the_same_text_when_its_worker_is_killed(live: Any) -> None:
     wanted = [
         {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": False, "response_format": AS_FORMAT, **sampling_params}
-        for sampling_params in LAWS.values()
+        for sampling_params in SAMPLING_PARAMS.values()
     ]
     undisturbed = [live.complete(**one)["choices"][0]["text"] for one in wanted]
     live.wait_idle()

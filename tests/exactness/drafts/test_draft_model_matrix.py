@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from exactness_matrix import FEW_IDS, HEAD_CELLS, Cell, Mismatch, Run, Subject, check_cell, check_sources
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.draft_model import load_draft_model
 from space_model.loading.load import load_model
 from space_server.worker import Worker
 from tiny_checkpoints import perturbed, tiny_checkpoint
-
-CELLS = [
-    Cell("float32", "head5", 0.0, "none", "alone", "whole", "miss", "preempted", True, "short", "nan"),
-    Cell("float32", "head3", 0.8, "repetition", "batch", "chunked", "hit", "undisturbed", True, "short", "left"),
-    Cell("float32", "head2", 0.8, "top_p", "alone", "whole", "hit", "restarted", True, "long", "left"),
-    Cell("float32", "head1", 1.0, "eos", "batch", "whole", "miss", "preempted", True, "short", "nan"),
-    Cell("bfloat16", "head5", 0.0, "none", "batch", "chunked", "hit", "restarted", True, "short", "nan"),
-    Cell("bfloat16", "head4", 0.8, "all", "batch", "whole", "miss", "undisturbed", True, "long", "left"),
-    Cell("bfloat16", "heads and masks", 0.8, "none", "batch", "chunked", "hit", "preempted", True, "short", "nan"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +21,17 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
     sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "tie_word_embeddings": False}
     target = tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1, **sizes)
     draft = perturbed(target, tmp_path_factory.mktemp("draft"))
-    subjects: dict[str, Subject] = {}
 
+    @cache
     def find(dtype: str) -> Subject:
-        if dtype not in subjects:
-            model = load_model(target, dtype=dtype)
-            network = load_draft_model(Checkpoint.open(draft), Checkpoint.open(target), model.facts, dtype=dtype)
-            subjects[dtype] = Subject("draft model", model.drafted_by(network), base=model)
-        return subjects[dtype]
+        model = load_model(target, dtype=dtype)
+        network = load_draft_model(Checkpoint.open(draft), Checkpoint.open(target), model.facts, dtype=dtype)
+        return Subject("draft model", model.drafted_by(network), base=model)
 
     return find
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", HEAD_CELLS, ids=str)
 def test_drafts_of_a_second_model_leave_the_plain_text(cell: Cell, subject_of: Callable[[str], Subject]) -> None:
     check_cell(subject_of(cell.dtype), cell)
 
@@ -77,7 +66,7 @@ def test_whatever_its_pages_hold_the_text_is_the_same(
         return report
 
     monkeypatch.setattr(Worker, "step", spoilt)
-    records = Run(subject_of("float32"), CELLS[1], "model").finished()  # each is compared with plain decoding
+    records = Run(subject_of("float32"), HEAD_CELLS[1], "model").finished()  # each is compared with plain decoding
     assert any(report.num_drafted for record in records for report in record.reports)
 
 
@@ -86,4 +75,4 @@ def test_a_draft_that_is_accepted_unverified_is_caught(
 ) -> None:
     monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
     with pytest.raises(Mismatch):
-        check_cell(subject_of("float32"), CELLS[0])
+        check_cell(subject_of("float32"), HEAD_CELLS[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 from exactness_matrix import Cell, Mismatch, Subject, check_cell
@@ -28,13 +29,11 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
         folder / "base", "qwen3", num_masks=0, seed=1, hidden_size=32, num_heads=2, kv_heads=1, mask_token_id=100
     )
     adapters = {form: f"{form}:{released_adapter(folder / form, base, rank=16)}" for form in ("uno", "i-dlm")}
-    subjects: dict[str, Subject] = {}
 
+    @cache
     def find(dtype: str) -> Subject:
-        if dtype not in subjects:
-            model, bare = load_model(base, dtype=dtype, adapters=adapters), load_model(base, dtype=dtype)
-            subjects[dtype] = Subject("released", model, adapters=("uno", "i-dlm", ""), base=bare)
-        return subjects[dtype]
+        model, bare = load_model(base, dtype=dtype, adapters=adapters), load_model(base, dtype=dtype)
+        return Subject("released", model, adapters=("uno", "i-dlm", ""), base=bare)
 
     return find
 
