@@ -36,7 +36,7 @@ examples:
   spaceserve bench --rate file --prompts trace.jsonl      arrivals and lengths as a trace has them
   spaceserve bench --swing 1:64:5s --out bench            1 and 64 streams in turn, 5 seconds each
   spaceserve bench --prompt-tokens uniform:32:512 --output-tokens lognormal:128:0.7:1:1024
-                                                          lengths drawn by a law
+                                                          lengths drawn at random
 
 How to read it: an arm is a server, or a server with and without drafts. In a round every arm answers the same requests;
 the arm that begins changes from round to round, and a ratio is always of one round, so that a machine that gets slower

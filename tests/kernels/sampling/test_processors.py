@@ -96,7 +96,7 @@ def assert_same(got: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_allclose(got.numpy(), expected, rtol=2e-6)
 
 
-LAWS = {
+SAMPLING_PARAMS = {
     "neutral": SamplingParams(),
     "greedy": SamplingParams(temperature=0.0, top_k=2),
     "bias": SamplingParams(bias=((3, 5.0), (0, -2.5))),
@@ -129,7 +129,7 @@ def raw_logits(seed: int, rows: int) -> torch.Tensor:
     return torch.randn(rows, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-@pytest.mark.parametrize("sampling_params", LAWS.values(), ids=LAWS.keys())
+@pytest.mark.parametrize("sampling_params", SAMPLING_PARAMS.values(), ids=SAMPLING_PARAMS.keys())
 @pytest.mark.parametrize("seed", range(4))
 def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: int) -> None:
     row = SamplingRow(sampling_params, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
@@ -138,11 +138,11 @@ def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: i
     assert_same(process(raw, [row], torch.tensor([0, 13]))[0], expected)
 
 
-@given(st.lists(st.sampled_from(sorted(LAWS)), min_size=1, max_size=6), st.integers(0, 10_000))
+@given(st.lists(st.sampled_from(sorted(SAMPLING_PARAMS)), min_size=1, max_size=6), st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: int) -> None:
     rows = [
-        SamplingRow(LAWS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3])
+        SamplingRow(SAMPLING_PARAMS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3])
         for n, name in enumerate(names)
     ]
     raw = raw_logits(seed, len(rows))

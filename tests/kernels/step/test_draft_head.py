@@ -28,7 +28,7 @@ def tensors(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-LAWS = [
+SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(key=5, temperature=0.8),
     SamplingParams(key=6, temperature=1.3, top_k=4),
@@ -38,7 +38,7 @@ LAWS = [
 
 @pytest.mark.parametrize("form", DraftHeadForm)
 def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
-    S = len(LAWS)
+    S = len(SAMPLING_PARAMS)
     E, w1, w2 = tensors(1, VOCAB, HIDDEN), tensors(2, 6, form.num_inputs(HIDDEN)), tensors(3, HIDDEN, 6)
     hidden = tensors(4, S, K, HIDDEN)
     ids = torch.stack(
@@ -49,13 +49,13 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
     bonus, positions, keys = (
         torch.arange(S),
         torch.arange(S) * 10,
-        torch.tensor([sampling_params.key for sampling_params in LAWS]),
+        torch.tensor([sampling_params.key for sampling_params in SAMPLING_PARAMS]),
     )
 
     def run(at: slice) -> torch.Tensor:
         return propose(
             hidden[at], ids[at], offsets[at], bonus[at], positions[at], keys[at],
-            SamplingColumns.of(LAWS[at], hidden.device),
+            SamplingColumns.of(SAMPLING_PARAMS[at], hidden.device),
             w1=w1, w2=w2, embedding_scale=2.0, form=form,
             embed=lambda chosen: E[chosen],
             logits_of=lambda h, of: (E[of] * h[:, None]).sum(-1),
@@ -79,13 +79,16 @@ def test_many_sequences_at_once_equal_one_by_one(form: DraftHeadForm) -> None:
 
 def test_with_every_id_a_candidate_the_choice_is_the_verdicts() -> None:
     """Of logits times DRAFT_SHARPNESS."""
-    ids, keys = torch.arange(VOCAB).expand(len(LAWS), VOCAB), torch.tensor([params.key for params in LAWS])
-    columns, banned = SamplingColumns.of(LAWS, ids.device), torch.tensor([], dtype=torch.int64)
+    ids, keys = (
+        torch.arange(VOCAB).expand(len(SAMPLING_PARAMS), VOCAB),
+        torch.tensor([params.key for params in SAMPLING_PARAMS]),
+    )
+    columns, banned = SamplingColumns.of(SAMPLING_PARAMS, ids.device), torch.tensor([], dtype=torch.int64)
     num_changed = 0
     for seed in range(40):
-        logits, positions = tensors(seed, len(LAWS), VOCAB), torch.tensor([1, 2, 3, 4])
+        logits, positions = tensors(seed, len(SAMPLING_PARAMS), VOCAB), torch.tensor([1, 2, 3, 4])
         drafts = sample_candidates(logits, ids, columns, keys, positions)
-        rows = [SamplingRow(params, ids=(0,) * (n + 1), num_prompt=1) for n, params in enumerate(LAWS)]
+        rows = [SamplingRow(params, ids=(0,) * (n + 1), num_prompt=1) for n, params in enumerate(SAMPLING_PARAMS)]
         sharper = logits * DRAFT_SHARPNESS
         assert drafts.tolist() == sample_rows(sharper, rows, banned).ids.tolist()
         plain = sample_rows(logits.clone(), rows, banned).ids

@@ -34,7 +34,7 @@ class Layout:
 
 LAYOUTS = [Layout(0, (0,)), Layout(0, (3,)), Layout(2, (2, 0, 3)), Layout(3, (3, 3, 3, 3)), Layout(4, (0, 0, 0, 0, 0))]
 
-LAWS = [
+SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(key=1, temperature=0.8, top_p=0.9),
     SamplingParams(key=2, bad_words=((5,), (7, 8)), min_tokens=40, end_ids=(20, 21)),
@@ -59,7 +59,8 @@ def state_of(seed: int, lines: Sequence[int] = range(LINES), device: str = DEVIC
             line,
             StateAdmission(
                 ids=ids[number][:count], num_prompt=count - 2,
-                pages=[number * 16 + page for page in range(3 if number == 4 else 6)], sampling_params=LAWS[number],
+                pages=[number * 16 + page for page in range(3 if number == 4 else 6)],
+                sampling_params=SAMPLING_PARAMS[number],
                 num_left=2 if number == 3 else 30, eos_ids=[20], stop_ids=[21, 20], max_drafts=4 if number != 2 else 2,
                 max_masks=4 if number != 2 else 2, drafts=ids[number][30 : 30 + (seed + number) % 5],
             ),
@@ -181,7 +182,7 @@ def test_a_step_reads_nothing_on_the_host(layout: Layout) -> None:
     state, index = state_of(1), StepIndex.of(LINES, layout, DEVICE)
     logits = torch.randn(V, V, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with NothingIsRead():
-        step(state, index, Stages.of(LAWS), logits, BANNED.to(DEVICE))
+        step(state, index, Stages.of(SAMPLING_PARAMS), logits, BANNED.to(DEVICE))
 
 
 def test_reading_would_be_noticed() -> None:
@@ -205,14 +206,14 @@ def test_shapes_of_a_step_follow_from_the_layout_alone() -> None:
         ),
         **{name: tensor.to("meta") for name, tensor in tensors_of(real).items()},
     )
-    result = step(meta, index, Stages.of(LAWS), torch.empty(V, V, device="meta"), BANNED.to("meta"))
+    result = step(meta, index, Stages.of(SAMPLING_PARAMS), torch.empty(V, V, device="meta"), BANNED.to("meta"))
     assert result.shape == (LINES, reference.result_width(4))
 
 
 def test_a_line_goes_on_alone_as_in_company() -> None:
     layout, logits = LAYOUTS[3], torch.randn(V, V, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     together = state_of(3)
-    index, stages = StepIndex.of(LINES, layout, DEVICE), Stages.of(LAWS)
+    index, stages = StepIndex.of(LINES, layout, DEVICE), Stages.of(SAMPLING_PARAMS)
     results = [step(together, index, stages, logits, BANNED.to(DEVICE)) for _ in range(4)]
     for line in range(LINES):
         alone = state_of(3, lines=[line])

@@ -16,7 +16,7 @@ from space_kernels.step import draft_head, draft_head_triton, state_triton, veri
 from space_kernels.step.draft_head import SamplingColumns, candidates, sampling_columns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAWS = [
+SAMPLING_PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(key=5, temperature=0.8),
     SamplingParams(key=6, temperature=1.3, top_k=4),
@@ -38,7 +38,7 @@ def rows(num_rows: int, M: int, seed: int, step: float) -> tuple[torch.Tensor, t
 @pytest.mark.parametrize("step", [0.0, 0.5], ids=["values differ", "many are equal"])
 @pytest.mark.parametrize("M", [1, 40, 100])
 def test_candidates_are_chosen_alike(M: int, step: float) -> None:
-    batch_params = LAWS * 4
+    batch_params = SAMPLING_PARAMS * 4
     logits, ids = rows(len(batch_params), M, M, step)
     logits[3, 0] = -math.inf
     keys, positions = (
@@ -74,8 +74,8 @@ def test_rows_of_the_head_are_multiplied_where_they_lie(dtype: torch.dtype) -> N
 
 
 def test_laws_in_tensors_say_to_the_draft_head_what_laws_say() -> None:
-    tensors, stages = SamplingTensors.of(LAWS, 300), Stages.of(LAWS)
-    expected, found = SamplingColumns.of(LAWS, torch.device("cpu")), sampling_columns(tensors, stages)
+    tensors, stages = SamplingTensors.of(SAMPLING_PARAMS, 300), Stages.of(SAMPLING_PARAMS)
+    expected, found = SamplingColumns.of(SAMPLING_PARAMS, torch.device("cpu")), sampling_columns(tensors, stages)
     assert expected.greedy is not None
     assert expected.top_k is not None
     assert found.greedy is not None

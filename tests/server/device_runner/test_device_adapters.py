@@ -22,7 +22,7 @@ from tiny_checkpoints import released_adapter
 
 pytestmark = pytest.mark.usefixtures("no_device_step_fails_unseen")
 
-LAWS = [
+SAMPLING_PARAMS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),
     pb.Sampling(seed=5, temperature=1.0, top_p=0.9),
@@ -75,7 +75,7 @@ def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: s
     found = []
     for device in (False, True):
         watched = Watched(gated, device=device)
-        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+        for prompt, sampling_params in zip(PROMPTS, SAMPLING_PARAMS, strict=True):
             watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter=name)
         watched.run()
         found.append((watched.steps, watched.drafts))
@@ -84,7 +84,7 @@ def test_an_adapter_drafts_what_it_drafts_on_the_host(gated: SpaceModel, name: s
     assert {kind.adapter for kind in watched.kinds if kind.layout.num_masks} == {number}
     assert max(len(drafts) for drafts in watched.drafts[1]) == (2 if name == "narrow" else 4)
     plain = Watched(gated, device=True, k=0)
-    for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+    for prompt, sampling_params in zip(PROMPTS, SAMPLING_PARAMS, strict=True):
         plain.router.admit(prompt, max_tokens=18, sampling=sampling_params)
     plain.run()
     assert [ran.tokens for ran in plain.router.sequences.values()] == [
@@ -99,7 +99,7 @@ def test_adapters_that_come_together_are_stepped_one_on_the_device_and_the_other
     for device in (False, True):
         watched = Watched(gated, device=device)
         for number, name in enumerate(["wide", "bare", "", "wide"]):
-            watched.router.admit(PROMPTS[number], max_tokens=18, sampling=LAWS[number], adapter=name)
+            watched.router.admit(PROMPTS[number], max_tokens=18, sampling=SAMPLING_PARAMS[number], adapter=name)
         never = watched.router.admit(PROMPTS[0], max_tokens=18, adapter="bare", max_draft_length=0)
         watched.run()
         found.append(watched.steps)
@@ -131,7 +131,7 @@ def test_a_released_adapter_drafts_what_it_drafts_on_the_host(form: str, tiny_pa
     found = []
     for device in (False, True):
         watched = Watched(model, device=device, k=3)
-        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+        for prompt, sampling_params in zip(PROMPTS, SAMPLING_PARAMS, strict=True):
             watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter="released")
         watched.run()
         found.append((watched.steps, watched.drafts))
@@ -146,7 +146,7 @@ def test_on_the_device_drafts_and_verification_take_turns(tiny_path: Path, tmp_p
     texts = []
     for layout in (DraftLayout.turns(3), DraftLayout.plain()):
         watched = Watched(model, device=True, controller=FixedLayout(lambda room, layout=layout: layout))
-        for prompt, sampling_params in zip(PROMPTS, LAWS, strict=True):
+        for prompt, sampling_params in zip(PROMPTS, SAMPLING_PARAMS, strict=True):
             watched.router.admit(prompt, max_tokens=18, sampling=sampling_params, adapter="released")
         watched.run()
         texts.append([ran.tokens for ran in watched.router.sequences.values()])

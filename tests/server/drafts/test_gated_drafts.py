@@ -16,7 +16,7 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from tiny_checkpoints import released_adapter, tiny_adapter
 
-LAWS = [
+SAMPLING_PARAMS = [
     pb.Sampling(),
     pb.Sampling(seed=3, temperature=0.9),
     pb.Sampling(seed=5, temperature=1.0, top_p=0.9),
@@ -40,7 +40,7 @@ def run(
     router = WorkerClient(worker)
     prompt_of, drafts = {}, {n: [] for n in names}
     for n, name in names.items():
-        seq_id = router.admit(PROMPTS[n], max_tokens=18, sampling=LAWS[n], adapter=name, num_pages=num_pages)
+        seq_id = router.admit(PROMPTS[n], max_tokens=18, sampling=SAMPLING_PARAMS[n], adapter=name, num_pages=num_pages)
         prompt_of[seq_id] = n
 
     def look() -> None:
