@@ -159,11 +159,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--loss",
         choices=[o.value for o in DraftObjective],
         help="against the model's own distribution: cross-entropy, the chance that a sampled draft is rejected, minus "
-        "the log of its acceptance, cross-entropy plus that, or minus a step's expected accepted drafts "
-        "(default: cross-entropy)",
+        "the log of its acceptance, or minus a step's expected accepted drafts (default: cross-entropy)",
     )
     add("--focal", action="store_true", default=None, help="weigh a mask by its own chance that it is reached")
-    add("--survival", action="store_true", default=None, help="weigh a mask by the chance that it is reached")
     add("--self-generate", type=int, default=0, help="prompts of --data that the model continues itself (default: 0)")
     add(
         "--self-generate-tokens",
@@ -185,7 +183,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="factor of the previous token's embedding, which is small beside the hidden state that the head joins it "
         f"to (default: {own.head_scale:g})",
     )
-    add("--scheduled-drafting", type=float, help="share of masks that get the head's own previous draft (default: 0)")
 
     group = parser.add_argument_group(
         "recurrent head (gated-lora, head)",

@@ -87,7 +87,7 @@ def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
     total += moved * (2 * cost.body * real + cost.attention * real_keys)
     if batch.recurrent is not None:
         total += 6 * cost.recurrent * batch.recurrent.depth.numel()
-        total += (6 * cost.draft_output + int(plan.survival) * 2 * cost.output) * batch.num_learning_recurrent
+        total += 6 * cost.draft_output * batch.num_learning_recurrent
     if batch.anchors is None:
         return total
     masks = batch.anchors.depth.numel()
@@ -101,11 +101,9 @@ def flops_of(trainee: Trainee, cost: ModelCost, batch: TrainBatch) -> float:
     num_losses = int(plan.mask_loss_weight > 0 and plan.method is not Method.HEAD) + int(plan.has_head)
     # Every method needs the gradients of the output's rows; its weights' only if the base is trained.
     total += num_losses * (6 if plan.trains_base else 4) * cost.output * learning
-    total += (int(plan.distill) + int(plan.survival)) * 2 * cost.output * learning
+    total += int(plan.distill) * 2 * cost.output * learning
     if plan.head is not HeadForm.NONE:
         total += 6 * cost.head * masks
-        if plan.scheduled_drafting:
-            total += 2 * (cost.head + cost.output) * masks
     return total
 
 
@@ -331,7 +329,7 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
     mask_passes = {Method.FULL: 3, Method.GATED_LORA: 2}.get(plan.method, 1)
     num_real = 1.0 if plan.trains_base else masked  # a frozen base skips texts without masks
     num_losses = _num_losses(plan)
-    teachers = int(plan.distill) + int(plan.survival) if plan.has_masks else 0
+    teachers = int(plan.distill) if plan.has_masks else 0
     forward = 2 * shape.output
     flops = {
         "real rows": real_passes * row * num_real,
@@ -345,9 +343,7 @@ def _flops(shape: ModelShape, plan: TrainPlan, adapters: int, head: int) -> tupl
     if drafts:
         drafted = min(plan.draft_vocab, shape.vocab_size) * shape.hidden_size
         flops["recurrent head"] = 18.0 * plan.recurrent_head * shape.hidden_size * drafts
-        flops["recurrent head's logits"] = (6 * drafted + int(plan.survival) * forward) * drafts
-    if plan.scheduled_drafting and head:
-        flops["own drafts"] = (2 * head + forward) * masks
+        flops["recurrent head's logits"] = 6.0 * drafted * drafts
     recomputed = 0.0
     # Distilling over a frozen output recomputes nothing. Elsewhere each loss after the first runs the teacher again,
     # and the backward pass recomputes the logits of more than CHUNK rows.

@@ -144,8 +144,20 @@ def parts_digest(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()[:12]
 
 
+REMOVED = {"survival": False, "scheduled_drafting": 0.0}
+"""Options of earlier versions that lowered accepted drafts, with the values that switched them off."""
+
+
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
     """Raise InvalidPlan if `out` holds another run. Digests that an older state lacks are not compared."""
+    removed = [name for name, off in REMOVED.items() if before.get(name, off) != off]
+    if before.get("loss") == "mixed":
+        removed.append("loss")
+    for name in removed:
+        raise InvalidPlan(
+            f"{out} holds a run with {name} = {before[name]}, which was removed because it does not add accepted "
+            "drafts. Give another --out, or --restart."
+        )
     for name in sorted(set(before) & set(now)):
         if name not in RESUMABLE and before[name] != now[name]:
             raise InvalidPlan(

@@ -95,7 +95,6 @@ class DraftObjective(StrEnum):
     CROSS_ENTROPY = "cross-entropy"  # -Σ p·log q
     ACCEPTANCE = "acceptance"  # 1 - Σ min(p, q), the chance that a sampled draft is rejected
     LOG_ACCEPTANCE = "log-acceptance"  # -log Σ min(p, q)
-    MIXED = "mixed"  # cross-entropy + log-acceptance
     EXPECTED = "expected"  # minus the expected accepted drafts of a group: Σ_j Π_{i≤j} Σ min(p_i, q_i)
 
 
@@ -139,12 +138,10 @@ class TrainPlan:
     distill: bool = True  # learn the model's own distribution, not only the text's token
     loss: DraftObjective = DraftObjective.CROSS_ENTROPY  # with distill, over a frozen base
     focal: bool = False  # weigh a mask by the chance, by its own drafts, that those before it are accepted
-    survival: bool = False  # weigh a mask by the chance that the drafts before it stand (PARD-2, arXiv 2605.08632)
     # Draft head
     head: HeadForm = HeadForm.MLP
     head_hidden: int = 384
     head_scale: float = 8.0
-    scheduled_drafting: float = 0.0  # share of masks whose head gets its own previous draft, not the text's token
     # Recurrent head, which drafts without masks
     recurrent_head: int = 0  # its inner size; 0: none
     recurrent_drafts: int | None = None  # most drafts of a step; None: num_masks
@@ -172,7 +169,7 @@ class TrainPlan:
     evaluations: int = 10  # held-out figures this often, evenly over the budget
 
     def __post_init__(self) -> None:
-        for name in ("ar_share", "scheduled_drafting", "keep", "least", "warmup", "decay_from"):
+        for name in ("ar_share", "keep", "least", "warmup", "decay_from"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidPlan(f"{name} is a share and lies in 0..1; got {getattr(self, name):g}.")
         sizes = ("num_masks", "length", "rows_per_step", "accumulate", "lora_rank", "head_hidden", "draft_vocab")
@@ -322,9 +319,7 @@ def paper(plan: TrainPlan) -> TrainPlan:
         ar_share=0.5,
         mask_loss_weight=1.0,
         distill=False,
-        survival=False,
         head=HeadForm.NONE,
-        scheduled_drafting=0.0,
         optimiser="adamw",
         cosine=True,
     )

@@ -296,7 +296,7 @@ def tiny_trainee(folder: Path, plan: TrainPlan) -> Trainee:
 
 
 DEFAULT: dict[str, Any] = {}
-CHANGES = [DEFAULT, {"distill": False}, {"survival": True}, {"scheduled_drafting": 0.5}, {"head": HeadForm.LOW_RANK}]
+CHANGES = [DEFAULT, {"distill": False}, {"head": HeadForm.LOW_RANK}]
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,7 @@ def test_flags_change_what_they_name_and_win_over_the_preset() -> None:
     assert plan.method is Method.FULL
     assert (plan.ar_share, plan.anchors, plan.head, plan.budget) == (0.0, Anchors.MANY, HeadForm.MLP, Budget(steps=7))
     assert planned("--method sft").head is HeadForm.NONE
-    assert planned("--no-pack --no-distill --survival --scheduled-drafting 0.25") == TrainPlan(
-        pack=False, distill=False, survival=True, scheduled_drafting=0.25
-    )
+    assert planned("--no-pack --no-distill --lora-rank 4") == TrainPlan(pack=False, distill=False, lora_rank=4)
     plan = planned("--epochs 0.5 --steps 3 --minutes 2 --tokens 1e7 --flops 1e15")
     assert plan.budget == Budget(epochs=0.5, steps=3, minutes=2.0, tokens=10**7, flops=1e15)
 

@@ -164,7 +164,6 @@ class TrainBatch:
     plain: Texts | None
     masked: Texts | None
     anchors: AnchorRows | None  # of the masked rows
-    own_draft_rows: Tensor | None = None  # [B, M] bool: the draft head gets its own previous draft for these masks
     recurrent: AnchorRows | None = None  # drafts of the recurrent head in the masked rows, in place of masks
 
     @property
@@ -188,10 +187,9 @@ class TrainBatch:
         return 0 if self.recurrent is None else int(self.recurrent.learns.sum())
 
     def to(self, device: torch.device) -> TrainBatch:
-        own = None if self.own_draft_rows is None else self.own_draft_rows.to(device)
         plain, masked = self.plain and self.plain.to(device), self.masked and self.masked.to(device)
         anchors, recurrent = self.anchors and self.anchors.to(device), self.recurrent and self.recurrent.to(device)
-        return TrainBatch(plain, masked, anchors, own, recurrent)
+        return TrainBatch(plain, masked, anchors, recurrent)
 
 
 def is_plain(row: int, ar_share: float) -> bool:
@@ -214,12 +212,9 @@ def train_batch(data: MixedRows, plan: TrainPlan, first: int, count: int) -> Tra
         texts, anchors = _cut(texts, plan, generators)
     elif plan.has_masks:
         anchors = _spread(texts, plan, plan.num_masks, generators)
-    own_draft_rows = None
-    if anchors is not None and plan.scheduled_drafting:
-        own_draft_rows = _own_draft_rows(anchors, plan.scheduled_drafting, generators)
     # Drawn last, so that masks stand at the same places without a recurrent head.
     recurrent = _spread(texts, plan, plan.num_recurrent_drafts, generators) if plan.has_recurrent_head else None
-    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors, own_draft_rows, recurrent)
+    return TrainBatch(Texts.of(rows, teaches, plain), texts, anchors, recurrent)
 
 
 def _generator(data: MixedRows, plan: TrainPlan, row: int) -> np.random.Generator:
@@ -256,7 +251,7 @@ def _cut(texts: Texts, plan: TrainPlan, generators: list[np.random.Generator]) -
     # The last real token's label is the anchor, which the loss uses though it has no row of its own.
     length = int(cuts.max()) + plan.num_masks + 1
     at = torch.arange(texts.ids.shape[1])
-    reach = plan.num_masks if plan.distill or plan.survival else 0
+    reach = plan.num_masks if plan.distill else 0
     document = torch.where(at <= cuts + reach, texts.document, -1)
     learned = texts.learned & (at <= cuts)
     return Texts(texts.ids[:, :length], learned[:, :length], document[:, :length], texts.teaches), rows
@@ -267,12 +262,6 @@ def _places(texts: Texts) -> list[NDArray[np.int64]]:
     document, target = texts.document, texts.is_target
     fit = target[:, 2:] & (document[:, 2:] == document[:, :-2])
     return [np.flatnonzero(row) + 1 for row in fit.numpy()]
-
-
-def _own_draft_rows(anchors: AnchorRows, share: float, generators: list[np.random.Generator]) -> Tensor:
-    """[B, M] bool: `share` of the masks after a first one. Drawn row by row, so that parts of an update agree."""
-    drawn = np.stack([generator.random(anchors.depth.shape[1]) for generator in generators])
-    return torch.from_numpy(drawn < share) & (anchors.depth > 1)
 
 
 def within_documents(rows: AnchorRows, texts: Texts) -> AnchorRows:

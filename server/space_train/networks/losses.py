@@ -15,7 +15,7 @@ from space_kernels.training import DraftLoss, distill
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 4096  # `hard`, `soft` and `weighted` compute the logits of this many rows at a time
+CHUNK = 4096  # `hard` and `soft` compute the logits of this many rows at a time
 
 LOGITS_AT_ONCE = {"cpu": 25 << 20, "cuda": 1 << 26}
 """`distilled` computes this many logits at a time of the teacher, and as many of a student."""
@@ -56,31 +56,15 @@ def hard(logits: Logits, hidden: Tensor, labels: Tensor) -> Tensor:
     return _in_chunks(part, hidden, labels)
 
 
-def soft(logits: Logits, hidden: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of -w·Σ p·log q over rows: hidden [N, E]; p from the teacher's hidden rows [N, E]; weights [N]."""
+def soft(logits: Logits, hidden: Tensor, teacher: Tensor) -> Tensor:
+    """Return the sum of -Σ p·log q over rows: hidden [N, E]; p from the teacher's hidden rows [N, E]."""
 
-    def part(rows: Tensor, teachers: Tensor, some: Tensor) -> Tensor:
+    def part(rows: Tensor, teachers: Tensor) -> Tensor:
         with torch.no_grad():
             p = logits(teachers).softmax(-1)
-        return -((p * F.log_softmax(logits(rows), dim=-1)).sum(-1) * some).sum()
+        return -(p * F.log_softmax(logits(rows), dim=-1)).sum()
 
-    return _in_chunks(part, hidden, teacher, weights)
-
-
-def weighted(logits: Logits, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of -w·log q(label) over rows."""
-
-    def part(rows: Tensor, wanted: Tensor, some: Tensor) -> Tensor:
-        return (F.cross_entropy(logits(rows), wanted, reduction="none") * some).sum()
-
-    return _in_chunks(part, hidden, labels, weights)
-
-
-@torch.no_grad()
-def chances(logits: Logits, hidden: Tensor, ids: Tensor) -> Tensor:
-    """[N] log-probability of each row's id, from `hidden` [N, E]."""
-    parts = zip(torch.split(hidden, CHUNK), torch.split(ids, CHUNK), strict=True)
-    return torch.cat([logits(rows).log_softmax(-1).gather(1, some[:, None])[:, 0] for rows, some in parts])
+    return _in_chunks(part, hidden, teacher)
 
 
 @torch.no_grad()
@@ -89,9 +73,9 @@ def best(logits: Logits, hidden: Tensor) -> Tensor:
     return torch.cat([logits(rows).argmax(-1) for rows in torch.split(hidden, CHUNK)])
 
 
-def survival(chance: Tensor, depth: Tensor) -> Tensor:
-    """[B, M] probability that all drafts before each mask are accepted: the product of the teacher's in its group.
-    `chance` [B, M]: log-probability of each mask's own target; groups are consecutive, each from depth 1 on."""
+def reach_probability(chance: Tensor, depth: Tensor) -> Tensor:
+    """[B, M] probability that all drafts before each mask are accepted: the product of those in its group.
+    `chance` [B, M]: log-probability that each mask's own draft is accepted; groups are consecutive, from depth 1 on."""
     chance = chance.double()  # cumulative sums over a whole row lose precision in float32
     before = chance.cumsum(1) - chance
     first = torch.arange(depth.shape[1], device=depth.device) - (depth - 1)

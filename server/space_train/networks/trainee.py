@@ -28,7 +28,7 @@ from space_train.data.train_batch import AnchorRows, Texts, TrainBatch, causal
 from space_train.networks import mask_attention
 from space_train.networks.adapters import Adapters, DraftHead
 from space_train.networks.frozen_layers import is_frozen_linear, matmul_dtype, replace_frozen_layers
-from space_train.networks.losses import FrozenOutput, Losses, best, chances, distilled, hard, soft, survival, weighted
+from space_train.networks.losses import FrozenOutput, Losses, distilled, hard, reach_probability, soft
 from space_train.networks.mask_attention import QueryBlock, mask_query_blocks, query_blocks, real_query_blocks
 from space_train.networks.recurrent_head import RecurrentHeadModule
 from space_train.train_plan import DraftObjective, Method, TrainPlan
@@ -232,8 +232,7 @@ OBJECTIVES = {
     DraftObjective.CROSS_ENTROPY: DraftLoss(),
     DraftObjective.ACCEPTANCE: DraftLoss(entropy=0.0, rejection=1.0),
     DraftObjective.LOG_ACCEPTANCE: DraftLoss(entropy=0.0, surprisal=1.0),
-    DraftObjective.MIXED: DraftLoss(entropy=1.0, surprisal=1.0),
-    DraftObjective.EXPECTED: DraftLoss(entropy=0.0, rejection=1.0),  # multiplied within each group in `_losses_of`
+    DraftObjective.EXPECTED: DraftLoss(entropy=0.0, rejection=1.0),  # multiplied within each group in `_distilled`
 }
 
 T = TypeVar("T")
@@ -285,7 +284,7 @@ class Trainee(nn.Module):
         if batch.masked is not None and batch.recurrent is not None and batch.anchors is None:
             return losses + self._recurrent(batch.masked, self.real_rows(batch.masked), batch.recurrent)
         if batch.masked is not None and batch.anchors is not None:
-            return losses + self._masked(batch.masked, batch.anchors, batch.own_draft_rows, batch.recurrent)
+            return losses + self._masked(batch.masked, batch.anchors, batch.recurrent)
         # Processes wait for each other's gradients, so these parts need zero gradients even without masks.
         taught = [part for part in (self.adapters, self.head, self.recurrent) if part is not None]
         learning = [p for part in taught for p in part.parameters() if p.requires_grad]
@@ -305,26 +304,25 @@ class Trainee(nn.Module):
         hidden = self.decoder.rows(texts.ids, positions, causal(texts.document))
         return replace(zero, next_token=self._next_token(hidden, texts))
 
-    def _masked(
-        self, texts: Texts, anchors: AnchorRows, own_draft_rows: Tensor | None, recurrent: AnchorRows | None
-    ) -> Losses:
+    def _masked(self, texts: Texts, anchors: AnchorRows, recurrent: AnchorRows | None) -> Losses:
         plan, last = self.plan, texts.ids.shape[1] - 1
         real, masks = self.hidden_rows(texts, anchors)
         zero = Losses.zero(texts.ids.device)
         next_token = self._next_token(real, texts) if plan.trains_base else zero.next_token
 
         learns = anchors.learns
-        source = anchors.positions.clamp(max=last)
-        labels, teacher, weights = self._taught(texts, real, anchors)
+        teacher = self._teacher(real, anchors)
         students = dict[str, Tensor]()
         if plan.mask_loss_weight and plan.method is not Method.HEAD:
             students["masks"] = masks[learns]
         if self.head is not None:
-            previous = texts.ids.gather(1, source)
-            if own_draft_rows is not None:
-                previous = torch.where(own_draft_rows, self._own_drafts(masks, previous), previous)
+            previous = texts.ids.gather(1, anchors.positions.clamp(max=last))
             students["head"] = self.head(masks, self.decoder.embed(previous))[learns]
-        sums = self._losses_of(list(students.values()), teacher, labels, weights, anchors)
+        if plan.distill:
+            sums = self._distilled(list(students.values()), teacher, anchors)
+        else:
+            labels = texts.ids.gather(1, anchors.target.clamp(max=last))[learns]
+            sums = [hard(self.decoder.logits, student, labels) for student in students.values()]
         found = dict(zip(students, sums, strict=True))
         losses = Losses(next_token, found.get("masks", zero.masks), found.get("head", zero.head), zero.recurrent)
         return losses if recurrent is None else losses + self._recurrent(texts, real, recurrent)
@@ -333,24 +331,16 @@ class Trainee(nn.Module):
         """Return the loss of the recurrent head against the model's own distribution over the draft vocabulary. `real`:
         hidden rows [B, L, E] of the real tokens."""
         assert self.recurrent is not None
-        _, teacher, weights = self._taught(texts, real, anchors)
+        teacher = self._teacher(real, anchors)
         states = self.recurrent.unroll(real.detach(), texts.ids, anchors, self.decoder.embed)
         zero = Losses.zero(texts.ids.device)
-        return replace(
-            zero, recurrent=self._distilled([states[anchors.learns]], teacher, weights, anchors, self.recurrent)[0]
-        )
+        return replace(zero, recurrent=self._distilled([states[anchors.learns]], teacher, anchors, self.recurrent)[0])
 
-    def _taught(self, texts: Texts, real: Tensor, anchors: AnchorRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Return labels [B, M], teacher's hidden rows [B, M, E] and weights [B, M] of all rows."""
-        last = texts.ids.shape[1] - 1
-        source = anchors.positions.clamp(max=last)
-        labels = texts.ids.gather(1, anchors.target.clamp(max=last))
-        teacher = real.detach().gather(1, source[..., None].expand(-1, -1, real.shape[2]))
-        weights = torch.ones_like(anchors.learns, dtype=torch.float32)
-        if self.plan.survival:
-            chance = chances(self.decoder.logits, teacher.flatten(0, 1), labels.flatten()).view_as(weights)
-            weights = survival(chance, anchors.depth)
-        return labels, teacher, weights
+    @staticmethod
+    def _teacher(real: Tensor, anchors: AnchorRows) -> Tensor:
+        """Return the teacher's hidden rows [N, E] of the learning masks, from the real tokens' [B, L, E]."""
+        source = anchors.positions.clamp(max=real.shape[1] - 1)
+        return real.detach().gather(1, source[..., None].expand(-1, -1, real.shape[2]))[anchors.learns]
 
     def real_rows(self, texts: Texts) -> Tensor:
         """Return hidden rows of the real tokens [B, L, E] alone, without gradients."""
@@ -401,41 +391,29 @@ class Trainee(nn.Module):
         with gate, torch.set_grad_enabled(learning):
             yield
 
-    def _losses_of(
-        self, students: list[Tensor], teacher: Tensor, labels: Tensor, weights: Tensor, anchors: AnchorRows
-    ) -> list[Tensor]:
-        """Return the loss of each student's learning rows [N, E], summed. `teacher` [B, M, E], `labels` and `weights`
-        [B, M] are of all rows."""
-        learns = anchors.learns
-        if not self.plan.distill:
-            return [weighted(self.decoder.logits, student, labels[learns], weights[learns]) for student in students]
-        return self._distilled(students, teacher, weights, anchors)
-
     def _distilled(
         self,
         students: list[Tensor],
         teacher: Tensor,
-        weights: Tensor,
         anchors: AnchorRows,
         vocabulary: RecurrentHeadModule | None = None,
     ) -> list[Tensor]:
-        """Return the losses of `_losses_of` against the model's own distribution, over the ids of `vocabulary` where it
-        is given."""
-        learns, output = anchors.learns, self.decoder.frozen_output
-        some = weights[learns]
+        """Return the loss of each student's learning rows [N, E] against the model's own distribution, summed: that of
+        `teacher` [N, E], over the ids of `vocabulary` where it is given."""
+        output = self.decoder.frozen_output
         if output is None:
             logits = self.decoder.logits if vocabulary is None else self.draft_logits
-            return [soft(logits, student, teacher[learns], some) for student in students]
+            return [soft(logits, student, teacher) for student in students]
         if vocabulary is not None:
             output = vocabulary.restrict(output)
-        values, acceptance = distilled(output, teacher[learns], students, OBJECTIVES[self.plan.loss])
+        values, acceptance = distilled(output, teacher, students, OBJECTIVES[self.plan.loss])
         if self.plan.loss is DraftObjective.EXPECTED:
             with_gradient = [1.0 - row for row in values]  # unlike `acceptance`
-            return [-(self._reached(row, anchors) * row * some).sum() for row in with_gradient]
+            return [-(self._reached(row, anchors) * row).sum() for row in with_gradient]
         if self.plan.focal:
             pairs = zip(values, acceptance, strict=True)
-            return [(row * self._reached(own, anchors) * some).sum() for row, own in pairs]
-        return list(values @ some)
+            return [(row * self._reached(own, anchors)).sum() for row, own in pairs]
+        return list(values.sum(dim=1))
 
     @staticmethod
     def _reached(acceptance: Tensor, anchors: AnchorRows) -> Tensor:
@@ -443,7 +421,7 @@ class Trainee(nn.Module):
         learns = anchors.learns
         whole = torch.zeros(learns.shape, dtype=acceptance.dtype, device=acceptance.device)
         whole = whole.masked_scatter(learns, acceptance.clamp(min=1e-6).log())
-        return survival(whole, anchors.depth)[learns]
+        return reach_probability(whole, anchors.depth)[learns]
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., D] float32: logits of the recurrent head's vocabulary."""
@@ -460,13 +438,6 @@ class Trainee(nn.Module):
     def _next_token(self, real: Tensor, texts: Texts) -> Tensor:
         target = texts.is_ordinary_target[:, 1:]
         return hard(self.decoder.logits, real[:, :-1][target], texts.ids[:, 1:][target])
-
-    @torch.no_grad()
-    def _own_drafts(self, masks: Tensor, previous: Tensor) -> Tensor:
-        """[B, M] the head's draft in the row before each mask, given the text's token `previous` [B, M] there."""
-        assert self.head is not None
-        guided = self.head(masks, self.decoder.embed(previous)).flatten(0, 1)
-        return best(self.decoder.logits, guided).view_as(previous).roll(1, dims=1)
 
     def _mask_ids(self, anchors: AnchorRows) -> Tensor:
         """[B, M] mask ids; an arbitrary id if masks have their own input embeddings."""

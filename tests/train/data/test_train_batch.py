@@ -33,7 +33,7 @@ def parts_of(batch: TrainBatch) -> list[Tensor]:
     found = [part for text in texts for part in (text.ids, text.learned, text.document, text.teaches)]
     if batch.anchors is not None:
         found += [batch.anchors.root, batch.anchors.depth, batch.anchors.group, batch.anchors.learns]
-    return found if batch.own_draft_rows is None else [*found, batch.own_draft_rows]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_plain_and_masked_rows_are_those_of_the_pattern() -> None:
     assert torch.equal(batch.masked.ids, rows[[0, 1, 2, 4, 5, 6]])
 
 
-@pytest.mark.parametrize("plan", [tiny_plan(ar_share=0.25, scheduled_drafting=0.5), replace(ONE, distill=True)])
+@pytest.mark.parametrize("plan", [tiny_plan(ar_share=0.25), replace(ONE, distill=True)])
 def test_the_parts_of_an_update_are_its_rows_however_it_is_parted(plan: TrainPlan) -> None:
     plan = replace(plan, anchors=Anchors.MANY)  # one cut gives each part a width of its own
     whole = parts_of(train_batch(rows_for(plan), plan, 8, 8))
@@ -69,7 +69,7 @@ def test_the_control_has_no_masks() -> None:
     plan = tiny_plan(Method.SFT)
     batch = train_batch(rows_for(plan), plan, 0, 4)
     assert len(batch.plain.ids) == 4
-    assert batch.masked is batch.anchors is batch.own_draft_rows is None
+    assert batch.masked is batch.anchors is None
 
 
 def test_every_anchor_teaches_within_its_document_and_only_what_is_to_be_learnt() -> None:
@@ -88,15 +88,6 @@ def test_every_anchor_teaches_within_its_document_and_only_what_is_to_be_learnt(
             if depth == 1:
                 assert learns, "every anchor has a first mask that learns"
     assert torch.equal(within_documents(anchors, masked).learns, anchors.learns)
-
-
-def test_own_drafts_are_told_to_a_share_of_the_masks_behind_a_first_one() -> None:
-    plan = tiny_plan(scheduled_drafting=0.5, length=128)
-    batch = train_batch(rows_for(plan), plan, 0, 8)
-    behind = batch.anchors.depth > 1
-    assert not bool((batch.own_draft_rows & ~behind).any())
-    assert 0.4 < float(batch.own_draft_rows[behind].float().mean()) < 0.6
-    assert train_batch(rows_for(plan), replace(plan, scheduled_drafting=0.0), 0, 4).own_draft_rows is None
 
 
 def cut_of(batch: TrainBatch, text: int) -> int:
@@ -129,8 +120,8 @@ def test_a_cut_text_teaches_what_the_papers_collator_teaches_at_the_same_cut(dis
 
 
 def test_what_is_behind_a_cut_is_read_only_for_teachers() -> None:
-    for distill, survival, reach in ((False, False, 0), (True, False, 3), (False, True, 3)):
-        plan = replace(ONE, distill=distill, survival=survival)
+    for distill, reach in ((False, 0), (True, 3)):
+        plan = replace(ONE, distill=distill)
         batch = train_batch(rows_for(plan), plan, 0, 6)
         whole = rows_for(plan).rows(0, 6)
         for text in range(6):

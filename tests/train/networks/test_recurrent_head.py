@@ -109,7 +109,7 @@ def test_only_the_recurrent_head_gets_a_gradient_from_its_loss(folder: Path) -> 
 def test_masks_stand_where_they_stood_and_learn_what_they_learnt_bit_by_bit(folder: Path) -> None:
     sums = []
     for recurrent in (0, 8):
-        plan = tiny_plan(recurrent_head=recurrent, scheduled_drafting=0.5)
+        plan = tiny_plan(recurrent_head=recurrent)
         trainee = trainee_of(folder, plan)
         trainee.adapters.initialise(torch.Generator().manual_seed(0), torch.zeros(HIDDEN), 1.0)
         trainee.head.initialise(torch.Generator().manual_seed(0))

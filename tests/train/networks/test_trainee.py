@@ -24,12 +24,10 @@ from space_train.networks.losses import (
     FrozenOutput,
     Losses,
     best,
-    chances,
     distilled,
     hard,
+    reach_probability,
     soft,
-    survival,
-    weighted,
 )
 from space_train.networks.trainee import Decoder, Trainee, attention_for, block_mask
 from space_train.train_plan import DraftObjective, HeadForm, Method, TrainPlan
@@ -54,38 +52,33 @@ LABELS = torch.arange(N) % V
 WEIGHTS = torch.linspace(0.0, 1.0, N)
 
 
-def test_a_mask_weighs_what_the_teacher_gives_to_the_drafts_before_it_in_its_group() -> None:
+def test_a_mask_is_reached_if_all_drafts_before_it_in_its_group_are_accepted() -> None:
     chance = torch.tensor([[0.5, 0.2, 0.9, 0.25, 0.8]]).log()  # two groups: three masks, two masks
     depth = torch.tensor([[1, 2, 3, 1, 2]])
-    torch.testing.assert_close(survival(chance, depth), torch.tensor([[1.0, 0.5, 0.1, 1.0, 0.25]]))
+    torch.testing.assert_close(reach_probability(chance, depth), torch.tensor([[1.0, 0.5, 0.1, 1.0, 0.25]]))
     chance = torch.full((1, 4000), -15.0)
     chance[0, -2:] = math.log(0.5)
     depth = torch.tensor([[1, 2] * 2000])
-    assert survival(chance, depth)[0, -2:].tolist() == pytest.approx([1.0, 0.5], abs=1e-6)
+    assert reach_probability(chance, depth)[0, -2:].tolist() == pytest.approx([1.0, 0.5], abs=1e-6)
 
 
 def test_the_soft_loss_is_the_cross_entropy_to_the_teachers_distribution(hidden: Tensor) -> None:
     teacher = torch.randn(N, E, generator=torch.Generator().manual_seed(1))
     p, log_q = logits(teacher).softmax(-1), logits(hidden).log_softmax(-1)
     nats = [-float((a * b).sum()) for a, b in zip(p, log_q, strict=True)]
-    expected = sum(w * n for w, n in zip(WEIGHTS.tolist(), nats, strict=True))
-    assert float(soft(logits, hidden, teacher, WEIGHTS)) == pytest.approx(expected, rel=1e-5)
+    assert float(soft(logits, hidden, teacher)) == pytest.approx(sum(nats), rel=1e-5)
     rows = hidden.clone().requires_grad_()
-    every = torch.ones(N)
-    soft(logits, rows, hidden, every).backward()
+    soft(logits, rows, hidden).backward()
     torch.testing.assert_close(rows.grad, torch.zeros(N, E), rtol=0, atol=1e-5)
     teacher = hidden.clone().requires_grad_()
     student = hidden.flip(0).clone().requires_grad_()
-    soft(logits, student, teacher, torch.ones(N)).backward()
+    soft(logits, student, teacher).backward()
     assert teacher.grad is None
 
 
-def test_hard_and_weighted_losses_are_the_nats_of_the_labels(hidden: Tensor) -> None:
+def test_the_hard_loss_is_the_nats_of_the_labels(hidden: Tensor) -> None:
     nats = [-float(row[label]) for row, label in zip(logits(hidden).log_softmax(-1), LABELS, strict=True)]
     assert float(hard(logits, hidden, LABELS)) == pytest.approx(sum(nats), rel=1e-5)
-    expected = sum(w * n for w, n in zip(WEIGHTS.tolist(), nats, strict=True))
-    assert float(weighted(logits, hidden, LABELS, WEIGHTS)) == pytest.approx(expected, rel=1e-5)
-    assert chances(logits, hidden, LABELS).tolist() == pytest.approx([-n for n in nats], rel=1e-5)
     assert best(logits, hidden).tolist() == logits(hidden).argmax(-1).tolist()
 
 
@@ -93,10 +86,9 @@ def test_hard_and_weighted_losses_are_the_nats_of_the_labels(hidden: Tensor) -> 
 def test_losses_do_not_depend_on_rows_at_once(chunk: int, hidden: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> tuple[Tensor, ...]:
         rows = hidden.clone().requires_grad_()
-        total = hard(logits, rows, LABELS) + soft(logits, rows, hidden.flip(0), WEIGHTS)
-        total = total + weighted(logits, rows, LABELS, WEIGHTS)
+        total = hard(logits, rows, LABELS) + soft(logits, rows, hidden.flip(0))
         total.backward()
-        return total.detach(), rows.grad, chances(logits, hidden, LABELS), best(logits, hidden)
+        return total.detach(), rows.grad, best(logits, hidden)
 
     whole = found()
     monkeypatch.setattr(losses, "CHUNK", chunk)
@@ -107,8 +99,8 @@ def test_losses_do_not_depend_on_rows_at_once(chunk: int, hidden: Tensor, monkey
 def test_no_rows_are_no_loss_and_have_a_gradient_of_nothing() -> None:
     rows = torch.zeros(0, E, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    total = hard(logits, rows, none) + weighted(logits, rows, none, torch.zeros(0))
-    (total + soft(logits, rows, rows, torch.zeros(0))).backward()
+    total = hard(logits, rows, none)
+    (total + soft(logits, rows, rows)).backward()
     assert total.item() == 0.0
     assert rows.grad is not None
 
@@ -501,7 +493,8 @@ def test_the_loss_of_a_frozen_output_and_its_gradients_are_those_of_autograd(sof
         patch.setitem(losses.LOGITS_AT_ONCE, "cpu", 4 * 48)
         values, acceptance = distilled(output, teacher, students, CROSS_ENTROPY)
     found = torch.autograd.grad((values @ WEIGHTS).sum(), students)
-    expected = [soft(logits_of, student, teacher, WEIGHTS) for student in students]
+    target = logits_of(teacher).softmax(-1)
+    expected = [-WEIGHTS @ (target * logits_of(student).log_softmax(-1)).sum(-1) for student in students]
     torch.testing.assert_close(values @ WEIGHTS, torch.stack(expected))
     torch.testing.assert_close(found, torch.autograd.grad(sum(expected), students))
     p, q = (logits_of(rows).softmax(-1) for rows in (teacher, students[1]))
@@ -602,7 +595,6 @@ def test_an_objective_is_what_it_says_of_the_acceptances_of_each_group(
                     DraftObjective.CROSS_ENTROPY: cross,
                     DraftObjective.ACCEPTANCE: 1 - acceptance,
                     DraftObjective.LOG_ACCEPTANCE: -acceptance.log(),
-                    DraftObjective.MIXED: cross - acceptance.log(),
                     DraftObjective.EXPECTED: -reached,
                 }[loss]
             )

@@ -28,7 +28,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-SWITCHES = "--length 32 --ar-share 0.5 --scheduled-drafting 0.5 --learning-rate 1e-2 --evaluations 2"
+SWITCHES = "--length 32 --ar-share 0.5 --learning-rate 1e-2 --evaluations 2"
 
 
 @pytest.fixture(scope="module")

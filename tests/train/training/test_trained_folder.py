@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,23 @@ def test_another_text_is_refused_wherever_it_is(what: str, own_base: Path, tmp_p
         examples[place] = Example(one.ids, [*one.learned[:8], not one.learned[8], *one.learned[9:]])
     with pytest.raises(InvalidPlan, match="holds a run with text of the data = "):
         run(own_base, plan, tmp_path / "out", data=rows_for(plan, examples))
+
+
+def test_a_run_of_an_earlier_version_goes_on_unless_it_used_a_removed_option(own_base: Path, tmp_path: Path) -> None:
+    plan, file = tiny_plan(), tmp_path / "out" / STATE_FILE
+    run(own_base, plan, tmp_path / "out")
+
+    def with_options(**options: Any) -> None:
+        state = load_checkpoint(file)
+        save_atomically(state | {"plan": json.dumps(json.loads(state["plan"]) | options)}, file)
+
+    off: dict[str, Any] = {"survival": False, "scheduled_drafting": 0.0}
+    for name, value in (("survival", True), ("scheduled_drafting", 0.25), ("loss", "mixed")):
+        with_options(**(off | {name: value}))
+        with pytest.raises(InvalidPlan, match=rf"{name} = {value}, which was removed .*Give another --out"):
+            run(own_base, replace(plan, budget=Budget(steps=5)), tmp_path / "out")
+    with_options(**off, loss="cross-entropy")
+    assert run(own_base, replace(plan, budget=Budget(steps=5)), tmp_path / "out").counters.step == 5
 
 
 def test_other_mask_ids_are_refused(own_base: Path, tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from tiny_checkpoints import tiny_checkpoint
 SWITCHES: dict[str, dict[str, Any]] = {
     "as it is": {},
     "hard labels": {"distill": False},
-    "survival": {"survival": True},
-    "scheduled drafting": {"scheduled_drafting": 0.5},
     "low-rank head": {"head": HeadForm.LOW_RANK},
     "shared mask id": {"shared_mask_id": True},
     "activation checkpointing": {"activation_checkpointing": True},

@@ -62,9 +62,9 @@ def die_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Method.FULL, {"optimiser": "adamw", "accumulate": 2}, 3),
         (Method.FULL, {"optimiser": "muon", "ar_share": 0.25}, 5),
-        (Method.GATED_LORA, {"scheduled_drafting": 0.5, "survival": True}, 1),
+        (Method.GATED_LORA, {"focal": True}, 1),
         (Method.GATED_LORA, {"optimiser": "muon", "accumulate": 2}, 4),
-        (Method.HEAD, {"optimiser": "muon", "scheduled_drafting": 0.5}, 2),
+        (Method.HEAD, {"optimiser": "muon"}, 2),
         (Method.HEAD, {"head": HeadForm.LOW_RANK}, 5),
         (Method.SFT, {"accumulate": 4}, 3),
         (Method.GATED_LORA, {"recurrent_head": 8, "draft_vocab": 40, "accumulate": 2}, 2),
@@ -108,7 +108,7 @@ def test_dropout_is_that_of_the_update_also_behind_a_resume(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", [Method.FULL, Method.GATED_LORA])
 def test_an_update_in_parts_is_the_update(method: Method, base: Path, tmp_path: Path) -> None:
-    plan = tiny_plan(method, ar_share=0.25, scheduled_drafting=0.5)
+    plan = tiny_plan(method, ar_share=0.25)
     run(base, plan, tmp_path / "one")
     run(base, replace(plan, accumulate=2), tmp_path / "two")
     run(base, replace(plan, accumulate=4), tmp_path / "four")  # one row each: some parts have no masks
