@@ -10,9 +10,8 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from space_router.errors import ConfigError
+from space_router.text import written_numbers
 
 log = logging.getLogger(__name__)
 
@@ -100,10 +99,10 @@ class ResponseStore:
             if found is None:
                 return None
             self._database.execute(f"UPDATE responses SET used = {_NEXT} WHERE id = ? AND owner = ?", (id_, owner))
-        return StoredResponse(*orjson.loads(zlib.decompress(found[0])))
+        return StoredResponse(*written_numbers.loads(zlib.decompress(found[0])))
 
     def _put(self, id_: str, owner: str, stored: StoredResponse) -> bool:
-        content = zlib.compress(orjson.dumps(list(stored)), 1)
+        content = zlib.compress(written_numbers.as_bytes(list(stored)), 1)
         if len(content) > self._max_bytes:
             log.warning("response %s is not stored: it has %d bytes, above --response-store-size", id_, len(content))
             return False

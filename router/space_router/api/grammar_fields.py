@@ -31,6 +31,7 @@ from space_router.engine.request.request import Grammar
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import InvalidRequest, Overloaded
 from space_router.http_server.body import Body, short_repr
+from space_router.text import written_numbers
 
 OLD_NAMES = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 """Older fields of other servers, and their names in `structured_outputs`."""
@@ -163,7 +164,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
     named in a warning, with `strict` refused. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
-            schema = orjson.loads(schema)
+            schema = written_numbers.loads(schema)
         except orjson.JSONDecodeError as error:
             raise InvalidRequest(f"`{param}` holds a schema that is no JSON: {error.msg[:100]}.", param=param) from None
         if not isinstance(schema, dict):
@@ -171,9 +172,9 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
             raise InvalidRequest(reason, param=param)
     _check_depth(schema, param)
     kept = enforceable(schema, param, strict=strict)
-    source = orjson.dumps(kept).decode()
+    source = written_numbers.as_bytes(kept).decode()
     if len(source) > MOST_CHARACTERS:
-        source = orjson.dumps(without_annotations(kept)).decode()
+        source = written_numbers.as_bytes(without_annotations(kept)).decode()
     return Grammar("json_schema", source)
 
 
@@ -198,10 +199,13 @@ def lark_grammar(text: str, param: str) -> Grammar:
     return Grammar("lark", written + text[place:])
 
 
+_DECODER = json.JSONDecoder(parse_int=written_numbers.WrittenNumber.integer)
+
+
 def _schema_at(text: str, place: int, param: str) -> tuple[dict[str, Any], int]:
     """Return the schema that is written here, and where it ends. Raises InvalidRequest."""
     try:
-        schema, end = json.JSONDecoder().raw_decode(text, place)
+        schema, end = _DECODER.raw_decode(text, place)
     except (ValueError, RecursionError):
         schema, end = None, place
     if not isinstance(schema, dict) or "x-guidance" in schema:
@@ -213,7 +217,7 @@ def _schema_at(text: str, place: int, param: str) -> tuple[dict[str, Any], int]:
 
 def _guided(schema: dict[str, Any]) -> str:
     """Return a schema as a rule of Lark's has it, read like one that is a grammar of its own."""
-    return orjson.dumps(schema | {"x-guidance": {**AS_ANY_OF, "whitespace_pattern": WHITESPACE}}).decode()
+    return written_numbers.as_bytes(schema | {"x-guidance": {**AS_ANY_OF, "whitespace_pattern": WHITESPACE}}).decode()
 
 
 def _check_depth(schema: dict[str, Any], param: str) -> None:

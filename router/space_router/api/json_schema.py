@@ -95,6 +95,8 @@ _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _SIZES = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _DATA = frozenset({"const", "enum"})
 _MOST_EXACT = 2**53  # the grammar's numbers are doubles
+_MOST_DIGITS = 2**32  # the grammar counts multiples of a number by its digits without the point
+_MOST_SIZE = 2**31  # no output is as long, and the grammar's counters hold no more than twice this
 
 
 def enforceable(schema: Schema, param: str, *, strict: bool) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class _SchemaWalk:
         kept: dict[str, Any] = {}
         value = _modern(value, self.dialect)
         for key, inner in value.items():
-            if inner is None and key not in _DATA:
+            if inner is None and key != "const":
                 continue  # as if absent
             if key in _OPEN or (key == "disallow" and "draft-03" in self.dialect):
                 self._open(key, inner)
@@ -170,9 +172,9 @@ class _SchemaWalk:
                 kept[key] = as_uri(inner)
             elif key not in _DATA | _ANNOTATIONS and isinstance(inner, Mapping):
                 kept[key] = self.object(inner)  # a place of schemas that a `$ref` may name
-            elif key in _SIZES and isinstance(inner, float) and inner.is_integer():
-                kept[key] = int(inner)
-            elif key in _BOUNDS and isinstance(inner, int | float) and abs(inner) > _MOST_EXACT:
+            elif key in _SIZES and _is_whole(inner):
+                kept[key] = min(int(inner), _MOST_SIZE)
+            elif key in _BOUNDS and isinstance(inner, int | float) and not _holds_number(key, inner):
                 self._open(f"{key}: {inner}", inner)
             else:
                 if key in _DATA:
@@ -252,6 +254,21 @@ class _SchemaWalk:
                 param=self.param,
                 code="unsupported_schema",
             )
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number; JSON readers give those of more than 64 bits as floats."""
+    return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+
+
+def _holds_number(key: str, value: float) -> bool:
+    """Return whether the grammar can hold a bound of numbers, or the number that others must be multiples of."""
+    if abs(value) > _MOST_EXACT or key != "multipleOf":
+        return abs(value) <= _MOST_EXACT
+    digits = abs(float(value))
+    while digits < _MOST_DIGITS and not digits.is_integer():
+        digits *= 10
+    return digits < _MOST_DIGITS
 
 
 def _modern(schema: Schema, dialect: str) -> Schema:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from space_common.grammar import schemas_of
 
+from space_router.text import written_numbers
 from space_router.text.schema_walk import Node, as_list, as_values, nodes_of, target_of
 
 MANY_WAYS = 500  # a third of what the library takes: optional properties of an object, or of all of its alternatives
@@ -28,7 +28,7 @@ def parts_to_try(kind: str, source: str) -> list[str]:
         ways = _Ways(schema)
         for node in nodes_of(schema):
             if (count := ways.of(node)) >= MANY_WAYS and (kind == "lark" or node is not schema):
-                found.append((count, orjson.dumps(_alone(schema, node)).decode()))
+                found.append((count, written_numbers.as_bytes(_alone(schema, node)).decode()))
     found.sort(key=lambda part: -part[0])
     return list(dict.fromkeys(part for _, part in found))[:MOST_TRIED]
 

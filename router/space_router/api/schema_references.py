@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 from urllib.parse import quote
 
-import orjson
-
+from space_router.text import written_numbers
 from space_router.text.schema_walk import (
     LISTS_OF_SCHEMAS,
     MOST_PARTS,
@@ -169,7 +168,7 @@ def _write_out(root: Node, nodes: list[Node], circles: Mapping[int, int]) -> Non
             continue
         is_joined = len(parts) > 1 or (len(parts) == 1 and bool(node.keys() & {"anyOf", "oneOf"}) and len(parts[0]) > 1)
         if is_joined and join.num_references:
-            name = names.setdefault(orjson.dumps(node), f"{_PREFIX}{len(names)}")
+            name = names.setdefault(written_numbers.as_bytes(node), f"{_PREFIX}{len(names)}")
             definitions[name] = parts[0] if len(parts) == 1 else {"allOf": parts}
             written.append((node, name))
     for node, name in written:

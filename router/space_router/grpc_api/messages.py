@@ -20,6 +20,7 @@ from space_router.api.service import Service
 from space_router.engine.request.request import TokenLogprobs
 from space_router.errors import InvalidRequest, TimedOut
 from space_router.http_server.body import Body, short_repr, validate
+from space_router.text import written_numbers
 from space_router.text.text_stream import FinishReason, TextDelta, TextToken
 from space_router.text.tokenizer import Tokenizer
 
@@ -122,7 +123,7 @@ def _choice(choice: generate_pb2.ToolChoice) -> str | dict[str, Any]:
 def _object(text: str, place: str) -> dict[str, Any]:
     """Parse a field that is a JSON object as text. Raises InvalidRequest."""
     try:
-        value = orjson.loads(text)
+        value = written_numbers.loads(text)
     except orjson.JSONDecodeError as error:
         reason = f"is not valid JSON: {error.msg[:100]} (at character {error.pos})"
     else:

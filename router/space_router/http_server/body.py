@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from space_router.config import ServeConfig
 from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRequest, UnsupportedMedia
 from space_router.http_server.warnings import warn
+from space_router.text import written_numbers
 
 BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that are accepted and have no effect: the client keeps them for its own bookkeeping."""
@@ -147,9 +148,10 @@ async def _content(request: Request, max_body: int) -> bytes:
 
 
 def parse_json(content: bytes, max_depth: int) -> Any:
-    """Parse JSON. Raises InvalidRequest if it is malformed or nested deeper than `max_depth`."""
+    """Parse JSON, see `written_numbers.loads`. Raises InvalidRequest if it is malformed or nested deeper than
+    `max_depth`."""
     try:
-        value = orjson.loads(content)
+        value = written_numbers.loads(content)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg[:100]} (at character {error.pos}).") from None
     if content.count(b"[") + content.count(b"{") > max_depth and _deeper(value, max_depth):

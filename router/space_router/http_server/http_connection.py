@@ -287,7 +287,8 @@ class HttpConnection(asyncio.Protocol):
             return None if is_old else "The request has no Host header, which HTTP/1.1 requires."
         if len(hosts) > 1:
             return "The request has more than one Host header."
-        return None if _HOST.fullmatch(hosts[0]) else "The Host header is no host, nor a host and a port."
+        host = hosts[0].strip(b" \t")
+        return None if _HOST.fullmatch(host) else "The Host header is no host, nor a host and a port."
 
     def _coding_fault(self) -> tuple[int, str] | None:
         """Return status and message for a body that is not simply in chunks (RFC 9112 §6.1, §7), or None.
@@ -300,6 +301,8 @@ class HttpConnection(asyncio.Protocol):
             return 400, "Transfer-Encoding is for HTTP/1.1."
         if set(codings) != {b"chunked"}:
             return 501, "The only Transfer-Encoding that this server takes is chunked. Send the body as it is."
+        if values.endswith(b"\t"):  # the parser would not find the end of the body
+            return 400, "Transfer-Encoding has a tab behind chunked."
         return None if len(codings) == 1 else (400, "Transfer-Encoding names chunked more than once.")
 
     def on_body(self, body: bytes) -> None:
@@ -509,7 +512,7 @@ class ClientTransport:
         self._transport.write(b"".join(pieces))
 
 
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(?::[0-9]*)?")
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
 _TCP_CLOSED = 7  # in Linux's tcp_states.h
 _CHUNKED = b"transfer-encoding: chunked\r\n"
 

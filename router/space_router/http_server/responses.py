@@ -11,13 +11,13 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from space_router.errors import ApiError, ClientGone, Internal, TooManyTokens
 from space_router.http_server.gone_clients import gone_clients
+from space_router.text import written_numbers
 from space_router.web_ui.files import PAGE_FILES
 
 OPEN_PATHS = frozenset(
@@ -71,7 +71,7 @@ ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(value), status, headers, media_type="application/json")
+    return Response(written_numbers.as_bytes(value), status, headers, media_type="application/json")
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
@@ -167,7 +167,7 @@ _LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028
 
 def event_json(value: Any) -> bytes:
     """Return JSON on one line. Unicode line ends are escaped: clients such as Hugging Face's split lines at them."""
-    data = orjson.dumps(value)
+    data = written_numbers.as_bytes(value)
     if data.isascii():
         return data
     for end, escaped in _LINE_ENDS.items():

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from space_common.grammar import AS_ANY_OF
 
+from space_router.text import written_numbers
 from space_router.text.tokenizer import SpecialTokens
 
 T = TypeVar("T")
@@ -761,7 +762,7 @@ def pattern_of(text: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(dict(schema) | _SPACED)
+    return "%json " + written_numbers.dumps(dict(schema) | _SPACED)
 
 
 def terminal(text: str, special: SpecialTokens) -> str:

@@ -4,7 +4,10 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+import orjson
 
 
 class WrittenNumber(float):
@@ -28,10 +31,49 @@ class WrittenNumber(float):
         number.written = written
         return number
 
+    @classmethod
+    def integer(cls, written: str) -> "int | float":
+        """Return an integer of JSON: a plain one if it has 64 bits at most, as all readers take it."""
+        if len(written) <= _MOST_DIGITS and -(2**63) <= (plain := int(written)) < 2**64:
+            return plain
+        number = cls(written)
+        number.written = written
+        return number
+
     def __repr__(self) -> str:
         return self.written
 
     __str__ = __repr__
+
+
+_MOST_DIGITS = 20  # of an integer of 64 bits, its sign included
+
+
+_LARGE_INTEGER = re.compile(rb"[0-9][0-9]{18}")  # or digits in a text; twice as fast as [0-9]{19}
+
+
+def loads(content: str | bytes) -> Any:
+    """Parse JSON; integers of more than 64 bits are WrittenNumbers, so that none is rounded on its way.
+
+    Raises orjson.JSONDecodeError, also for infinities such as `1e400`.
+    """
+    value = orjson.loads(content)
+    if _LARGE_INTEGER.search(content if isinstance(content, bytes) else content.encode()):
+        with suppress(RecursionError):  # nested deeper than a request may be
+            return json.loads(content, parse_int=WrittenNumber.integer)
+    return value
+
+
+def as_bytes(value: Any) -> bytes:
+    """Return a value as JSON, each WrittenNumber as it was written. Faster than `dumps`, and takes no larger integers
+    than those of 64 bits."""
+    return orjson.dumps(value, default=_fragment)
+
+
+def _fragment(value: Any) -> orjson.Fragment:
+    if isinstance(value, WrittenNumber):
+        return orjson.Fragment(value.written)
+    raise TypeError(f"{type(value).__qualname__} is no JSON")
 
 
 def dumps(value: Any, **options: Any) -> str:

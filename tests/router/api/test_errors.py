@@ -425,9 +425,9 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
      "`tool_choice.tools.1.type` must be a valid string; got 0."),
     ("responses", {"input": 7}, "`input` must be a valid list; got 7."),
     ("completions", {"prompt": "x", "seed": 2**64},
-     "`seed` must be an integer of 64 bits; got 1.8446744073709552e+19."),
+     "`seed` must be an integer of 64 bits; got 18446744073709551616."),
     ("completions", {"prompt": "x", "stop_token_ids": [1, -(2**70)]},
-     "`stop_token_ids.1` must be an integer of 64 bits; got -1.1805916207174113e+21."),
+     "`stop_token_ids.1` must be an integer of 64 bits; got -1180591620717411303424."),
     ("completions", {"prompt": "x", "max_tokens": 2.0}, "`max_tokens` must be a valid integer; got 2.0."),
 ]  # fmt: skip
 

@@ -68,6 +68,10 @@ def opened(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ({"type": "object", "properties": {"ab": {"type": "integer"}}, "patternProperties": {"^a": PROPERTY}},
          ["patternProperties"]),
         ({"type": "object", "properties": {"b": PROPERTY}, "patternProperties": {"^a": PROPERTY}}, []),
+        ({"type": "number", "multipleOf": 1e-30}, ["multipleOf: 1e-30"]),
+        ({"type": "number", "multipleOf": 2**40}, ["multipleOf: 1099511627776"]),
+        ({"type": "number", "multipleOf": 0.0001}, []),
+        ({"type": "string", "enum": None, "description": None, "minLength": None}, []),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True])
@@ -115,6 +119,15 @@ def test_sizes_may_be_written_as_whole_floats() -> None:
     kept, named = opened({"type": "array", "minItems": 1.0, "maxItems": 2e0, "items": {"minLength": 3.0}})
     assert json.dumps(kept) == '{"type": "array", "minItems": 1, "maxItems": 2, "items": {"minLength": 3}}'
     assert named == []
+
+
+@pytest.mark.parametrize("size", [2**31, 2**32, 2**53, 2**64 + 1, 1e30])
+def test_sizes_beyond_any_output_are_those_of_the_longest(size: float) -> None:
+    for kind, keyword in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
+        kept, named = opened({"type": kind, f"max{keyword}": size})
+        assert kept == {"type": kind, f"max{keyword}": 2**31}
+        assert named == []
+    assert opened({"type": "string", "minLength": size})[0]["minLength"] == 2**31
 
 
 def test_a_property_without_a_schema_may_be_anything() -> None:
@@ -257,9 +270,22 @@ async def test_a_schema_beyond_the_grammar_is_answered_with_a_warning(router: An
     assert "warning" not in plain.headers
 
 
-async def test_marks_for_a_cache_are_taken_with_a_warning(router: Any) -> None:
-    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
-    answer = await router.post("/v1/chat/completions", messages=[{"role": "user", "content": [part]}], max_tokens=2)
+MARK = {"cache_control": {"type": "ephemeral"}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", **MARK}]}]}),
+        ("chat/completions", {"messages": [{**USER[0], **MARK}]}),
+        ("chat/completions", {"messages": USER, "tools": [{**FUNCTION, **MARK}], "tool_choice": "none"}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi", **MARK}]}]}),
+    ],
+)
+async def test_marks_for_a_cache_are_taken_with_a_warning(router: Any, path: str, asked: dict[str, Any]) -> None:
+    limit = {"max_output_tokens" if path == "responses" else "max_tokens": 2}
+    answer = await router.post(f"/v1/{path}", **asked, **limit)
     assert answer.status_code == 200, answer.text
     assert "`cache_control` has no effect" in answer.headers["warning"]
 

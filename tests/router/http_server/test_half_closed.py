@@ -56,7 +56,15 @@ async def test_half_a_request_is_not_waited_for(asked: bytes) -> None:
 
 @pytest.mark.parametrize(
     "hosts",
-    [b"", b"host: a\r\nhost: a\r\n", b"host: a b\r\n", b"host: a/b\r\n", b"host: a@b\r\n", b"host: a:b\r\n"],
+    [
+        b"",
+        b"host: a\r\nhost: a\r\n",
+        b"host: a b\r\n",
+        b"host: a/b\r\n",
+        b"host: a@b\r\n",
+        b"host: a:b\r\n",
+        b"host: a%2\r\n",
+    ],
 )
 async def test_http_1_1_needs_one_host(hosts: bytes) -> None:
     async with serving(ServeConfig()) as server:
@@ -74,6 +82,7 @@ async def test_http_1_1_needs_one_host(hosts: bytes) -> None:
         b"GET / HTTP/1.1\r\nHOST: a.example:8080\r\nconnection: close\r\n",
         b"GET / HTTP/1.1\r\nhost: [::1]:80\r\nconnection: close\r\n",
         b"GET / HTTP/1.1\r\nhost: my_host\r\nconnection: close\r\n",
+        b"GET / HTTP/1.1\r\nhost:\ta%20b\t\r\nconnection: close\r\n",
     ],
 )
 async def test_good_hosts_are_taken(head: bytes) -> None:
@@ -95,12 +104,14 @@ CHUNKS = b"\r\n5\r\nhello\r\n0\r\n\r\n"
         (b"1.1\r\ntransfer-encoding: gzip\r\n", b"[45]0[01]"),
         (b"1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 5\r\n", b"400"),
         (b"1.0\r\ntransfer-encoding: chunked\r\n", b"400"),
+        (b"1.1\r\ntransfer-encoding: chunked\t\r\n", b"400"),
     ],
 )
 async def test_a_body_in_another_coding_than_chunks_is_refused_unread(head: bytes, status: bytes) -> None:
     async with serving(ServeConfig()) as server:
         answer = await server.answer(b"POST /echo HTTP/" + head.replace(b"\r\n", b"\r\nhost: a\r\n", 1) + CHUNKS)
         assert re.match(b"HTTP/1.1 %b " % status, answer), answer
+        assert b'{"error":' in answer
         assert answer.count(b"HTTP/1.1 ") == 1
         assert server.asked == []
 

@@ -1,6 +1,5 @@
 """Turn Anthropic's messages, system prompt and tools into a chat, and a chat into its prompt."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -26,6 +25,7 @@ from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.warnings import warn
+from space_router.text import written_numbers
 from space_router.text.reasoning import AnswerReasoning
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -100,7 +100,7 @@ def _add_assistant(messages: list[Message], turn: InputTurn) -> None:
             case fields.TextBlock():
                 text += block.text
             case fields.ToolUseBlock():
-                written = json.dumps(block.input, ensure_ascii=False)
+                written = written_numbers.dumps(block.input, ensure_ascii=False)
                 calls.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=written)))
             case fields.ThinkingBlock():
                 thought += block.thinking

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from space_router.api.openai.fields import FEW_PARTS, MAX_MESSAGES, TEXT_OR_PARTS, SamplingFields
+from space_router.api.openai.fields import FEW_PARTS, MAX_MESSAGES, TEXT_OR_PARTS, CacheMarked, SamplingFields
 from space_router.http_server.body import Body
 from space_router.http_server.warnings import warn
 
@@ -25,18 +25,6 @@ ShownThinking = Literal["all", "signature", "nothing"]
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 ToolUseId = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class CacheMarked(Body):
-    """An object that may carry `cache_control`; the prefix cache needs no marks."""
-
-    cache_control: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _without_marks(self) -> "CacheMarked":
-        if self.cache_control is not None:
-            warn("`cache_control` has no effect: prefixes are cached without it.")
-        return self
 
 
 class TextBlock(CacheMarked):

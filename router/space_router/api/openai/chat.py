@@ -226,7 +226,7 @@ def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
     if len(functions) < len(tools):
         raise InvalidRequest("`tools` has two functions of one name; names must differ.", param="tools")
     for place, tool in enumerate(tools):
-        if (tool.function.parameters or {}).get("type", "object") != "object":
+        if ((tool.function.parameters or {}).get("type") or "object") != "object":
             raise InvalidRequest(
                 f"`tools.{place}.function.parameters` must be a JSON schema of the type object; got the type "
                 f"{short_repr((tool.function.parameters or {})['type'])}.",

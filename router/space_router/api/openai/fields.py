@@ -76,18 +76,23 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class TextPart(Body):
+class CacheMarked(Body):
+    """An object that may carry Anthropic's `cache_control`; the prefix cache needs no marks."""
+
+    cache_control: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _without_marks(self) -> "CacheMarked":
+        if self.cache_control is not None:
+            warn("`cache_control` has no effect: prefixes are cached without it.")
+        return self
+
+
+class TextPart(CacheMarked):
     """A part of a message, or of a prediction; only text is taken."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # Anthropic's; the prefix cache needs no marks
-
-    @model_validator(mode="after")
-    def _without_marks(self) -> "TextPart":
-        if self.cache_control is not None:
-            warn("`cache_control` has no effect: prefixes are cached without it.")
-        return self
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -192,7 +197,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 ToolCallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class RefusalPart(Body):
+class RefusalPart(CacheMarked):
     """A part of an assistant's message that says why it did not answer."""
 
     type: Literal["refusal"]
@@ -222,7 +227,7 @@ class CalledFunction(Body):
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(CacheMarked):
     """A call in an assistant's earlier message."""
 
     id: ToolCallId
@@ -231,7 +236,7 @@ class ToolCall(Body):
     index: int | None = None  # left over by clients that join streamed pieces
 
 
-class Message(Body):
+class Message(CacheMarked):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -288,7 +293,7 @@ class Message(Body):
         return self
 
 
-class FunctionDefinition(Body):
+class FunctionDefinition(CacheMarked):
     """A function the model may call."""
 
     name: FunctionName
@@ -297,7 +302,7 @@ class FunctionDefinition(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(CacheMarked):
     """A tool the model may use."""
 
     type: Literal["function"]

@@ -10,6 +10,7 @@ from space_router.api.openai.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     TEXT_OR_PARTS,
+    CacheMarked,
     CalledFunction,
     Count20,
     Effort,
@@ -34,7 +35,7 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class InputTextPart(Body):
+class InputTextPart(CacheMarked):
     """Text, as it goes in or as it came out."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -59,7 +60,7 @@ InputPart = Annotated[InputTextPart | InputRefusalPart, Field(discriminator="typ
 InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
-class InputMessage(Body):
+class InputMessage(CacheMarked):
     """A message."""
 
     type: Literal["message"] | None = None

@@ -14,6 +14,7 @@ from space_router.api.openai.fields import (
     MAX_TOOLS,
     AllowedToolChoice,
     AllowedTools,
+    CacheMarked,
     FunctionDefinition,
     FunctionName,
     FunctionReference,
@@ -28,7 +29,7 @@ from space_router.http_server.warnings import warn
 INPUT = "input"  # the argument by which the model gives a custom tool its text
 
 
-class ResponseTool(Body):
+class ResponseTool(CacheMarked):
     """A function the model may call."""
 
     type: Literal["function"]
@@ -53,7 +54,7 @@ class CustomFormat(Body):
         return self
 
 
-class CustomTool(Body):
+class CustomTool(CacheMarked):
     """A tool that takes a text."""
 
     type: Literal["custom"]

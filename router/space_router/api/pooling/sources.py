@@ -318,8 +318,8 @@ def normalised(vector: Vector) -> list[float]:
 
 
 def cosine(first: Vector, second: Vector) -> float:
-    """Return the cosine of two vectors of length 1."""
-    return float(sum(map(mul, first, second)))
+    """Return the cosine of two vectors of length 1; no rounding takes it beyond 1."""
+    return max(-1.0, min(1.0, float(sum(map(mul, first, second)))))
 
 
 def request_id(prefix: str, given: str | None) -> str:

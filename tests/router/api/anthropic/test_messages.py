@@ -15,6 +15,7 @@ from space_router.config import ServeConfig
 ROOM = {"window": 4096, "num_blocks": 2048}
 END = "<|endoftext|>"
 REPLY = "Hello, Zürich. " + END
+LARGE = 2**64 + 1
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "n": 1e400}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather.", "input_schema": SCHEMA}
@@ -142,7 +143,12 @@ async def test_tools_results_and_system_reach_the_template(start: Any, seen: See
             "role": "assistant",
             "content": [
                 {"type": "text", "text": "Let me look."},
-                {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Zürich"}},
+                {
+                    "type": "tool_use",
+                    "id": "toolu_1",
+                    "name": "get_weather",
+                    "input": {"city": "Zürich", "n": LARGE},
+                },
                 {"type": "tool_use", "id": "toolu_2", "name": "get_weather", "input": {"city": "Bern"}},
             ],
         },
@@ -167,7 +173,8 @@ async def test_tools_results_and_system_reach_the_template(start: Any, seen: See
         prompt = prompt_of(seen)
         assert prompt.startswith("<|im_start|>system\nBe brief.\n\nBe kind.\n\nThese functions")
         assert '"name": "get_weather", "description": "The weather."' in prompt
-        assert 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}' in prompt
+        called = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "n": '
+        assert f"Let me look.\n{called}{LARGE}}}}}" in prompt
         assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nError: no such place" in prompt.replace(
             "</tool_response>\n\n<", "</tool_response>\n<"
         )

@@ -11,6 +11,7 @@ from doubles.router.encoder import SCORES, TEXT, Begin
 from doubles.router.script import made_up_vector
 from doubles.router.whole_router import TOKENIZER, Start
 from space_proto import worker_pb2
+from space_router.api.pooling import sources
 
 QUERY, DOCUMENTS = "what sat", ["the cat", "a dog sat on the mat", "cat"]
 
@@ -56,6 +57,11 @@ async def test_an_encoder_scores_by_the_cosine_and_ranks_with_its_prompts(begin:
         found = {one["index"]: one["relevance_score"] for one in answer.json()["results"]}
         prompted = [cosine(f"query: {QUERY}", f"text: {text}") for text in DOCUMENTS]
         assert [found[number] for number in range(3)] == pytest.approx(prompted, abs=1e-6)
+
+
+def test_no_rounding_takes_a_cosine_beyond_one() -> None:
+    long = [math.sqrt(0.1) * (1 + 1e-12)] * 10
+    assert [sources.cosine(long, long), sources.cosine(long, [-value for value in long])] == [1, -1]
 
 
 async def test_the_served_model_scores_by_the_cosine_of_its_own_embeddings(start: Start) -> None:
