@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from exactness_matrix import Subject
 from space_model.loading.load import load_model
+from space_server.worker import Worker
 from tiny_checkpoints import tiny_checkpoint
 
 
@@ -56,3 +58,25 @@ def subject_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., Subject]:
         return subjects[key]
 
     return find
+
+
+@pytest.fixture
+def accept_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft is accepted, whatever the model samples: a fault that each matrix must catch."""
+    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+
+
+@pytest.fixture
+def spoilt_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and states of the draft network hold NaN after every step."""
+    step = Worker.step
+
+    def spoilt(worker: Worker, *arguments: Any) -> Any:
+        report = step(worker, *arguments)
+        if (kept := worker.kv.draft) is not None:
+            for tensor in (*kept.pages.keys, *kept.pages.values, kept.states):
+                if tensor is not None:
+                    tensor.fill_(torch.nan)
+        return report
+
+    monkeypatch.setattr(Worker, "step", spoilt)

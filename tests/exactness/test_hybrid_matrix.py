@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import pytest
-from exactness_matrix import LAYOUTS, Cell, Mismatch, Subject, cell_name, check_cell, cover
+from exactness_matrix import LAYOUTS, Cell, Mismatch, Subject, Subjects, cell_name, check_cell, cover
 from space_kernels.recurrence.states import RecurrentStates, StateStep
 from space_model.loading.load import load_model
 from tiny_checkpoints import tiny_checkpoint
-
-Subjects = Callable[[str, str], Subject]
 
 FEW: dict[str, tuple[object, ...]] = {
     "layout": ("k0", "k2", "k5", "pruned", "mixed"),
@@ -25,16 +23,13 @@ HYBRIDS = ("ids-qwen3_next", "own-qwen3_5", "ids-lfm2", "own-granite4", "ids-fal
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
-    subjects: dict[tuple[str, str], Subject] = {}
-
+    @cache
     def find(name: str, dtype: str) -> Subject:
-        if (name, dtype) not in subjects:
-            kind, _, family = name.partition("-")
-            sizes = {"hidden_size": 64, "num_heads": 2, "kv_heads": 1, "num_masks": 5}
-            rank = 3 if kind == "own" else None
-            path = tiny_checkpoint(tmp_path_factory.mktemp(name), family, seed=1, adapter_rank=rank, **sizes)
-            subjects[name, dtype] = Subject(name, load_model(path, dtype=dtype))
-        return subjects[name, dtype]
+        kind, _, family = name.partition("-")
+        sizes = {"hidden_size": 64, "num_heads": 2, "kv_heads": 1, "num_masks": 5}
+        rank = 3 if kind == "own" else None
+        path = tiny_checkpoint(tmp_path_factory.mktemp(name), family, seed=1, adapter_rank=rank, **sizes)
+        return Subject(name, load_model(path, dtype=dtype))
 
     return find
 

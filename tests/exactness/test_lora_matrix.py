@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import pytest
-from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
+from exactness_matrix import Cell, Mismatch, Subject, Subjects, cell_name, check_cell, cover
 from space_common.files import hash_lora
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.loading.load import load_model
 from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint, tiny_lora
 from torch import Tensor
-
-Subjects = Callable[[str, str], Subject]
 
 MODELS = ("ids-llama", "own-qwen3", "own-gemma2", "ids-gemma3")
 """Masks with ids, or the checkpoint's own gated adapter, whose delta mask rows have beside the LoRA's."""
@@ -29,8 +27,7 @@ FEW: dict[str, tuple[object, ...]] = {
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
-    subjects: dict[tuple[str, str], Subject] = {}
-
+    @cache
     def make(name: str, dtype: str) -> Subject:
         kind, _, family = name.partition("-")
         folder = tmp_path_factory.mktemp(name)
@@ -47,12 +44,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
         seats = (hashes[0], "", hashes[1], hashes[0])
         return Subject(name, load_model(path, dtype=dtype, loras=loras), loras=seats)
 
-    def find(name: str, dtype: str) -> Subject:
-        if (name, dtype) not in subjects:
-            subjects[name, dtype] = make(name, dtype)
-        return subjects[name, dtype]
-
-    return find
+    return make
 
 
 @pytest.mark.parametrize(("model", "cell"), cover(2, **FEW), ids=cell_name)

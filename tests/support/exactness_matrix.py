@@ -315,6 +315,10 @@ class Subject:
         return self._plain[key]
 
 
+Subjects = Callable[[str, str], Subject]
+"""(name, dtype) -> a model under proof."""
+
+
 def make_worker(
     model: Any,  # SpaceModel or WatchedModel
     controller: FixedLayout,
@@ -354,6 +358,16 @@ def check_cell(subject: Subject, cell: Cell) -> None:
     """Run a cell with each kind of drafts. Raises Mismatch at the first difference, or if it proved nothing."""
     runs = {drafts: Run(subject, cell, drafts).finished() for drafts in DRAFTS}
     check_coverage(cell, runs)
+
+
+def accepted_lengths(subject: Subject, cell: Cell, drafts: str) -> set[tuple[int, int]]:
+    """Run a cell with these drafts: the drafts laid out and accepted, of each report of each sequence."""
+    reports = [report for record in Run(subject, cell, drafts).finished() for report in record.reports]
+    return {(report.num_drafted, report.num_accepted) for report in reports}
+
+
+BETWEEN = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
+"""A cell where lookup finds drafts between those of a draft network."""
 
 
 def check_sources(subject: Subject, cell: Cell) -> dict[str, list[tuple[int, int]]]:

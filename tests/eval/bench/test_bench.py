@@ -69,7 +69,7 @@ def test_bootstrap_bounds_are_quantiles_of_the_medians_of_resamples() -> None:
     assert bootstrap(values, num_resamples=200, seed=5) == (medians[4], medians[194])  # the 5th and the 195th of 200
 
 
-def test_the_bootstrap_agrees_with_the_exact_law_of_the_median_of_three() -> None:
+def test_the_bootstrap_agrees_with_the_exact_distribution_of_the_median_of_three() -> None:
     # Of 27 resamples of (1, 2, 3) the median is 1 in 7, 2 in 13 and 3 in 7: each end has more than 2.5 %.
     assert bootstrap([1.0, 2.0, 3.0]) == (1.0, 3.0)
     assert bootstrap([1.0, 2.0, 3.0], share=0.4) == (2.0, 2.0)  # 30 % on each side: more than 7 of 27

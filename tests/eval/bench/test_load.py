@@ -281,7 +281,7 @@ def test_poisson_arrivals_are_seeded_and_have_their_rate() -> None:
         ("lognormal:100:0.5:1:100000", 1, 100000, 113.3),
     ],
 )
-def test_lengths_keep_their_law_and_bounds(text: str, low: int, high: int, mean: float) -> None:
+def test_lengths_keep_their_distribution_and_bounds(text: str, low: int, high: int, mean: float) -> None:
     sampling_params, source = Lengths.parse(text), random.Random(1)
     drawn = [sampling_params.draw(source) for _ in range(4000)]
     assert (sampling_params.low, sampling_params.high) == (low, high)

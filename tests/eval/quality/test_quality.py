@@ -536,7 +536,7 @@ def test_one_record_has_no_interval() -> None:
     assert math.isnan(found.difference.low)
 
 
-def test_the_interval_of_a_share_is_that_of_the_binomial_law() -> None:
+def test_the_interval_of_a_share_is_that_of_the_binomial_distribution() -> None:
     found = interval(scores(*[1.0] * 50, *[0.0] * 50))
     assert found.value == 0.5
     assert (found.low, found.high) == pytest.approx((0.40, 0.60), abs=0.01)  # 0.5 -+ 1.96 sqrt(.25/100)

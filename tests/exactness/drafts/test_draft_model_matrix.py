@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
-import torch
-from exactness_matrix import FEW_IDS, HEAD_CELLS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from exactness_matrix import (
+    BETWEEN,
+    HEAD_CELLS,
+    Cell,
+    Mismatch,
+    Run,
+    Subject,
+    accepted_lengths,
+    check_cell,
+    check_sources,
+)
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.draft_model import load_draft_model
 from space_model.loading.load import load_model
-from space_server.worker import Worker
 from tiny_checkpoints import perturbed, tiny_checkpoint
 
 
@@ -43,36 +50,21 @@ def test_its_own_drafts_are_refused_taken_in_part_and_taken_whole(
     seen: set[tuple[int, int]] = set()
     for temperature in (0.0, 0.8):
         cell = Cell("float32", "head3", temperature, "none", "batch", "chunked", "hit", life, True, "short", "left")
-        for record in Run(subject_of("float32"), cell, "model").finished():
-            seen |= {(report.num_drafted, report.num_accepted) for report in record.reports}
+        seen |= accepted_lengths(subject_of("float32"), cell, "model")
     assert {(3, 0), (3, 1), (3, 2), (3, 3)} <= seen
 
 
 def test_lookup_drafts_come_between_its_own(subject_of: Callable[[str], Subject]) -> None:
-    cell = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
-    check_sources(subject_of("float32"), cell)
+    check_sources(subject_of("float32"), BETWEEN)
 
 
-def test_whatever_its_pages_hold_the_text_is_the_same(
-    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = Worker.step
-
-    def spoilt(worker: Worker, *arguments: Any) -> Any:
-        report = step(worker, *arguments)
-        if worker.kv.draft is not None:
-            for tensor in [*worker.kv.draft.pages.keys, *worker.kv.draft.pages.values]:
-                tensor.fill_(torch.nan)
-        return report
-
-    monkeypatch.setattr(Worker, "step", spoilt)
+@pytest.mark.usefixtures("spoilt_drafter")
+def test_whatever_its_pages_hold_the_text_is_the_same(subject_of: Callable[[str], Subject]) -> None:
     records = Run(subject_of("float32"), HEAD_CELLS[1], "model").finished()  # each is compared with plain decoding
     assert any(report.num_drafted for record in records for report in record.reports)
 
 
-def test_a_draft_that_is_accepted_unverified_is_caught(
-    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+@pytest.mark.usefixtures("accept_unverified")
+def test_a_draft_that_is_accepted_unverified_is_caught(subject_of: Callable[[str], Subject]) -> None:
     with pytest.raises(Mismatch):
         check_cell(subject_of("float32"), HEAD_CELLS[0])

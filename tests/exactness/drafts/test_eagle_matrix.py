@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from eagle_heads import DenseHead, HeadShape, dense_base
-from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from exactness_matrix import (
+    BETWEEN,
+    Cell,
+    Mismatch,
+    Run,
+    Subject,
+    Subjects,
+    accepted_lengths,
+    check_cell,
+    check_sources,
+)
 from space_model.draft_networks.eagle import load_eagle
 from space_model.draft_networks.eagle_files import EagleFiles
 from space_model.loading.load import load_model
-from space_server.worker import Worker
 from tiny_checkpoints import tiny_checkpoint
 
 CELLS = [
@@ -42,69 +50,49 @@ LAYERS = (2, 2, 1)  # of a model of four
 
 
 @pytest.fixture(scope="module")
-def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Subject]:
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     sizes: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "kv_heads": 1}
     target = tiny_checkpoint(tmp_path_factory.mktemp("target"), seed=1, **sizes)
-    heads: dict[str, Path] = {}
-    subjects: dict[tuple[str, str], Subject] = {}
 
+    @cache
+    def trained(name: str) -> Path:
+        (shape, form), base = FORMS[name], dense_base(target)
+        return DenseHead(base, shape, LAYERS).train_on(base).save(tmp_path_factory.mktemp(name), form)
+
+    @cache
     def find(name: str, dtype: str) -> Subject:
-        if name not in heads:
-            (shape, form), base = FORMS[name], dense_base(target)
-            heads[name] = DenseHead(base, shape, LAYERS).train_on(base).save(tmp_path_factory.mktemp(name), form)
-        if (name, dtype) not in subjects:
-            model = load_model(target, dtype=dtype)
-            head = load_eagle(EagleFiles.open(str(heads[name]), Path), model)
-            subjects[name, dtype] = Subject("EAGLE head", model.drafted_by(head), base=model)
-        return subjects[name, dtype]
+        model = load_model(target, dtype=dtype)
+        head = load_eagle(EagleFiles.open(str(trained(name)), Path), model)
+        return Subject("EAGLE head", model.drafted_by(head), base=model)
 
     return find
 
 
 @pytest.mark.parametrize(("name", "cell"), CELLS, ids=str)
-def test_drafts_of_an_eagle_head_leave_the_plain_text(
-    name: str, cell: Cell, subject_of: Callable[[str, str], Subject]
-) -> None:
+def test_drafts_of_an_eagle_head_leave_the_plain_text(name: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(name, cell.dtype), cell)
 
 
 @pytest.mark.parametrize("life", ["undisturbed", "preempted", "restarted"])
-def test_its_own_drafts_are_refused_taken_in_part_and_taken_whole(
-    life: str, subject_of: Callable[[str, str], Subject]
-) -> None:
+def test_its_own_drafts_are_refused_taken_in_part_and_taken_whole(life: str, subject_of: Subjects) -> None:
     seen: set[tuple[int, int]] = set()
     for temperature in (0.0, 0.8):
         cell = Cell("float32", "head2", temperature, "none", "batch", "chunked", "hit", life, True, "short", "left")
-        for record in Run(subject_of("eagle3", "float32"), cell, "own").finished():
-            seen |= {(report.num_drafted, report.num_accepted) for report in record.reports}
+        seen |= accepted_lengths(subject_of("eagle3", "float32"), cell, "own")
     assert {(2, 0), (2, 1), (2, 2)} <= seen
 
 
-def test_lookup_drafts_come_between_its_own(subject_of: Callable[[str, str], Subject]) -> None:
-    cell = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
-    check_sources(subject_of("eagle3", "float32"), cell)
+def test_lookup_drafts_come_between_its_own(subject_of: Subjects) -> None:
+    check_sources(subject_of("eagle3", "float32"), BETWEEN)
 
 
-def test_whatever_its_pages_and_states_hold_the_text_is_the_same(
-    subject_of: Callable[[str, str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = Worker.step
-
-    def spoilt(worker: Worker, *arguments: Any) -> Any:
-        report = step(worker, *arguments)
-        if worker.kv.draft is not None and worker.kv.draft.states is not None:
-            for tensor in [*worker.kv.draft.pages.keys, *worker.kv.draft.pages.values, worker.kv.draft.states]:
-                tensor.fill_(torch.nan)
-        return report
-
-    monkeypatch.setattr(Worker, "step", spoilt)
+@pytest.mark.usefixtures("spoilt_drafter")
+def test_whatever_its_pages_and_states_hold_the_text_is_the_same(subject_of: Subjects) -> None:
     records = Run(subject_of("eagle3", "float32"), CELLS[1][1], "own").finished()  # compared with plain decoding
     assert any(report.num_drafted for record in records for report in record.reports)
 
 
-def test_a_draft_that_is_accepted_unverified_is_caught(
-    subject_of: Callable[[str, str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+@pytest.mark.usefixtures("accept_unverified")
+def test_a_draft_that_is_accepted_unverified_is_caught(subject_of: Subjects) -> None:
     with pytest.raises(Mismatch):
         check_cell(subject_of("eagle3", "float32"), CELLS[0][1])

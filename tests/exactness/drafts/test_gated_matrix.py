@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from exactness_matrix import Cell, Mismatch, Subject, cell_name, check_cell, cover
+from exactness_matrix import Cell, Mismatch, Subject, Subjects, cell_name, check_cell, cover
 from space_kernels.linear.gated_delta import GatedDelta
 from space_model.loading.load import load_model
 from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 from torch import Tensor
-
-Subjects = Callable[[str, str], Subject]
 
 MODELS = ("own-llama", "beside-qwen3", "own-gemma2", "beside-gemma3")
 """The checkpoint's own adapter and two named ones; or masks with ids, and two named adapters beside them."""
@@ -28,8 +26,7 @@ FEW: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
-    subjects: dict[tuple[str, str], Subject] = {}
-
+    @cache
     def make(name: str, dtype: str) -> Subject:
         kind, _, family = name.partition("-")
         folder = tmp_path_factory.mktemp(name)
@@ -44,12 +41,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
         connections = ("", "code", "prose") if kind == "own" else ("code", "prose", "", "code")
         return Subject(name, model, adapters=connections, base=load_model(bare, dtype=dtype))
 
-    def find(name: str, dtype: str) -> Subject:
-        if (name, dtype) not in subjects:
-            subjects[name, dtype] = make(name, dtype)
-        return subjects[name, dtype]
-
-    return find
+    return make
 
 
 def checkpoint(folder: Path, family: str, **options: int | None) -> Path:

@@ -28,9 +28,7 @@ def test_drafts_of_the_recurrent_head_leave_the_plain_text(cell: Cell, subject_o
     check_cell(subject_of(cell.dtype), cell)
 
 
-def test_a_draft_that_is_accepted_unverified_is_caught(
-    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+@pytest.mark.usefixtures("accept_unverified")
+def test_a_draft_that_is_accepted_unverified_is_caught(subject_of: Callable[[str], Subject]) -> None:
     with pytest.raises(Mismatch):
         check_cell(subject_of("float32"), HEAD_CELLS[0])

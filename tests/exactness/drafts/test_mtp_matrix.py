@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import cache
 
 import pytest
-from exactness_matrix import FEW_IDS, Cell, Mismatch, Run, Subject, check_cell, check_sources
+from exactness_matrix import BETWEEN, Cell, Mismatch, Subject, Subjects, accepted_lengths, check_cell, check_sources
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks.mtp import load_mtp
 from space_model.loading.load import load_model
@@ -39,56 +39,47 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Subject]:
-    subjects: dict[tuple[str, str], Subject] = {}
-
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    @cache
     def find(family: str, dtype: str) -> Subject:
-        if (family, dtype) not in subjects:
-            kind = "qwen2" if family == "mimo" else family
-            of_window = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
-            folder = tiny_checkpoint(
-                tmp_path_factory.mktemp(family), kind, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
-                num_nextn_predict_layers=1, **(of_window if family == "mimo_v2_flash" else {}),
-            )  # fmt: skip
-            if family == "mimo":
-                config = json.loads((folder / "config.json").read_text())
-                changed = {"model_type": "mimo", "rope_theta": 10000.0}
-                (folder / "config.json").write_text(json.dumps(config | changed))
-            add_mtp_layer(folder)
-            model = load_model(folder, dtype=dtype)
-            network = load_mtp(Checkpoint.open(folder), model.facts, dtype=dtype)
-            subjects[family, dtype] = Subject("MTP layer", model.drafted_by(network), base=model)
-        return subjects[family, dtype]
+        kind = "qwen2" if family == "mimo" else family
+        of_window = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+        folder = tiny_checkpoint(
+            tmp_path_factory.mktemp(family), kind, num_masks=0, num_layers=1, seed=2, tie_word_embeddings=False,
+            num_nextn_predict_layers=1, **(of_window if family == "mimo_v2_flash" else {}),
+        )  # fmt: skip
+        if family == "mimo":
+            config = json.loads((folder / "config.json").read_text())
+            changed = {"model_type": "mimo", "rope_theta": 10000.0}
+            (folder / "config.json").write_text(json.dumps(config | changed))
+        add_mtp_layer(folder)
+        model = load_model(folder, dtype=dtype)
+        network = load_mtp(Checkpoint.open(folder), model.facts, dtype=dtype)
+        return Subject("MTP layer", model.drafted_by(network), base=model)
 
     return find
 
 
 @pytest.mark.parametrize(("family", "cell"), CELLS, ids=str)
-def test_drafts_of_an_mtp_layer_leave_the_plain_text(
-    family: str, cell: Cell, subject_of: Callable[[str, str], Subject]
-) -> None:
+def test_drafts_of_an_mtp_layer_leave_the_plain_text(family: str, cell: Cell, subject_of: Subjects) -> None:
     check_cell(subject_of(family, cell.dtype), cell)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_its_own_drafts_are_refused_and_taken(family: str, subject_of: Callable[[str, str], Subject]) -> None:
-    seen: set[int] = set()
+def test_its_own_drafts_are_refused_and_taken(family: str, subject_of: Subjects) -> None:
+    seen: set[tuple[int, int]] = set()
     for life in ("undisturbed", "preempted", "restarted"):
         for temperature in (0.0, 0.8):
             cell = Cell("float32", "head2", temperature, "none", "batch", "chunked", "hit", life, True, "short", "left")
-            for record in Run(subject_of(family, "float32"), cell, "own").finished():
-                seen |= {report.num_accepted for report in record.reports if report.num_drafted == 2}
-    assert seen == {0, 1, 2}
+            seen |= accepted_lengths(subject_of(family, "float32"), cell, "own")
+    assert {(2, 0), (2, 1), (2, 2)} <= seen
 
 
-def test_lookup_drafts_come_between_its_own(subject_of: Callable[[str, str], Subject]) -> None:
-    cell = Cell("float32", "head3", 0.8, FEW_IDS, "batch", "whole", "miss", "restarted", True, "short", "left")
-    check_sources(subject_of("glm4_moe", "float32"), cell)
+def test_lookup_drafts_come_between_its_own(subject_of: Subjects) -> None:
+    check_sources(subject_of("glm4_moe", "float32"), BETWEEN)
 
 
-def test_a_draft_that_is_accepted_unverified_is_caught(
-    subject_of: Callable[[str, str], Subject], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("space_server.host_runner.num_accepted", lambda samples, drafts: len(drafts))
+@pytest.mark.usefixtures("accept_unverified")
+def test_a_draft_that_is_accepted_unverified_is_caught(subject_of: Subjects) -> None:
     with pytest.raises(Mismatch):
         check_cell(subject_of("glm4_moe", "float32"), CELLS[0][1])

@@ -131,7 +131,7 @@ def raw_logits(seed: int, rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("sampling_params", SAMPLING_PARAMS.values(), ids=SAMPLING_PARAMS.keys())
 @pytest.mark.parametrize("seed", range(4))
-def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: int) -> None:
+def test_each_stage_equals_the_slow_distribution(sampling_params: SamplingParams, seed: int) -> None:
     row = SamplingRow(sampling_params, ids=(5, 5, 2, 7, 9, 9), num_prompt=4, tail=(7, 3))
     raw = raw_logits(seed, 1)
     expected = slow_law(raw[0].numpy(), row, [0, 13])
@@ -140,7 +140,7 @@ def test_each_stage_equals_the_slow_law(sampling_params: SamplingParams, seed: i
 
 @given(st.lists(st.sampled_from(sorted(SAMPLING_PARAMS)), min_size=1, max_size=6), st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_rows_of_different_laws_do_not_see_each_other(names: list[str], seed: int) -> None:
+def test_rows_of_different_sampling_params_do_not_see_each_other(names: list[str], seed: int) -> None:
     rows = [
         SamplingRow(SAMPLING_PARAMS[name], ids=(1, 3, 3, 8), num_prompt=1 + n % 3, tail=(7, 3)[: n % 3])
         for n, name in enumerate(names)
@@ -276,14 +276,14 @@ def test_the_grammar_acts_behind_bias_and_before_what_else_forbids() -> None:
     ).ids.tolist() == [9]
 
 
-def test_what_is_left_of_a_law_at_the_end_forbids_nothing() -> None:
+def test_what_is_left_of_sampling_params_at_the_end_forbids_nothing() -> None:
     sampling_params = SamplingParams(
         key=3, bias=((1, 2.0),), allowed_ids=(4,), min_tokens=9, end_ids=(0,), bad_words=((0,),), top_k=3
     )
     assert sampling_params.ending == SamplingParams(key=3, bias=((1, 2.0),), end_ids=(0,), top_k=3)
 
 
-def test_a_law_with_a_grammar_is_left_to_the_host() -> None:
+def test_sampling_params_with_a_grammar_are_left_to_the_host() -> None:
     assert GREEDY.edits
     assert not SamplingCapacity().holds(GREEDY)
     assert SamplingCapacity().holds(SamplingParams(temperature=0.0))

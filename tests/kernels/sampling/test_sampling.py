@@ -124,7 +124,7 @@ def test_where_every_row_has_a_nan_nothing_is_usable_and_nothing_fails() -> None
     assert sample_rows(torch.full((2, 30), math.nan), rows, NO_IDS).valid.tolist() == [False, False]
 
 
-def test_the_law_of_choice_is_the_softmax() -> None:
+def test_samples_follow_the_softmax() -> None:
     z = torch.tensor([[0.0, 1.0, -math.inf, 2.0]])
     positions = torch.arange(40_000)
     ids = gumbel_argmax(z.expand(40_000, 4), torch.full((40_000,), 99), positions)

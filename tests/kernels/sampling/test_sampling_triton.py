@@ -143,7 +143,7 @@ CUTS = [
 ]
 
 
-def test_rows_choose_as_on_the_host_whatever_cuts_their_law(choose: Choose) -> None:
+def test_rows_are_sampled_as_on_the_host_whatever_cuts_their_distribution(choose: Choose) -> None:
     batch_params = CUTS if choose is reference.sample or DEVICE == "cuda" else CUTS[3:13:2]
     batch = Batch(batch_params, 1, seed=1)
     logits = logits_of(len(batch_params), 1, seed=2)
@@ -219,7 +219,7 @@ def test_every_cut_in_every_way(choose: Choose) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
+def test_random_sampling_params_on_random_rows(choose: Choose, seed: int) -> None:
     draw = random.Random(seed)
     batch_params = [
         SamplingParams(
@@ -236,7 +236,7 @@ def test_random_laws_on_random_rows(choose: Choose, seed: int) -> None:
     agree(batch.by(choose, logits), batch.on_host(logits))
 
 
-def test_stages_of_neutral_laws_change_nothing(choose: Choose) -> None:
+def test_stages_of_neutral_sampling_params_change_nothing(choose: Choose) -> None:
     plain, busy = (
         SamplingParams(key=5, temperature=0.9),
         SamplingParams(key=6, top_p=0.5, min_p=0.1, frequency_penalty=0.2, bias=((1, 1.0),)),
@@ -264,7 +264,7 @@ def test_logprobs_are_the_hosts() -> None:
         assert all(one >= other for one, other in pairwise(entry.top_logprobs))
 
 
-def test_a_law_that_does_not_fit_is_refused_with_the_bound() -> None:
+def test_sampling_params_that_do_not_fit_are_refused_with_the_bound() -> None:
     batch_params = SamplingTensors.empty(1, V)
     with pytest.raises(ValueError, match="65 biases"):
         batch_params.put(0, SamplingParams(bias=tuple((n, 1.0) for n in range(65))))

@@ -159,7 +159,7 @@ def test_it_chooses_as_the_reference_does(
         assert len(found.unique()) > masks
 
 
-def test_laws_that_truncate_are_left_to_the_reference() -> None:
+def test_sampling_params_that_truncate_are_left_to_the_reference() -> None:
     sampling_params = SamplingParams(temperature=1.0, top_k=5)
     assert not CompiledDraftHead.obeys(SamplingColumns.of([sampling_params], torch.device("cpu")))
 

@@ -265,7 +265,7 @@ def test_the_run_is_cut_at_its_first_end(
     assert found == expected
 
 
-def test_a_line_without_room_for_counts_or_words_refuses_laws_that_need_them() -> None:
+def test_a_batch_index_without_room_for_counts_or_words_refuses_sampling_params_that_need_them() -> None:
     state = StepState.empty(
         1, max_drafts=1, max_pages=1, block_size=4, window=8, vocab_size=V, history=False, counts=False
     )

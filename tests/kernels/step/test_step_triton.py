@@ -73,7 +73,7 @@ def test_rows_of_the_head_are_multiplied_where_they_lie(dtype: torch.dtype) -> N
         assert torch.equal(alone[0], found[row])
 
 
-def test_laws_in_tensors_say_to_the_draft_head_what_laws_say() -> None:
+def test_sampling_tensors_say_to_the_draft_head_what_sampling_params_say() -> None:
     tensors, stages = SamplingTensors.of(SAMPLING_PARAMS, 300), Stages.of(SAMPLING_PARAMS)
     expected, found = SamplingColumns.of(SAMPLING_PARAMS, torch.device("cpu")), sampling_columns(tensors, stages)
     assert expected.greedy is not None
@@ -89,7 +89,7 @@ def test_laws_in_tensors_say_to_the_draft_head_what_laws_say() -> None:
     assert sampling_columns(tensors, Stages(samples=True)).top_k is None
 
 
-def test_candidates_are_the_best_ids_ascending_with_what_the_law_adds() -> None:
+def test_candidates_are_the_best_ids_ascending_with_what_the_sampling_params_add() -> None:
     logits = torch.randn(1, 2, 300, generator=torch.Generator().manual_seed(4))
     edited = logits.clone()
     edited[..., 7] = -math.inf

@@ -300,7 +300,7 @@ def test_a_plain_step_alone_is_what_the_passes_have_first(model: SpaceModel, mon
     assert time_plain_step(model, model.allocate_kv(1, 16), clock=clock) is None
 
 
-def test_the_noise_of_a_middle_time_is_that_of_a_normal_law() -> None:
+def test_the_noise_of_a_middle_time_is_that_of_a_normal_distribution() -> None:
     draws = torch.randn(4000, 20, generator=torch.Generator().manual_seed(0)).mul(0.05).add(1.0)
     timings = [Timing(StepShape.plain(1), tuple(times)) for times in draws.tolist()]
     spread = torch.tensor([timing.seconds for timing in timings]).std().item()

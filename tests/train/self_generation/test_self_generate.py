@@ -44,7 +44,7 @@ RECIPE = OwnTextRecipe("abc", 12, True)
 TEXT = OwnText((1, 2), (3,), 0.7, 9)
 
 
-def test_a_file_of_another_law_or_another_content_is_refused_whole(tmp_path: Path) -> None:
+def test_a_file_of_other_sampling_params_or_other_content_is_refused_whole(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     with OwnTextFile(path, RECIPE) as file:
         file.append(TEXT)
@@ -131,7 +131,7 @@ def test_examples_learn_the_output_and_come_in_the_order_of_their_seeds(tmp_path
     assert own_examples(path) == [Example([5, 6, 7], [False, True, True]), Example([1, 2, 3], [False, False, True])]
 
 
-def test_of_a_file_only_what_is_asked_for_under_the_same_law_is_kept(tmp_path: Path) -> None:
+def test_of_a_file_only_what_is_asked_for_with_the_same_sampling_params_is_kept(tmp_path: Path) -> None:
     path, other = tmp_path / "own.jsonl", OwnText((5,), (6, 7, 8), 0.0, 8)
     assert keep_asked(path, RECIPE, {TEXT.question}) == 0.0
     with OwnTextFile(path, RECIPE) as file:

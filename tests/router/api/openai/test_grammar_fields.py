@@ -68,7 +68,7 @@ async def test_gbnf_is_taken_as_the_same_in_lark() -> None:
     assert grammar.source.lstrip("% {}lguidance\n").startswith('start: "yes"')
 
 
-def test_a_grammar_goes_to_the_worker_with_the_law() -> None:
+def test_a_grammar_goes_to_the_worker_with_the_sampling_params() -> None:
     kinds: list[GrammarKind] = ["json_schema", "json_object", "regex", "choice", "lark"]
     for kind in kinds:
         reported = worker_messages.sampling(SamplingOptions(seed=1, grammar=Grammar(kind, "source")))
