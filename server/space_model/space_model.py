@@ -17,7 +17,7 @@ from space_model.lora import LoadedLoras
 from space_model.model_facts import ModelFacts
 from space_model.networks.llama_compiled_network import CompiledLlama
 from space_model.networks.network import USUAL_ROOM, Network, PagedKV, StateRoom, Taps
-from space_model.networks.sampled_step import SampledStep
+from space_model.networks.sampled_step import MaskSource, SampledStep
 from space_model.recurrent_head import RecurrentHead
 
 
@@ -90,7 +90,16 @@ class SpaceModel:
             return None
         if self.draft_network is not None or kv.draft is not None:
             return None
-        return SampledStep(network, head, self.facts.vocab_size, kv, banned_ids)
+        sources: dict[int | None, MaskSource] = {}
+        for number in (None, *range(len(self.drafting.adapters))):
+            drafts = self.draft_head_of(number)
+            gated = None if number is None else self.drafting.adapters[number].gated
+            if drafts is None or drafts.compiled is None or (gated is not None and gated.mask_inputs is not None):
+                continue
+            mask_ids = self.facts.mask_ids if gated is None else ()
+            sources[number] = MaskSource(drafts.compiled, mask_ids, len(mask_ids) if gated is None else gated.num_masks)
+        facts = self.facts
+        return SampledStep(network, head, facts.vocab_size, kv, banned_ids, sources=sources, head_rows=facts.head_rows)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

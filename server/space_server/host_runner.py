@@ -179,19 +179,23 @@ class HostRunner(ModelRunner):
         return self._run_any(plans, times) if found is None else found
 
     def _run_in_one_call(self, plans: Sequence[ScheduledSequence], times: StepTimes) -> list[SequenceOutput] | None:
-        """Run a step without masks in one call of the model, which also samples. None: this is no such step, or a row
-        has no valid id; the pages then hold what another run of the step writes again."""
-        num_rows = 0
+        """Run a step without pending ids in one call of the model, which samples and drafts from masks, too. None: it
+        is no such step, or a row has no valid id; the pages then hold what another run of the step writes again."""
+        num_masks = 0
         for plan in plans:
             layout = plan.layout
-            if plan.num_pending > 1 or not plan.closes or layout.makes_drafts:
+            if plan.num_pending > 1 or not plan.closes or layout.head_drafts:
                 return None
-            num_rows += 1 + layout.num_drafts
+            num_masks += layout.num_masks
         sampled_step = self._sampled_step
-        if sampled_step is None or num_rows > MOST_ROWS:
+        if sampled_step is None or sampled_step.num_logits([plan.layout for plan in plans]) > MOST_ROWS:
             return None
         sampling_group = self._sampling_groups.of([plan.sequence for plan in plans])
         if not sampling_group.fits_one_call:
+            return None
+        if num_masks and not (
+            sampling_group.is_alike and sampled_step.drafts_for(plans[0].sequence.adapter, sampling_group.batch_params)
+        ):
             return None
         clock = self._clock
         started = clock()
@@ -211,7 +215,7 @@ class HostRunner(ModelRunner):
             _accept(output, ids[first:behind])
             first = behind
         verified = clock()
-        self._draft(outputs, None)
+        self._draft(outputs, sampled_step.drafts() if num_masks else None)
         times.verify += verified - forwarded
         times.propose += clock() - verified
         return outputs
@@ -328,13 +332,15 @@ class HostRunner(ModelRunner):
             found += log_probabilities(logits, ids, sequence.num_prompt_logprobs or 0)
         return found
 
-    def _draft(self, outputs: Sequence[SequenceOutput], computed: _Computed | None) -> None:
+    def _draft(self, outputs: Sequence[SequenceOutput], computed: _Computed | list[list[int]] | None) -> None:
         """Set the drafts of every sequence that continues: from the draft source, a drafter, its masks, the recurrent
-        head or the draft network. `computed`: the step's rows; None: no layout makes drafts of them."""
+        head or the draft network. `computed`: the step's rows, or the drafts of each sequence's masks; None: no layout
+        makes drafts of them."""
         by_masks: list[tuple[SequenceOutput, Proposal | None]] = []
         by_head: list[tuple[SequenceOutput, Proposal | None]] = []
         runs: list[MaskRun] = []
         head_runs: list[HeadRun] = []
+        drafted: list[list[int]] = []
         for number, output in enumerate(outputs):
             plan, sequence = output.plan, output.plan.sequence
             if self._synthetic is not None and output.end is not None:
@@ -368,6 +374,11 @@ class HostRunner(ModelRunner):
                 output.take_proposal(proposal)
             elif computed is None:
                 continue
+            elif isinstance(computed, list):
+                if group is not None:
+                    output.draft_depth = depth
+                    by_masks.append((output, proposal))
+                    drafted.append(computed[number][:count])
             elif num_by_head:
                 root = computed.batch.chain_rows[number][-1 - plan.layout.num_drafts]
                 output.origin = HEAD_ORIGINS[self.model.facts.head_of(sequence.adapter).kind]
@@ -378,11 +389,12 @@ class HostRunner(ModelRunner):
                 output.draft_depth = depth
                 by_masks.append((output, proposal))
                 runs.append(MaskRun(sequence, output.tokens, first, count))
-        if computed is None or not (runs or head_runs):
+        if not (by_masks or by_head):
             return
-        num_chain, hidden = computed.batch.num_chain_rows, computed.hidden
-        rows = MaskRows(hidden[num_chain:], computed.logits, num_chain)
-        drafted = self._mask_drafter.draft(rows, runs) + self._head_drafter.draft(hidden, head_runs)
+        if isinstance(computed, _Computed):
+            num_chain, hidden = computed.batch.num_chain_rows, computed.hidden
+            rows = MaskRows(hidden[num_chain:], computed.logits, num_chain)
+            drafted = self._mask_drafter.draft(rows, runs) + self._head_drafter.draft(hidden, head_runs)
         are_ids = self._proposing.are_ids([*chain.from_iterable(drafted)])
         for (output, proposal), drafts in zip(by_masks + by_head, drafted, strict=True):
             sequence, tokens = output.plan.sequence, output.tokens

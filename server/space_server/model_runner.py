@@ -201,7 +201,7 @@ class StepModel(Protocol):
         """Return [R, hidden] after the final norm."""
 
     def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> SampledStep | None:
-        """Return what computes and samples steps without masks in one call; None: this model has no such call."""
+        """Return what samples steps, and drafts from their masks, in one call; None: this model has no such call."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, V] float32."""

@@ -1,18 +1,26 @@
-"""Steps in one compiled call give plain decoding's text, with drafts refused, taken in part and taken whole."""
+"""Steps in one compiled call give plain decoding's text, with drafts refused, taken in part and taken whole, and masks
+draft in them what they draft in steps call by call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from doubles.worker import PROMPTS, ScriptedDrafts
 from exactness_matrix import Subject
 from space_common.worker.client import ClientSequence, WorkerClient
 from space_model.geometry.draft_layout import DraftLayout
+from space_model.loading.load import load_model
 from space_model.networks.sampled_step import SampledStep
 from space_proto import worker_pb2 as pb
+from space_server.host_runner import HostRunner
+from space_server.model_runner import SequenceOutput
 from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
+from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 
 MAX_TOKENS = 24
 GREEDY = (pb.Sampling(),)
@@ -96,3 +104,153 @@ def test_a_step_beside_a_penalised_sequence_goes_call_by_call(
     found, wanted = (decode(subject, in_one_call=one, samplings=mixed) for one in (True, False))
     assert [one.tokens for one in found] == [one.tokens for one in wanted]
     assert len(runs) < MAX_TOKENS / 2
+
+
+SIZES: dict[str, int] = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1}
+BY_NOISE = (pb.Sampling(seed=3, temperature=0.9), pb.Sampling(seed=4, temperature=1.2))
+MIXED = (BY_NOISE[0], pb.Sampling())
+LAYOUTS = {
+    "k1": DraftLayout.full(1, 1),
+    "k3": DraftLayout.full(3, 3),
+    "pruned": DraftLayout.of(2, (1, 2, 2)),
+    "late": DraftLayout.of(3, (0, 2, 0, 1)),  # nothing behind the root, and behind the second draft the first's masks
+}
+
+
+class SomeDrafts:
+    """The text's own next ids at two positions of three, a wrong one among them in turn; else the masks draft."""
+
+    def __init__(self, texts: dict[int, list[int]]) -> None:
+        self._texts = texts
+
+    def propose(self, seq_id: int, known: Sequence[int], wanted: int) -> list[int] | None:
+        if len(known) % 3 == 0:
+            return None
+        drafts = self._texts[seq_id][len(known) : len(known) + wanted]
+        return [id_ ^ 1 if n == len(known) % 4 else id_ for n, id_ in enumerate(drafts)]
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """What the masks drafted, step after step, and for which sequence."""
+    found: list[tuple[int, list[int]]] = []
+    draft = HostRunner._draft
+
+    def kept(runner: HostRunner, outputs: Sequence[SequenceOutput], computed: object) -> None:
+        draft(runner, outputs, computed)  # type: ignore[arg-type]
+        found.extend((output.plan.sequence.seq_id, output.drafts) for output in outputs if output.draft_depth)
+
+    monkeypatch.setattr(HostRunner, "_draft", kept)
+    return found
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A model whose masks have no ids, but two adapters."""
+    folder = tmp_path_factory.mktemp("gated")
+    path = tiny_checkpoint(folder / "base", "llama", seed=1, num_masks=0, **SIZES)
+    adapters = {
+        name: tiny_adapter(folder / name, path, num_masks=masks, rank=rank, seed=5)
+        for name, masks, rank in (("other", 3, 2), ("used", 5, 8))
+    }
+    return Subject("gated", load_model(path, dtype="bfloat16", adapters=adapters), adapters=("used",))
+
+
+def decode_by_masks(
+    subject: Subject, layout: DraftLayout, samplings: tuple[pb.Sampling, ...], source: SomeDrafts | None,
+    *, in_one_call: bool, head_rows: int,
+) -> list[ClientSequence]:  # fmt: skip
+    """Every prompt's run."""
+    model = copy(subject.model)
+    model.facts = replace(model.facts, head_rows=head_rows)
+    fixed = FixedLayout(lambda limit: layout.with_drafts(limit.num_drafts))
+    worker = Worker(model, num_blocks=64, block_size=4, controller=fixed, draft_source=source)
+    if not in_one_call:
+        worker.engine.host._sampled_step = None
+    router = WorkerClient(worker)
+    numbers = [
+        router.admit(
+            prompt, max_tokens=MAX_TOKENS - n, sampling=samplings[n % len(samplings)], adapter=subject.adapters[0]
+        )
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    router.run()
+    return [router.sequences[number] for number in numbers]
+
+
+@pytest.mark.parametrize("head_rows", [0, 40], ids=["two products of the head", "one"])
+@pytest.mark.parametrize("samplings", [GREEDY, BY_NOISE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("name", ["llama", "gated", "embedded"])
+def test_masks_draft_in_one_call_what_they_draft_call_by_call(
+    name: str,
+    layout: DraftLayout,
+    samplings: tuple[pb.Sampling, ...],
+    head_rows: int,
+    subject_of: Callable[[str, str], Subject],
+    gated: Subject,
+    runs: list[list[int] | None],
+    drafted: list[tuple[int, list[int]]],
+) -> None:
+    subject = gated if name == "gated" else subject_of(name, "bfloat16")
+    if subject.model.facts.attention != "compiled":
+        pytest.skip("there are no compiled operations here")
+    plain = decode(subject, in_one_call=False, samplings=samplings)
+    texts = {n: prompt + one.tokens for n, (prompt, one) in enumerate(zip(PROMPTS, plain, strict=True), start=1)}
+    source = SomeDrafts(texts)
+    drafted.clear()
+    found = decode_by_masks(subject, layout, samplings, source, in_one_call=True, head_rows=head_rows)
+    in_one_call, num_runs = [*drafted], len(runs)
+    assert None not in runs
+    assert num_runs > MAX_TOKENS / (layout.num_drafts + 2)
+    by_calls = decode_by_masks(subject, layout, samplings, source, in_one_call=False, head_rows=head_rows)
+    assert len(runs) == num_runs
+    assert [one.tokens for one in found] == [one.tokens for one in by_calls] == [one.tokens for one in plain]
+    assert [one.verifications for one in found] == [one.verifications for one in by_calls]
+    assert in_one_call == drafted[len(in_one_call) :]
+    assert len(in_one_call) > MAX_TOKENS / 2
+    accepted = {count for one in found for num_drafted, count in one.verifications if num_drafted}
+    assert {0, layout.num_drafts} <= accepted
+
+
+def test_in_one_call_masks_draft_for_greedy_beside_sampled_sequences(
+    subject_of: Callable[[str, str], Subject], runs: list[list[int] | None], drafted: list[tuple[int, list[int]]]
+) -> None:
+    """A greedy sequence's candidates are more beside a sampled one that drafts, and its drafts may be others then."""
+    subject = subject_of("embedded", "bfloat16")
+    plain = decode(subject, in_one_call=False, samplings=MIXED)
+    made = []
+    for in_one_call in (True, False):
+        drafted.clear()
+        found = decode_by_masks(subject, DraftLayout.full(3, 3), MIXED, None, in_one_call=in_one_call, head_rows=40)
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
+        assert all({0, 3} <= set(one.accepted) for one in found[:2])
+        made.append([[drafts for number, drafts in drafted if number == one] for one in (1, 3)])
+    assert runs
+    assert made[0] == made[1]
+
+
+def test_masks_of_an_adapter_without_a_draft_head_draft_call_by_call(
+    runs: list[list[int] | None], tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(tmp_path / "base", "llama", seed=1, num_masks=0, **SIZES)
+    adapter = tiny_adapter(tmp_path / "adapter", path, num_masks=3, rank=2, seed=5, draft_head=False)
+    model = load_model(path, dtype="bfloat16", adapters={"used": adapter})
+    if model.facts.attention != "compiled":
+        pytest.skip("there are no compiled operations here")
+    subject = Subject("gated", model, adapters=("used",))
+    found = decode_by_masks(subject, DraftLayout.full(2, 2), GREEDY, None, in_one_call=True, head_rows=8)
+    assert len(runs) < MAX_TOKENS / 2  # the last steps, which draft nothing
+    assert [one.tokens for one in found] == [one.tokens for one in decode(subject, in_one_call=False)]
+
+
+def test_a_sequence_with_top_p_drafts_call_by_call(
+    subject_of: Callable[[str, str], Subject], runs: list[list[int] | None]
+) -> None:
+    subject = subject_of("llama", "bfloat16")
+    truncated = (pb.Sampling(seed=3, temperature=0.9, top_p=0.9),)
+    found = decode_by_masks(subject, DraftLayout.full(2, 2), truncated, None, in_one_call=True, head_rows=8)
+    assert len(runs) < MAX_TOKENS / 2  # the last steps, which draft nothing
+    assert [one.tokens for one in found] == [
+        one.tokens for one in decode(subject, in_one_call=False, samplings=truncated)
+    ]

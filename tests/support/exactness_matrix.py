@@ -66,11 +66,14 @@ class CountedStep:
     """Steps in one call, each a forward pass of the model."""
 
     def __init__(self, step: SampledStep, model: WatchedModel) -> None:
-        self._step, self._model, self.pack = step, model, step.pack
+        self._step, self._model = step, model
 
     def run(self) -> list[int] | None:
         self._model.num_forwards += 1
         return self._step.run()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
 
 
 def fill_with_nan(kv: PagedKV, kept: Iterable[tuple[int, int]]) -> None:

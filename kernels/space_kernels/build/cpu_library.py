@@ -383,6 +383,27 @@ class SamplingStruct(Structure):
     )
 
 
+class NextDraftsStruct(Structure):
+    """`NextDrafts` of cpu/network.h."""
+
+    _fields_ = (
+        ("head", POINTER(DraftHeadStruct)),
+        ("sequences", c_int64),
+        ("candidates", c_int64),
+        ("greedy_candidates", c_int64),
+        ("most", c_int64),
+        ("bounds", c_void_p),
+        ("masks", c_void_p),
+        ("num_masks", c_void_p),
+        ("joined", c_bool),
+        ("sampled", c_void_p),
+        ("divisors", c_void_p),
+        ("keys", c_void_p),
+        ("drafts", c_void_p),
+        ("num_drafts", c_void_p),
+    )
+
+
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent.with_name("cpu")
@@ -485,8 +506,8 @@ class CpuLibrary:
         self.swiglu_backward = function("swiglu_backward", place, place, place, number, place, place, c_int)
         step = POINTER(NetworkStruct), rows, POINTER(BuffersStruct)
         self.forward = function("forward", *step, c_int, result=c_bool)
-        head = POINTER(LinearStruct), POINTER(LogitsStruct), POINTER(SamplingStruct), place, place
-        self.forward_sampled = function("forward_sampled", *step, *head, c_int, result=c_int64)
+        head = POINTER(LinearStruct), POINTER(LogitsStruct), POINTER(SamplingStruct), POINTER(NextDraftsStruct)
+        self.forward_sampled = function("forward_sampled", *step, *head, place, place, c_int, result=c_int64)
 
 
 @cache

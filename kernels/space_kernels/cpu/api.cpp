@@ -65,9 +65,9 @@ bool EXPORT(forward)(const Network* network, const Rows* rows, const Buffers* bu
 }
 
 int64_t EXPORT(forward_sampled)(const Network* network, const Rows* rows, const Buffers* buffers, const Linear* head,
-                                const Logits* logits, const Sampling* sampling, int64_t* ids, bool* valid,
-                                int num_threads) {
-    return forward_sampled(*network, *rows, *buffers, *head, *logits, sampling, ids, valid, num_threads);
+                                const Logits* logits, const Sampling* sampling, const NextDrafts* next,
+                                int64_t* ids, bool* valid, int num_threads) {
+    return forward_sampled(*network, *rows, *buffers, *head, *logits, sampling, next, ids, valid, num_threads);
 }
 
 bool EXPORT(experts)(const Experts* weights, const ExpertRows* rows, int num_threads) {

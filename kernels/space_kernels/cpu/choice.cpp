@@ -112,6 +112,11 @@ inline uint32_t bits_of(uint64_t stream, int64_t id) {
     return uint32_t(finalise(stream + (uint64_t(id) + 1) * GOLDEN) >> 32);
 }
 
+// Random bits of a request at a position, from which those of each id follow.
+inline uint64_t stream_of(int64_t key, int64_t position) {
+    return finalise(finalise(uint64_t(key)) + (uint64_t(position) + 1) * GOLDEN);
+}
+
 inline double gumbel(uint32_t bits) { return -std::log(-std::log((double(bits) + 0.5) * 0x1p-32)); }
 
 // exp(x) for x <= 0, within two units of the last place; 0 below -708. Without branches, so that it is vectorised.
@@ -155,8 +160,7 @@ struct Sampler {
         *valid = high > LEAST && high < MOST && low >= LEAST;
         if (!*valid || !sampling.sampled[number]) return;
         best = z[where];
-        const uint64_t key = finalise(uint64_t(sampling.keys[number]));
-        stream = finalise(key + (uint64_t(sampling.positions[number]) + 1) * GOLDEN);
+        stream = stream_of(sampling.keys[number], sampling.positions[number]);
         winner = where, highest = -INFINITY;
         floor = double(best) + sampling.log_min_p[number];
         const int64_t top_k = sampling.top_k[number] > 0 ? std::min(sampling.top_k[number], V) : V;
@@ -298,6 +302,11 @@ void sample(const Logits& logits, const Sampling& sampling, int64_t* ids, bool* 
         for (int64_t row = first; row < last; ++row)
             sampler.row(ban(logits, row), logits.vocabulary, sampling, row, ids + row, valid + row);
     });
+}
+
+void noise_of(int64_t key, int64_t position, const int64_t* ids, int64_t count, float* noise) {
+    const uint64_t stream = stream_of(key, position);
+    for (int64_t i = 0; i < count; ++i) noise[i] = float(gumbel(bits_of(stream, ids[i])));
 }
 
 void argmax(const Logits& logits, int64_t* ids, bool* valid, int num_threads) {

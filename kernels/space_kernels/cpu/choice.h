@@ -34,4 +34,7 @@ struct Sampling {
 // row's result depends on nothing but its logits and parameters; all kinds give the same.
 void sample(const Logits& logits, const Sampling& sampling, int64_t* ids, bool* valid, int num_threads);
 
+// The noise of some ids at a position.
+void noise_of(int64_t key, int64_t position, const int64_t* ids, int64_t count, float* noise);
+
 }  // namespace KIND

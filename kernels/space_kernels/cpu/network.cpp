@@ -185,13 +185,93 @@ bool forward(const Network& net, const Rows& rows, const Buffers& b, int num_thr
     return true;
 }
 
+namespace {
+
+// The masks from which each sequence that goes on drafts: G sequences, K masks each; one with fewer repeats its last.
+struct MasksInUse {
+    std::vector<int64_t> sequences, positions, bonus, counts, rows;  // [G]; positions of the first drafts; rows [G, K]
+    int64_t most = 0;                                                // K
+    bool greedy = true;
+
+    MasksInUse(const NextDrafts& next, const Rows& rows_of_step, const int64_t* drafted, const int64_t* sampled) {
+        for (int64_t s = 0; s < next.sequences; ++s) {
+            int64_t row = next.bounds[s];
+            while (row + 1 < next.bounds[s + 1] && sampled[row] == drafted[row + 1]) ++row;
+            next.num_drafts[s] = next.num_masks[row];
+            if (!next.num_masks[row]) continue;
+            sequences.push_back(s), bonus.push_back(sampled[row]), counts.push_back(next.num_masks[row]);
+            positions.push_back(rows_of_step.starts[s] + row - next.bounds[s] + 2);
+            firsts.push_back(next.masks[row]);
+            greedy = greedy && !next.sampled[s];
+            most = std::max(most, counts.back());
+        }
+        for (size_t g = 0; g < sequences.size(); ++g)
+            for (int64_t k = 0; k < most; ++k) rows.push_back(firsts[g] + std::min(k, counts[g] - 1));
+    }
+
+   private:
+    std::vector<int64_t> firsts;
+};
+
+void draft_next(const Network& net, const Rows& rows, const Buffers& b, const Linear& head, const Logits& logits,
+                const NextDrafts& next, const int64_t* sampled, int num_threads) {
+    const MasksInUse masks(next, rows, b.ids, sampled);
+    const int64_t count = masks.rows.size(), K = masks.most;
+    const int64_t M = masks.greedy ? next.greedy_candidates : next.candidates;
+    if (!count) return;
+    std::vector<bf16> hidden(count * net.hidden);
+    for (int64_t n = 0; n < count; ++n)
+        std::memcpy(hidden.data() + n * net.hidden, b.normed + masks.rows[n] * net.hidden, net.hidden * sizeof(bf16));
+    std::vector<int64_t> ids(count * M), chosen(count);
+    std::vector<float> offsets(count * M), noise, divisors;
+    Logits of_masks = logits;
+    if (next.joined) {
+        for (size_t g = 0; g < masks.counts.size(); ++g) {
+            of_masks.values = logits.values + masks.rows[g * K] * logits.stride;
+            of_masks.rows = masks.counts[g];
+            best_of(of_masks, M, ids.data() + g * K * M, offsets.data() + g * K * M, num_threads);
+            for (int64_t n = g * K + masks.counts[g]; n < int64_t(g + 1) * K; ++n) {
+                std::copy_n(ids.data() + (n - 1) * M, M, ids.data() + n * M);
+                std::copy_n(offsets.data() + (n - 1) * M, M, offsets.data() + n * M);
+            }
+        }
+    } else {
+        of_masks.values = logits.values + logits.rows * logits.stride;
+        of_masks.rows = count;
+        multiply(head, {hidden.data(), count, net.hidden, of_masks.values, logits.stride, true, Then::NOTHING},
+                 num_threads);
+        best_of(of_masks, M, ids.data(), offsets.data(), num_threads);
+    }
+    if (!masks.greedy) {
+        noise.resize(count * M);
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t s = masks.sequences[n / K];
+            if (n % K == 0) divisors.push_back(next.divisors[s]);
+            if (next.sampled[s])
+                noise_of(next.keys[s], masks.positions[n / K] + n % K, ids.data() + n * M, M, noise.data() + n * M);
+        }
+    }
+    draft(*next.head,
+          {count / K, K, M, hidden.data(), ids.data(), offsets.data(), masks.greedy ? nullptr : divisors.data(),
+           masks.greedy ? nullptr : noise.data(), masks.bonus.data(), chosen.data()},
+          num_threads);
+    for (size_t g = 0; g < masks.counts.size(); ++g)
+        std::copy_n(chosen.data() + g * K, masks.counts[g], next.drafts + masks.sequences[g] * next.most);
+}
+
+}  // namespace
+
 int64_t forward_sampled(const Network& net, const Rows& rows, const Buffers& b, const Linear& head,
-                        const Logits& logits, const Sampling* sampling, int64_t* ids, bool* valid, int num_threads) {
+                        const Logits& logits, const Sampling* sampling, const NextDrafts* next, int64_t* ids,
+                        bool* valid, int num_threads) {
     if (!forward(net, rows, b, num_threads)) return -1;
-    multiply(head, {b.normed, logits.rows, net.hidden, logits.values, logits.stride, true, Then::NOTHING}, num_threads);
+    const int64_t num_rows = next && next->joined ? rows.num_rows : logits.rows;
+    multiply(head, {b.normed, num_rows, net.hidden, logits.values, logits.stride, true, Then::NOTHING}, num_threads);
     if (sampling) sample(logits, *sampling, ids, valid, num_threads);
     else argmax(logits, ids, valid, num_threads);
-    return std::count(valid, valid + logits.rows, true);
+    const int64_t num_valid = std::count(valid, valid + logits.rows, true);
+    if (next && num_valid == logits.rows) draft_next(net, rows, b, head, logits, *next, ids, num_threads);
+    return num_valid;
 }
 
 }  // namespace KIND

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "draft.h"
 #include "linear.h"
 #include "table.h"
 
@@ -66,11 +67,31 @@ struct Buffers {  // [rows, …]
 // range.
 bool forward(const Network& network, const Rows& rows, const Buffers& buffers, int num_threads);
 
-// `forward`, then the head of the first `logits.rows` rows into `logits`, and the id that each of these rows samples;
-// without `sampling` its greatest. Returns how many of them are valid (see argmax); -1, without computing, if an id or a
-// mask is out of range.
+// The next drafts of S sequences, from the masks of a step that verifies their present ones.
+struct NextDrafts {
+    const DraftHead* head;
+    int64_t sequences;
+    int64_t candidates, greedy_candidates;  // of each mask; the latter where all that draft are greedy
+    int64_t most;                           // masks of a group at most
+    const int64_t* bounds;  // [S + 1]: chain rows of sequence s: its root, then its drafts
+    // By chain row, for the sequence whose last accepted row it is: which row is the mask of its next draft, and how many
+    // masks there are from that one on; 0: it drafts nothing.
+    const int64_t *masks, *num_masks;  // [chain rows]
+    bool joined;            // one product of the head serves chain and mask rows; else the masks in use have their own
+    const bool* sampled;    // [S]; false: greedy
+    const float* divisors;  // [S] of the logits
+    const int64_t* keys;    // [S] of the noise
+    int64_t* drafts;        // [S, most]
+    int64_t* num_drafts;    // [S]
+};
+
+// `forward`, then the head of the chain rows into `logits`, and the id that each of these rows samples; without
+// `sampling` its greatest. If all of them are valid, and `next` is not null, then the next drafts. `logits` has room for
+// what else the head computes for them. Returns how many ids are valid (see argmax); -1, without computing, if an id or
+// a mask is out of range.
 int64_t forward_sampled(const Network& network, const Rows& rows, const Buffers& buffers, const Linear& head,
-                        const Logits& logits, const Sampling* sampling, int64_t* ids, bool* valid, int num_threads);
+                        const Logits& logits, const Sampling* sampling, const NextDrafts* next, int64_t* ids,
+                        bool* valid, int num_threads);
 
 // The whole matmul, by num_threads threads; A·x of gated rows first.
 void multiply(const Linear& w, const Matmul& p, int num_threads);

@@ -199,6 +199,11 @@ class CompiledDraftHead:
             form is DraftHeadForm.LOW_RANK,
         )
 
+    @property
+    def struct(self) -> DraftHeadStruct:
+        """The C struct of the head; it keeps nothing alive."""
+        return self._struct
+
     @staticmethod
     def takes(w1: Tensor, w2: Tensor, embedding: RowTable, output: RowTable) -> bool:
         """Whether the compiled head supports these weights."""

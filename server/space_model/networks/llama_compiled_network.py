@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import Array, byref
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from space_kernels.attention.cpu_backend import CpuRows, attends
@@ -29,7 +30,7 @@ from space_kernels.linear.row_table import RowTable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from space_model.geometry.forward_batch import ForwardBatch
+from space_model.geometry.forward_batch import BatchPattern, ForwardBatch, GatedRows
 from space_model.lora import Lora
 from space_model.networks.llama_parts import (
     FAMILIES,
@@ -191,7 +192,16 @@ class CompiledLlama(LlamaParts):
 
     def _gated(self, batch: ForwardBatch, inputs: Sequence[Tensor]) -> Sequence[GatedRunStruct]:
         """`inputs`: by run, [rows] int64, which must outlive the structs."""
-        of_adapters = [
+        return self._runs(batch.gated, inputs) + [
+            GatedRunStruct(
+                run.slice.start, run.slice.stop, self._loras[run.lora].structs, self._low_width, self._lora_width
+            )
+            for run in batch.loras
+        ]
+
+    def _runs(self, gated: Sequence[GatedRows], inputs: Sequence[Tensor]) -> list[GatedRunStruct]:
+        """Return the C structs of adapters' mask rows. `inputs`: as for `_gated`."""
+        return [
             GatedRunStruct(
                 run.slice.start,
                 run.slice.stop,
@@ -202,13 +212,7 @@ class CompiledLlama(LlamaParts):
                 self._mask_embeddings[run.adapter].data_ptr(),
                 len(self._mask_embeddings[run.adapter]),
             )
-            for run, rows in zip(batch.gated, inputs, strict=True)
-        ]
-        return of_adapters + [
-            GatedRunStruct(
-                run.slice.start, run.slice.stop, self._loras[run.lora].structs, self._low_width, self._lora_width
-            )
-            for run in batch.loras
+            for run, rows in zip(gated, inputs, strict=True)
         ]
 
     def _entered(self, network: NetworkStruct, batch: ForwardBatch, ids: Tensor | None = None) -> Tensor:
@@ -259,6 +263,19 @@ class CompiledLlama(LlamaParts):
             x + row * (hidden + fused + joined),
         )
         return struct, room, normed
+
+    def gate(self, buffers: BuffersStruct, pattern: BatchPattern, held: list[Any]) -> Tensor | None:
+        """Let the adapters of `pattern` act on its mask rows in steps with `buffers`. Return the tensor that must be
+        zeros before such a step; None: there are no such rows. `held` gets what the structs point to. Adapters whose
+        mask inputs depend on positions are not supported."""
+        if not pattern.gated:
+            return None
+        runs = self._runs(pattern.gated, [run.masks for run in pattern.gated])
+        low = torch.zeros(pattern.rows.num_padded, self._low_width, dtype=self._embedding.dtype)
+        buffers.low, buffers.low_stride = low.data_ptr(), self._low_width
+        buffers.gated, buffers.num_gated = (GatedRunStruct * len(runs))(*runs), len(runs)
+        held.extend((low, buffers.gated))
+        return low
 
     def struct(self, kv: PagedKV, num_positions: int) -> NetworkStruct:
         """Return the C struct of the network with this KV cache, for rows at the positions 0 .. num_positions - 1. It
