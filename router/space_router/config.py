@@ -65,13 +65,13 @@ TOOL_CALL_PARSERS = (
     "openai", "granite", "phi4_mini_json", "functools", "nemotron_json", "lfm2", "seed_oss", "minimax_m2",
     "gemma4", "functiongemma", "deepseek_v32", "deepseek_v4", "cohere_command3", "command_r", "minimax_m3", "minimax",
     "hunyuan_a13b", "apertus", "olmo3", "xlam", "gigachat3", "solar_open2", "longcat", "internlm", "functionary_v31",
-    "muse_glimmer", "minicpm5", "hy_v3", "functionary_v32",
+    "muse_glimmer", "minicpm5", "hy_v3", "functionary_v32", "kimi_k3",
 )  # fmt: skip
 """Names of `space_router.text.tool_parsers.formats.FORMATS`."""
 
 REASONING_PARSERS = (
     "cohere_command3", "deepseek_r1", "deepseek_v3", "gemma4", "glm45", "granite", "hunyuan_a13b", "hy_v3", "kimi_k2",
-    "minimax_m2", "minimax_m3", "mistral", "nemotron_v3", "openai_gptoss", "qwen3", "seed_oss", "step3",
+    "kimi_k3", "minimax_m2", "minimax_m3", "mistral", "nemotron_v3", "openai_gptoss", "qwen3", "seed_oss", "step3",
 )  # fmt: skip
 """Names of `space_router.text.reasoning.FORMATS`."""
 
@@ -163,13 +163,13 @@ class ServeConfig:
     pythonic ([f(a=1)]), qwen3_coder, glm45, deepseek_v3, deepseek_v31, kimi_k2, openai (harmony), granite,
     phi4_mini_json, functools, nemotron_json, lfm2, seed_oss, minimax_m2, gemma4, functiongemma, deepseek_v32,
     deepseek_v4, cohere_command3, command_r, minimax_m3, minimax, hunyuan_a13b, apertus, olmo3, xlam, gigachat3,
-    solar_open2, longcat, internlm, functionary_v31, muse_glimmer, minicpm5, hy_v3, functionary_v32; auto takes the one
-    that the chat template tells the model; off leaves calls in the text"""
+    solar_open2, longcat, internlm, functionary_v31, muse_glimmer, minicpm5, hy_v3, functionary_v32, kimi_k3; auto takes
+    the one that the chat template tells the model; off leaves calls in the text"""
     reasoning_parser: str = _model("auto", one_of("auto", "off", *REASONING_PARSERS, metavar="auto|off|NAME"))
     """format of the model's reasoning, by vLLM's names: deepseek_r1, deepseek_v3, glm45, hunyuan_a13b, kimi_k2,
-    minimax_m2, nemotron_v3, qwen3, step3 (<think>), cohere_command3, gemma4, granite, hy_v3, minimax_m3, mistral
-    ([THINK]), openai_gptoss, seed_oss; auto takes the one that the chat template shows; off leaves reasoning in the
-    text"""
+    minimax_m2, nemotron_v3, qwen3, step3 (<think>), cohere_command3, gemma4, granite, hy_v3, kimi_k3, minimax_m3,
+    mistral ([THINK]), openai_gptoss, seed_oss; auto takes the one that the chat template shows; off leaves reasoning in
+    the text"""
     generation_config: str = _model("auto", one_of("auto", "off"))
     """auto takes default sampling parameters from the checkpoint's generation_config.json; off takes OpenAI's
     (temperature 1, top_p 1)"""

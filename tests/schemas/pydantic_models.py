@@ -89,6 +89,17 @@ class Event(BaseModel):
     place: dict[str, str] | None = None
 
 
+class Order(BaseModel):
+    """A model of models, with defaults, aliases and amounts."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    number: Annotated[int, Field(alias="orderNumber", ge=1, le=10**9)]
+    status: Literal["open", "paid", "sent"] = "open"
+    amounts: Annotated[dict[str, Annotated[float, Field(multiple_of=0.5, ge=0)]], Field(max_length=3)]
+    buyer: Person | None = None
+    paid_by: Circle | Square | None = None
+
+
 _TYPES: dict[str, Any] = {
     "text": str, "short": Annotated[str, Field(min_length=1, max_length=12)], "integer": int, "real": float,
     "range": Annotated[float, Field(ge=-5, lt=5)], "even": Annotated[int, Field(multiple_of=2, ge=0, le=50)],
@@ -105,7 +116,7 @@ _TYPES: dict[str, Any] = {
 
 def schemas() -> dict[str, dict[str, Any]]:
     """Return the schemas by name."""
-    models: list[type[BaseModel]] = [Person, Strict, Loose, Shapes, Tree, Linked, Reasoning, Edit, Event]
+    models: list[type[BaseModel]] = [Person, Strict, Loose, Shapes, Tree, Linked, Reasoning, Edit, Event, Order]
     models += [create_model(name, **{name: (kind, ...)}) for name, kind in _TYPES.items()]  # type: ignore[call-overload]
     models.append(
         create_model("all_optional", **{name: (kind | None, None) for name, kind in (("a", str), ("b", int))})

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from space_router.text.harmony import CHANNEL, END, MARKERS, MESSAGE, START, harmony
-from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, Tools, content_until
+from space_router.text.tokenizer import SpecialTokens
+from space_router.text.tool_calls import CallCollector, Cursor, Form, Reading, Tools, content_until, terminal
+from space_router.text.tool_parsers import kimi_k3
 
 SPACE = " \t\r\n"
 
@@ -20,12 +22,13 @@ class ReasoningFormat:
     starts: tuple[str, ...]  # what it begins with; the prompt may end with it instead
     ends: tuple[str, ...]  # what it ends with
     wrap: tuple[str, str] | None = None  # what may stand around the answer behind it
+    tokens: tuple[str, ...] = ()  # special tokens that the markers above are made of
     channels: bool = False  # harmony: reasoning, answers and calls are messages on channels, which one form reads
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens, which the parser needs to see."""
-        return MARKERS if self.channels else (*self.starts, *self.ends)
+        return MARKERS if self.channels else (*self.starts, *self.ends, *self.tokens)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ _GEMMA = ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",))
 _COHERE = ReasoningFormat("cohere_command3", ("<|START_THINKING|>",), ("<|END_THINKING|>",))
 _MINIMAX_3 = ReasoningFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",))
 _HY_3 = ReasoningFormat("hy_v3", ("<think:opensource>", "<think>"), ("</think:opensource>", "</think>"))
+_KIMI_3 = ReasoningFormat(
+    "kimi_k3",
+    (kimi_k3.opening("think"),),
+    (kimi_k3.closing("think"),),
+    wrap=(kimi_k3.opening("response"), kimi_k3.closing("response")),
+    tokens=kimi_k3.MARKERS,
+)
 _HARMONY = ReasoningFormat(
     "openai_gptoss",
     ("<|channel|>analysis<|message|>",),
@@ -59,6 +69,7 @@ _SAME_AS_THINK = ("deepseek_v3", "glm45", "hunyuan_a13b", "kimi_k2", "minimax_m2
 
 FORMATS: Mapping[str, ReasoningFormat] = {
     **{one.name: one for one in (_THINK, _GRANITE, _MISTRAL, _SEED, _GEMMA, _HARMONY, _COHERE, _MINIMAX_3, _HY_3)},
+    _KIMI_3.name: _KIMI_3,
     **dict.fromkeys(_SAME_AS_THINK, _THINK),
 }
 """Formats by their `--reasoning-parser` name, which is vLLM's."""
@@ -75,6 +86,7 @@ def recognised(template: str) -> ReasoningFormat | None:
         (_COHERE, "<|END_THINKING|>"),
         (_MINIMAX_3, "</mm:think>"),
         (_HY_3, "</think{}>"),
+        (_KIMI_3, "open_tag('think'"),
         (_THINK, "</think>"),
     ):
         if sign in template:
@@ -86,6 +98,8 @@ def at_end(format_: ReasoningFormat, prompt: str) -> AnswerReasoning | None:
     """Return how an answer to this prompt thinks; None: the prompt ends with reasoning that is closed."""
     words = prompt.rstrip()
     if words.endswith(format_.ends) and not format_.channels:
+        return None
+    if format_.tokens and format_.wrap is not None and words.endswith(format_.wrap[0]):
         return None
     return AnswerReasoning(format_, inside=words.endswith(format_.starts))
 
@@ -193,8 +207,17 @@ class ThinkingRules:
     def can_count(self) -> bool:
         """Whether the reasoning can be ended after a number of tokens: its markers are tokens."""
         known = self.thinking.format
-        needed = (CHANNEL, MESSAGE, START, END) if known.channels else (known.starts[0], known.ends[0])
-        return all(text in self.ids for text in needed)
+        if known.channels:
+            return all(text in self.ids for text in (CHANNEL, MESSAGE, START, END))
+        return self._token_of(known.starts[0]) is not None and self._token_of(known.ends[0]) is not None
+
+    @property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self.ids)
+
+    def _token_of(self, marker: str) -> int | None:
+        """Return the special token that a marker begins with, or None."""
+        return next(self._special.parts(marker), ("", None))[1]
 
     def before(self, answer: str | None) -> str:
         """Return the grammar of reasoning and then an answer. `answer`: the grammar of one; None: any."""
@@ -212,25 +235,31 @@ class ThinkingRules:
             return ["thought: THOUGHT", f"THOUGHT: /(?s:.*)/ & ~/(?s:.*)({ends})(?s:.*)/"]
         if self.budget == 0:
             return ['thought: ""']
-        end_id = self.ids[END if known.channels else known.ends[0]]
+        end_id = self.ids[END] if known.channels else self._token_of(known.ends[0])
+        assert end_id is not None  # it can count
         return [f"thought: token{{0,{self.budget}}}", f"token: {self._without(end_id)}"]
 
     def _tags(self, answer: str | None) -> list[str]:
         known = self.thinking.format
         gap = "" if answer is None else " GAP"
-        if (end_id := self.ids.get(known.ends[0])) is not None:
-            rules = [*self._thought(), f"end: <[{end_id}]>{gap}"]
+        if self._token_of(known.ends[0]) is not None:
+            rules = [*self._thought(), f"end: {terminal(known.ends[0], self._special)}{gap}"]
             thought = "thought end"
         else:
             rules = [f"thought[lazy]: /(?s:.*)({'|'.join(map(_escaped, known.ends))})/"]
             thought = "thought" + gap
         behind = "<[*]>*" if answer is None else "answer"
+        if answer is not None and known.tokens and known.wrap is not None:
+            behind = " ".join((terminal(known.wrap[0], self._special), behind, terminal(known.wrap[1], self._special)))
         if self.thinking.inside:
             return [*rules, f"start: {thought} {behind}"]
-        start_id = self.ids.get(known.starts[0])
+        start_id = self._token_of(known.starts[0])
         if answer is None and start_id is not None:
-            return [*rules, f"start: other* (<[{start_id}]> {thought} {behind})?", f"other: {self._without(start_id)}"]
-        start = f"/({'|'.join(map(_escaped, known.starts))})/" if start_id is None else f"<[{start_id}]>"
+            start = terminal(known.starts[0], self._special)
+            return [*rules, f"start: other* ({start} {thought} {behind})?", f"other: {self._without(start_id)}"]
+        start = f"/({'|'.join(map(_escaped, known.starts))})/"
+        if start_id is not None:
+            start = terminal(known.starts[0], self._special)
         return [*rules, f"start: GAP {start} {thought} {behind} | {behind}"]
 
     def _channels(self, answer: str | None) -> list[str]:

@@ -91,6 +91,7 @@ MARKS = {
     "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
     "minimax_m3": ("<mm:think>", "</mm:think>"),
     "hy_v3": ("<think:opensource>", "</think:opensource>"),
+    "kimi_k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }
 """What stands before and behind reasoning in each family's published template, line breaks included."""
 
@@ -317,3 +318,23 @@ def test_the_channels_of_harmony_have_the_same_rules() -> None:
     short = rules("openai_gptoss", inside=False, budget=2).before(None)
     assert allows(short, *head, "ab", *tail, "final", "<|message|>", "hello")
     assert not allows(short, *head, "abc", *tail, "final", "<|message|>", "hello")
+
+
+def test_the_tags_of_kimi_k3_have_the_same_rules() -> None:
+    opens, closes, ends = MARKERS[:3]  # stand for its three special tokens
+    known = dict(zip(("<|open|>", "<|close|>", "<|sep|>"), map(IDS.get, MARKERS), strict=False))
+    end = ("hm", closes, "think", ends)
+    response = (opens, "response", ends, '{"a": 1}', closes, "response", ends)
+    answer = rules("kimi_k3", inside=True, known=known).before(lark("json_object", ""))
+    assert allows(answer, *end, *response)
+    assert not allows(answer, *response)
+    assert not allows(answer, *end, *(piece.replace("1", "x") for piece in response))
+    short = rules("kimi_k3", inside=True, known=known, budget=2).before(None)
+    assert allows(short, *end, *response)
+    assert not allows(short, "h", *end, *response)
+    assert not rules("kimi_k3", inside=True, known={}).can_count
+    prompt = '<|open|>message role="assistant"<|sep|><|open|>'
+    assert at_end(FORMATS["kimi_k3"], prompt + "response<|sep|>") is None
+    found = at_end(FORMATS["kimi_k3"], prompt + "think<|sep|>")
+    assert found is not None
+    assert found.inside

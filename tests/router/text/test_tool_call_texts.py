@@ -74,6 +74,8 @@ def texts_of(name: str) -> list[Text]:
     ]
     unknown = write([("nobody", {"city": "x"})])
     found += [Text("How can I help you today?", "How can I help you today?", []), Text("", "", [])]
+    if name == "kimi_k3":  # what stands around calls is no content, whatever they call
+        unknown = unknown.removeprefix("<|open|>tools<|sep|>").removesuffix("<|close|>tools<|sep|>")
     if name != "openai":  # its text outside a message is none
         found.append(Text(unknown, unknown, []))
         found.append(Text("[1, 2] {'a': 3} <b>bold</b> f(x)", "[1, 2] {'a': 3} <b>bold</b> f(x)", []))
@@ -146,6 +148,16 @@ FURTHER: dict[str, list[Text]] = {
         Text("<tool_calls><tool_call>get_time<tool_sep></tool_call></tool_calls>", "", [NONE]),
         Text("<tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>42</arg_value></tool_call>", "",
              [("get_weather", {"city": "42"})]),
+    ],
+    "kimi_k3": [
+        Text("<|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool=\"get_time\" "
+             'index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>', "I look.", [NONE]),
+        Text('<|open|>call tool="get_time" index="1"<|sep|><|open|>json type="object"<|sep|>{"city": "x"}<|close|>json'
+             "<|sep|><|close|>call<|sep|>", "", [("get_time", {"city": "x"})]),
+        Text('<|open|>call tool="get_time"<|sep|><|open|>argument key="a &amp; &quot;b&quot;" type="number"<|sep|>3'
+             "<|close|>argument<|sep|><|close|>call<|sep|>", "", [("get_time", {'a & "b"': 3})]),
+        Text("Hello.<|close|>response<|sep|><|close|>message<|sep|>", "Hello.", []),
+        Text("<|open|>call me<|sep|>", "<|open|>call me<|sep|>", []),
     ],
     "functionary_v32": [
         Text('get_weather\n{"city": "x"}', "", [("get_weather", {"city": "x"})]),

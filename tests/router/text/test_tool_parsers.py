@@ -277,6 +277,7 @@ def test_wherever_a_text_is_cut_its_calls_are_parts_of_the_whole_ones(name: str,
         ),
         ("'<tool_calls>\\n' '<tool_call>' + name + '<tool_sep>\\n<arg_key>'", "hy_v3"),
         ("ns.system_prompt + 'List of tools: [' -%}", "lfm2"),
+        ("open_tag('call', [('tool', fn.name)]) '<|open|>' + tag + '<|sep|>'", "kimi_k3"),
     ],
 )
 def test_the_format_is_recognised_by_the_template(template: str, name: str) -> None:
@@ -291,7 +292,6 @@ def test_the_format_is_recognised_by_the_template(template: str, name: str) -> N
         '{"name": "{{ tool.name }}", "description": "{{ tool.description }}", "parameters": {{ tool.parameters }}}',
         "{{ tools | tojson }}",
         "<|tool_list_begin|>{%- for call in message.tool_calls %}>>>{{ call.function.name }}",
-        "open_tag('call', [('tool', fn.name)]) '<|open|>' + tag + '<|sep|>'",
     ],
 )
 def test_tools_that_are_listed_tell_of_no_format(template: str) -> None:

@@ -112,6 +112,29 @@ def kimi(calls: list[Call]) -> str:
     return f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>"
 
 
+KINDS = {bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", dict: "object"}
+
+
+def kimi_k3(calls: list[Call]) -> str:
+    def tag(name: str, inner: str, **attributes: Any) -> str:
+        written = "".join(
+            f' {key}="{str(value).replace("&", "&amp;").replace(chr(34), "&quot;")}"'
+            for key, value in attributes.items()
+        )
+        return f"<|open|>{name}{written}<|sep|>{inner}<|close|>{name}<|sep|>"
+
+    def inner(arguments: dict[str, Any]) -> str:
+        return "".join(
+            tag("argument", text_or_json(value), key=key, type=KINDS.get(type(value), "array"))
+            for key, value in arguments.items()
+        )
+
+    called = "".join(
+        tag("call", inner(arguments), tool=name, index=place) for place, (name, arguments) in enumerate(calls, 1)
+    )
+    return tag("tools", called)
+
+
 def harmony(calls: list[Call]) -> str:
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{compact(arguments)}<|call|>"
@@ -182,5 +205,6 @@ WRITERS: dict[str, Callable[[list[Call]], str]] = {
         else f'<param name="{key}">{value}</param>')),
     "hy_v3": tags(("<tool_calls>\n", "\n</tool_calls>"), ("<tool_call>", "<tool_sep>\n", "</tool_call>"),
                   parameter("<arg_key>", "</arg_value>\n", "</arg_key>\n<arg_value>"), one_block=True),
+    "kimi_k3": kimi_k3,
     "functionary_v32": lambda calls: "".join(f">>>{name}\n{compact(arguments)}" for name, arguments in calls),
 }  # fmt: skip

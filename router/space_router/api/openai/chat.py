@@ -195,11 +195,11 @@ def tool_use(
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("`tool_choice` asks for a call, and there are no `tools`.", param="tool_choice")
-        return ToolUse(grammar=answer)
+        return _without_calls(builder, answer)
     functions = _functions(tools)
     mode, callable_ = _chosen(choice, list(functions))
     if mode == "none":
-        return ToolUse(grammar=answer)
+        return _without_calls(builder, answer)
     template = template_for(builder, tools)
     if not template.habits.takes_tools:
         raise InvalidRequest(
@@ -219,6 +219,17 @@ def tool_use(
         markers=frozenset(ids[text] for text in (known.markers if known else ()) if text in ids),
         forced=mode != "auto",
     )
+
+
+def _without_calls(builder: RequestBuilder, answer: Grammar | None) -> ToolUse:
+    """Return how an answer without calls is read: by the format of calls if that marks answers, too."""
+    template = builder.text.chat_template
+    if answer is not None or template is None or (known := _known_format(builder, template.source)) is None:
+        return ToolUse(grammar=answer)
+    if not known.marks_answers:
+        return ToolUse()
+    ids = builder.text.tokenizer.special_tokens.ids
+    return ToolUse(format=known, markers=frozenset(ids[text] for text in known.markers if text in ids))
 
 
 def _functions(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -268,14 +279,8 @@ def _schema(tool: Tool) -> Mapping[str, Any]:
 
 def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
     """Return the tool call format, or None if the server's flags turn parsing off. Raises InvalidRequest."""
-    match builder.config.tool_call_parser:
-        case "off":
-            return None
-        case "auto":
-            known = formats.recognised(template)
-        case name:
-            known = formats.named(name, template)
-    if known is None:
+    known = _known_format(builder, template)
+    if known is None and builder.config.tool_call_parser != "off":
         raise InvalidRequest(
             "The chat template tells of no format of tool calls that is known here. Start the server with "
             f"`--tool-call-parser` ({', '.join(formats.FORMATS)}, or off to leave calls in the text).",
@@ -283,6 +288,17 @@ def _format(builder: RequestBuilder, template: str) -> ToolFormat | None:
             code="unsupported_parameter",
         )
     return known
+
+
+def _known_format(builder: RequestBuilder, template: str) -> ToolFormat | None:
+    """Return the tool call format that the flag names, or the template tells of; None: none, or parsing is off."""
+    match builder.config.tool_call_parser:
+        case "off":
+            return None
+        case "auto":
+            return formats.recognised(template)
+        case name:
+            return formats.named(name, template)
 
 
 def _grammar(

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from space_router.text import harmony
 from space_router.text.tool_calls import (
@@ -27,6 +28,8 @@ from space_router.text.tool_parsers import marked_calls as marked
 from space_router.text.tool_parsers import xml_calls as xml
 from space_router.text.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA_4, gemma
 from space_router.text.tool_parsers.glm import GLM, hy3, pair_calls
+from space_router.text.tool_parsers.kimi_k3 import MARKERS as KIMI_3_MARKERS
+from space_router.text.tool_parsers.kimi_k3 import kimi_k3
 from space_router.text.tool_parsers.listed_calls import (
     list_at_start,
     listed_calls,
@@ -47,6 +50,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # special tokens that the parser needs
     layout: ToolCallLayout | None  # None: calls are parsed, but cannot be required
     short_ids: bool = False  # templates of this format need ids of nine letters and digits
+    marks_answers: bool = False  # marks stand around answers, too, which are read even without tools
 
 
 _HERMES = ToolFormat(
@@ -274,7 +278,9 @@ _FUNCTIONARY_32 = ToolFormat(
         between=marked.RECIPIENT,
         begins=r"((?s:.*)>>>)?[A-Za-z0-9_.-]+\n[ \t\r\n]*\{(?s:.*)",
     ),
+    marks_answers=True,
 )
+_KIMI_3 = ToolFormat("kimi_k3", kimi_k3, KIMI_3_MARKERS, None, marks_answers=True)
 
 
 def _xml(name: str, tags: xml.Tags, *, trim: str = "\n") -> ToolFormat:
@@ -393,7 +399,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         _HERMES, _LLAMA_3, _MISTRAL, _PYTHONIC, _QWEN_CODER, _GLM, _DEEPSEEK, _DEEPSEEK_31, _KIMI, _HARMONY, _GRANITE,
         _PHI_4, _FUNCTOOLS, _NEMOTRON, _LFM2, _SEED, _MINIMAX, _GEMMA_4, _FUNCTION_GEMMA, _DEEPSEEK_32, _DEEPSEEK_4,
         _COMMAND, _COMMAND_R, _MINIMAX_3, _MINIMAX_1, _HUNYUAN, _APERTUS, _OLMO, _XLAM, _GIGACHAT, _SOLAR, _LONGCAT,
-        _INTERN, _FUNCTIONARY, _GLIMMER, _MINICPM, _HY_3, _FUNCTIONARY_32,
+        _INTERN, _FUNCTIONARY, _GLIMMER, _MINICPM, _HY_3, _FUNCTIONARY_32, _KIMI_3,
     )
 }  # fmt: skip
 """Formats by their `--tool-call-parser` name, which is vLLM's where it has one."""
@@ -436,6 +442,7 @@ _SIGNS = (
     ("<|tool_list_start|>", _LFM2),
     ("List of tools: [", _LFM2),
     ("functools[", _FUNCTOOLS),
+    ("open_tag('call'", _KIMI_3),
 )
 """What the template of each format has, and those of the formats before have not."""
 
@@ -455,6 +462,7 @@ def named(name: str, template: str) -> ToolFormat:
     return variant or FORMATS[name]
 
 
+@lru_cache(maxsize=16)
 def recognised(template: str) -> ToolFormat | None:
     """Return the format that a chat template instructs the model to use, or None if it is not supported."""
     if "｜DSML｜" in template:

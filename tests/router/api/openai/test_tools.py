@@ -274,6 +274,18 @@ async def test_the_flag_names_the_format_or_leaves_calls_in_the_text(start: Any)
                 assert (len(message["tool_calls"][0]["id"]) == 9) == (name == "mistral")
 
 
+async def test_what_a_format_writes_around_answers_is_no_content_without_tools_either(start: Any) -> None:
+    config = ServeConfig(tool_call_parser="functionary_v32")
+    async with start("all\nIt is hot." + END, config=config, chat=TEMPLATE, **ROOM) as router:
+        for body in ({"tools": None}, {"tool_choice": "none"}):
+            assert (await chat(router, **body))["choices"][0]["message"]["content"] == "It is hot."
+            assert joined(await events(router, **body))["content"] == "It is hot."
+        answer = await router.post("/v1/responses", input="Hi")
+        assert answer.json()["output"][0]["content"][0]["text"] == "It is hot."
+        answer = await router.post("/v1/messages", messages=USER, max_tokens=64)
+        assert answer.json()["content"] == [{"type": "text", "text": "It is hot."}]
+
+
 def grammar(router: Any, **body: Any) -> str | None:
     """The grammar of the engine's request."""
     checked = validate(ChatBody, {"messages": USER, "tools": [WEATHER, NOW], **body}, CHAT_NEUTRAL)
