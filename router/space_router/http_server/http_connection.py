@@ -354,6 +354,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._later:
             self._begin(self._later.popleft())
+            if not self._later and self._reading is Reading.BODY:
+                self._transport.resume_reading()  # the rest of its body
         elif self._refused:
             self._leave()
         elif self._is_sender_closed:

@@ -276,6 +276,28 @@ async def test_a_head_that_begins_during_an_answer_has_its_time_from_the_end_of_
         assert (await client.rest()).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("framing", [b"content-length: 5", b"transfer-encoding: chunked"], ids=["length", "chunks"])
+async def test_the_body_behind_a_head_that_came_during_an_answer_is_read(framing: bytes, num_before: int) -> None:
+    """Clients that keep a connection send the next head as soon as the last byte is there, and the body apart."""
+    head = b"POST /echo HTTP/1.1\r\nhost: a\r\n%s\r\n\r\n" % framing
+    body = b"hello" if framing.startswith(b"content") else b"5\r\nhello\r\n0\r\n\r\n"
+    async with serving(replace(HASTY, receive_timeout=SOON)) as server, server.connect(HELD) as client:
+        await client.until(BEGUN)
+        await client.send(num_before * SHORT + head)
+        await asyncio.sleep(0.05)
+        server.released.set()
+        found = b""
+        while found.count(b"0\r\n\r\n") <= num_before:
+            found += await client.until(b"0\r\n\r\n")
+        await client.send(body[:3])
+        await asyncio.sleep(0.05)
+        await client.send(body[3:])
+        assert (await client.until(b"hello")).startswith(b"HTTP/1.1 200 ")
+        await client.send(SHORT)
+        assert b"hello" in await client.until(b"0\r\n\r\n")
+
+
 @pytest.mark.parametrize(
     ("wrong", "status"),
     [
