@@ -332,17 +332,29 @@ DOUBTED_TRIALS = 4  # trials of drafting that looks too slow, after its measured
 
 class SpeculationProbe:
     """Schedules short trials of drafting where it is expected to be slower: without them one cost measured in a bad
-    moment would keep plain decoding for good."""
+    moment would keep plain decoding for good.
+
+    Each batch size, by doublings, has its own wait: trials that failed among many say little about a few.
+    """
 
     def __init__(self) -> None:
         self._num_left = 0  # steps left of the running trial
-        self._wait = FIRST_TRIAL_AFTER  # plain steps before the next trial
+        self._wait = FIRST_TRIAL_AFTER  # plain steps before the next trial, at the present size
+        self._size = 0  # the batch's, by doublings
+        self._waits: dict[int, int] = {}  # of the other sizes met
         self._num_doubted = 0  # trials left that run however slow drafting looks
 
     @property
     def rarity(self) -> float:
         """How many times the first distance the next trial waits."""
         return self._wait / FIRST_TRIAL_AFTER
+
+    def resize(self, num_sequences: int) -> None:
+        """Go on with a batch of `num_sequences`."""
+        size = num_sequences.bit_length()
+        if size != self._size:
+            self._waits[self._size], self._size = self._wait, size
+            self._wait = self._waits.get(size, FIRST_TRIAL_AFTER)
 
     def is_due(self, worth: float, num_plain: int) -> bool:
         """Whether to start a trial after `num_plain` plain steps, if drafting is expected to bring `worth` of plain
@@ -359,6 +371,7 @@ class SpeculationProbe:
     def doubt(self) -> None:
         """Discard what trials have shown: the machine's speed changed, or its costs were measured beside other work."""
         self._num_doubted, self._wait = DOUBTED_TRIALS, FIRST_TRIAL_AFTER
+        self._waits.clear()
 
     def goes_on(self, num_steps: int) -> bool:
         """Whether the trial still runs after `num_steps` more steps."""
@@ -382,7 +395,9 @@ model, with and without, in turn: 60e-6 to 90e-6 alone, 43e-6 among 8, 24e-6 amo
 a pass over the weights; in a loop that does nothing else it is 3.4e-6.
 """
 READING_WINDOW, LEAST_READING_STEPS = 64, 8  # readings and steps over which drafts must save what reading costs
-PAUSE_STEPS, LONGEST_PAUSE_STEPS = 512, 2048  # first pause and longest: each in a row is twice as long
+PAUSE_STEPS, RETRY_READINGS = 80, 8
+"""Steps of a pause, and the readings (over LEAST_READING_STEPS at least) that decide whether another one follows. So
+drafts are back within 100 steps of a text that offers them, and reading in vain takes a tenth of its time."""
 ESTIMATE_EVERY = 4  # one in so many steps with mask drafts also estimates what drafts without masks would have saved
 GAIN_RATE = 1 / 128  # per step, of the moving average of what drafts save
 
@@ -450,7 +465,7 @@ class LookupPolicy:
         self._saved = self._spent = 0.0  # seconds in this window: saved by drafts, spent reading
         self._num_steps = self._num_readings = 0  # of the window
         self._num_left = 0  # steps left of the pause
-        self._next_pause = PAUSE_STEPS  # steps of the next pause
+        self._is_retry = False  # whether nothing was saved before the pause
         self._size = 0  # sequences when the pause began
         self.is_paused = False  # texts are not read while paused
         self._num_by_masks = 0  # steps in which masks drafted
@@ -480,13 +495,13 @@ class LookupPolicy:
         self._spent += READING_SECONDS * num_read
         self._num_steps += 1
         self._num_readings += num_read
-        if self._num_readings < READING_WINDOW or self._num_steps < LEAST_READING_STEPS:
+        # A smaller batch that resumed early is given the whole window.
+        window = RETRY_READINGS if self._is_retry and not self._num_left else READING_WINDOW
+        if self._num_readings < window or self._num_steps < LEAST_READING_STEPS:
             return
-        if self._saved < self._spent:
-            self.is_paused, self._size, self._num_left = True, num_sequences, self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE_STEPS)
-        elif not self._num_left:  # else this smaller batch resumed early, and the pause still holds for the larger
-            self._next_pause = PAUSE_STEPS
+        self._is_retry = self._saved < self._spent
+        if self._is_retry:
+            self.is_paused, self._size, self._num_left = True, num_sequences, PAUSE_STEPS
         self._saved = self._spent = 0.0
         self._num_steps = self._num_readings = 0
 
@@ -804,6 +819,7 @@ class SpeculationController:
             self._probe.doubt()
         is_known = self._realized.look_back(self._num_since * self._num_sequences)
         self._realized.resize(mix.size)
+        self._probe.resize(mix.size)
         load = StepLoad(num_context=load.num_context)
         self._price(mix.size, load, anew=True)
         plain = self._proposals.rate(mix.size, self._expected(None, mix, load).seconds)

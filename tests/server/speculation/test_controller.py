@@ -21,7 +21,7 @@ from space_server.speculation.controller import (
     ENABLE_MARGIN,
     FIRST_TRIAL_AFTER,
     GAIN_RATE,
-    LONGEST_PAUSE_STEPS,
+    LEAST_READING_STEPS,
     LOOK_EVERY,
     LOOK_SELDOM,
     LOOKUP_RETRY_EVERY,
@@ -541,6 +541,20 @@ def test_what_is_known_to_be_hopeless_is_not_tried_without_a_doubt() -> None:
     assert not known.is_due(0.5, 10**9)
 
 
+def test_trials_that_failed_in_a_flood_delay_none_of_one_alone() -> None:
+    probe = SpeculationProbe()
+    probe.resize(1)
+    for _ in range(5):
+        probe.resize(32)
+        probe.begin()
+        probe.failed()
+    assert not probe.is_due(0.95, FIRST_TRIAL_AFTER)
+    probe.resize(1)
+    assert probe.is_due(0.95, FIRST_TRIAL_AFTER)
+    probe.resize(40)
+    assert not probe.is_due(0.95, FIRST_TRIAL_AFTER)
+
+
 BAD = Offer(tokens=0.1, seconds=1e-3, plain_tokens=8, plain_seconds=8e-3, num_chains=8)
 
 
@@ -635,13 +649,26 @@ def naps_of(worth: LookupPolicy, num_steps: int) -> list[int]:
     return lengths
 
 
-def test_each_nap_in_a_row_is_twice_as_long_up_to_a_bound() -> None:
-    assert naps_of(LookupPolicy(), 3 * LONGEST_PAUSE_STEPS) == [
-        PAUSE_STEPS,
-        2 * PAUSE_STEPS,
-        LONGEST_PAUSE_STEPS,
-        LONGEST_PAUSE_STEPS,
-    ]
+def test_texts_are_read_again_in_every_hundred_steps_however_often_that_was_in_vain() -> None:
+    num_steps = 10 * (PAUSE_STEPS + LEAST_READING_STEPS)
+    assert PAUSE_STEPS + LEAST_READING_STEPS <= 100
+    assert naps_of(LookupPolicy(), num_steps) == [PAUSE_STEPS] * 10
+
+
+@pytest.mark.parametrize("num_sequences", [8, 32])
+def test_a_text_that_offers_drafts_is_read_within_a_hundred_steps_after_a_flood_in_vain(num_sequences: int) -> None:
+    worth = LookupPolicy()
+    for _ in range(3000):
+        stepped(worth, num_sequences)
+    for size in (1, num_sequences):
+        taken = []
+        for _ in range(200):
+            stepped(worth, size)
+            if not worth.is_paused:
+                taken.append(worth.pays(good(4 * size * READING_SECONDS)))
+            else:
+                taken.append(False)
+        assert all(taken[100:])
 
 
 def test_a_crowd_of_half_the_size_is_read_and_the_whole_one_naps_on() -> None:
