@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from exactness_matrix import Subject
+from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.loading.load import load_model
 from space_server.worker import Worker
-from tiny_checkpoints import tiny_checkpoint
+from tiny_checkpoints import MORE_FAMILIES, tiny_checkpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +35,8 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     def find(family: str) -> Path:
         if family not in folders:
             folder = tmp_path_factory.mktemp(family)
-            sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1}
+            recurrent = MORE_FAMILIES.get(family, {}).get("model_type") in HYBRIDS  # their states' sizes are fixed
+            sizes = {"hidden_size": 64 if recurrent else 32, "num_heads": 2, "kv_heads": 1}
             folders[family] = tiny_checkpoint(folder, family, seed=1, tie_word_embeddings=False, **sizes)
         return folders[family]
 

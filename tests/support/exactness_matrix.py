@@ -214,18 +214,23 @@ def sampling_for(
         sampling.bad_words.extend([pb.IdRun(ids=base[5:8]), pb.IdRun(ids=[live_ids[3]])])
     if everything or processor == "allowed_ids":
         sampling.allowed_ids.extend(sorted({*live_ids[::2], *live_ids[7:10]}))
-    if everything or processor == "min_tokens":
+    ends_at = base.index(_late(base, ENDS[processor])) if processor in ENDS else MAX_TOKENS
+    if everything or processor == "min_tokens" or ends_at < TURNING_POINT:  # a loop: too short for a chain of drafts
         sampling.min_tokens = 9
     return sampling
+
+
+ENDS = {"eos": 14, "stop_id": 11}
+"""Processors that end the text at an id of its own, and the place before which that id comes first."""
 
 
 def limits_for(processor: str, base: Sequence[int], max_tokens: int = MAX_TOKENS) -> pb.Limits:
     """When the text ends: at an id that the unprocessed text has, so that a run is cut inside."""
     limits = pb.Limits(max_tokens=max_tokens)
     if processor == "eos":
-        limits.eos_ids.append(_late(base, 14))
+        limits.eos_ids.append(_late(base, ENDS["eos"]))
     if processor == "stop_id":
-        limits.stop_ids.append(_late(base, 11))
+        limits.stop_ids.append(_late(base, ENDS["stop_id"]))
     if processor in ("min_tokens", "all"):  # they would end the text early, and do so as soon as they may
         limits.eos_ids.extend(dict.fromkeys(base[2::2]))
         limits.stop_ids.extend(dict.fromkeys(base[3::2]))

@@ -36,12 +36,15 @@ class GreedyOracle:
     def __init__(self, path: Path, *, banned_ids: Sequence[int] = ()) -> None:
         """`banned_ids` are never generated; EOS is an id like others."""
         # eager: sdpa leaves out a soft cap of the scores, and not every version of transformers avoids it by itself
-        sees = AutoConfig.from_pretrained(path).model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        model_type = AutoConfig.from_pretrained(path).model_type
+        sees = model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
         self.model: Any = (AutoModelForMultimodalLM if sees else AutoModelForCausalLM).from_pretrained(
             str(path), dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
         self.model.eval()
         self.model.generation_config.eos_token_id = None
+        # Bamba's step with a cache gives other logits than its forward over the whole text (transformers 5.23).
+        self._use_cache = model_type != "bamba"
         self.banned_ids = list(banned_ids)
 
     @torch.inference_mode()
@@ -49,7 +52,7 @@ class GreedyOracle:
         prompt = torch.tensor([list(ids)])
         found = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_new,
-            suppress_tokens=self.banned_ids or None,
+            suppress_tokens=self.banned_ids or None, use_cache=self._use_cache,
         )  # fmt: skip
         new: list[int] = found[0, len(ids) :].tolist()
         return new
