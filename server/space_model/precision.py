@@ -80,8 +80,8 @@ def choose_dtype(
     if weights != "plain":
         if weights == "packed" and kept is None:
             raise InvalidSetting(
-                "--weights packed keeps what is quantised already: a GGUF, or AWQ, GPTQ or compressed-tensors of four "
-                "bits in groups of 32, 64 or 128. The checkpoint is none; take --weights int4."
+                "--weights packed keeps what is quantised already: a GGUF, AWQ, GPTQ or compressed-tensors of four "
+                "bits in groups of 32, 64 or 128, or MXFP4. The checkpoint is none; take --weights int4."
             )
         if weights == "gguf" and (kept is None or kept in INT4_FORMATS):
             cure = "int4" if kept is None else "packed"

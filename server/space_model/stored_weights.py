@@ -16,13 +16,12 @@ from itertools import chain
 import torch
 from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.group_weights import GroupForm, GroupWeights, Parts
-from space_kernels.linear.packed_int4 import PackedInt4
 from space_kernels.linear.row_table import RowTable
 from space_kernels.linear.stored_parts import InTurn, dense
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
+from space_model.checkpoint.stored_weight import StoredExperts, StoredPart, StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
 
@@ -84,7 +83,7 @@ def _numbers(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _check_finite(numbers: Tensor, part: Blocks | PackedInt4) -> None:
+def _check_finite(numbers: Tensor, part: StoredPart) -> None:
     """One number that is not finite makes the sum so."""
     if not bool(numbers.sum().isfinite()) and not bool(numbers.isfinite().all()):
         raise UnsupportedModel(

@@ -21,7 +21,7 @@ from exactness_matrix import (
     check_cell,
     cover,
 )
-from quantized_testing import write_quantized
+from quantized_testing import write_mxfp4_experts, write_quantized
 from space_model.loading.load import load_model
 from tiny_checkpoints import tiny_adapter, tiny_checkpoint
 
@@ -146,7 +146,10 @@ def as_packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Subject
             folder = tmp_path_factory.mktemp("packed")
             sizes = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1, "num_masks": 0}
             source = tiny_checkpoint(folder / "source", family, seed=1, tie_word_embeddings=False, **sizes)
-            write_quantized(source, folder / "bare", folder / "plain", kind)
+            if kind == "MXFP4":
+                write_mxfp4_experts(source, folder / "bare", folder / "plain")
+            else:
+                write_quantized(source, folder / "bare", folder / "plain", kind)
             own = tiny_adapter(folder / "own", folder / "bare")
             model, base = (load_model(path, weights="auto") for path in (own, folder / "bare"))
             assert model.facts.number_format == base.facts.number_format == "bfloat16 with packed weights"
@@ -351,3 +354,8 @@ def test_it_is_so_with_experts_in_the_four_bits_of_a_quantised_checkpoint(
     model: str, cell: Cell, as_packed: Callable[..., Subject]
 ) -> None:
     check_cell(as_packed("awq", "qwen3_moe"), cell)
+
+
+@pytest.mark.parametrize(("model", "cell"), EXPERTS[:2], ids=cell_name)
+def test_it_is_so_with_experts_in_mxfp4(model: str, cell: Cell, as_packed: Callable[..., Subject]) -> None:
+    check_cell(as_packed("MXFP4", "gpt_oss"), cell)

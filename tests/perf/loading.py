@@ -65,6 +65,8 @@ def tensor_bytes(checkpoint: Checkpoint, weights: str) -> int:
     """Bytes of the model's tensors in this form, and of what drafts."""
     drafting = [] if checkpoint.home == checkpoint.folder else checkpoint.home.glob("*.safetensors")
     total = sum(file.stat().st_size for file in drafting)
+    if weights == "packed" and checkpoint.gguf is None:
+        return total + sum(file.stat().st_size for file in checkpoint.weights)
     if weights == "gguf" and checkpoint.gguf is not None:
         return total + sum(tensor.num_bytes for tensor in checkpoint.gguf.tensors.values())
     names = {name for name, _, _ in stored(checkpoint)}
@@ -144,7 +146,7 @@ def run(options: argparse.Namespace) -> Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2", help="as of serve (smollm2)")
-    add("--weights", nargs="+", default=["plain"], metavar="FORM", help="plain, int8, int4, gguf (plain)")
+    add("--weights", nargs="+", default=["plain"], metavar="FORM", help="plain, int8, int4, gguf, packed (plain)")
     add("--small", default="demo", help="a small model that is loaded before, for what is imported (demo)")
     add("--llama", metavar="PYTHON", help="a Python with llama-cpp-python, to load the same GGUF file beside")
 

@@ -443,7 +443,8 @@ def to_page(results: Sequence[FamilyResult]) -> str:
     ]
     for name, (library, kinds) in _formats().items():
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
-        in_four_bits = "; linears and experts of four bits as they are with `--weights packed`" * (name in INT4_FORMATS)
+        which = "experts" if name == "MXFP4" else "linears and experts of four bits"
+        in_four_bits = f"; {which} as they are with `--weights packed`" * (name in INT4_FORMATS)
         lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{in_four_bits} | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",

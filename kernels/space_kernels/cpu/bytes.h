@@ -8,6 +8,9 @@ namespace KIND {
 
 constexpr int64_t VECTOR = 64;  // bytes of a vector: four numbers of each of sixteen lanes
 
+// Floats of four bits, doubled, plus 12.
+alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 #if defined(__x86_64__)
 static inline uint16_t to_half(float x) { return uint16_t(_cvtss_sh(x, 0)); }  // to the nearest, ties to even
 static inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
@@ -54,6 +57,9 @@ static inline void store_bytes(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a.v
 static inline Bytes low_halves(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 static inline Bytes high_halves(Bytes a) {
     return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+}
+static inline Bytes from_e2m1(Bytes a) {
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)E2M1)), a.v)};
 }
 static inline Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Ints same_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -115,6 +121,10 @@ static inline __m256i low_halves8(__m256i a) { return _mm256_and_si256(a, _mm256
 static inline __m256i high_halves8(__m256i a) { return low_halves8(_mm256_srli_epi16(a, 4)); }
 static inline Bytes low_halves(Bytes a) { return {low_halves8(a.low), low_halves8(a.high)}; }
 static inline Bytes high_halves(Bytes a) { return {high_halves8(a.low), high_halves8(a.high)}; }
+static inline Bytes from_e2m1(Bytes a) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)E2M1));
+    return {_mm256_shuffle_epi8(table, a.low), _mm256_shuffle_epi8(table, a.high)};
+}
 static inline Ints same_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline Lanes to_lanes(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 static inline Lanes load_halves(const uint16_t* p) {
@@ -176,6 +186,7 @@ struct Ints {
 static inline Bytes load_bytes(const uint8_t* p) { EACH(Bytes, vld1q_u8(p + 16 * i)); }
 static inline Bytes low_halves(Bytes a) { EACH(Bytes, vandq_u8(a.v[i], vdupq_n_u8(15))); }
 static inline Bytes high_halves(Bytes a) { EACH(Bytes, vshrq_n_u8(a.v[i], 4)); }
+static inline Bytes from_e2m1(Bytes a) { EACH(Bytes, vqtbl1q_u8(vld1q_u8(E2M1), a.v[i])); }
 static inline Ints same_int(int32_t x) { EACH(Ints, vdupq_n_s32(x)); }
 static inline Lanes to_lanes(Ints a) { EACH(Lanes, vcvtq_f32_s32(a.v[i])); }
 static inline Lanes load_halves(const uint16_t* p) {

@@ -34,9 +34,10 @@ enum class Then : int { NOTHING = 0, ADD = 1, SWIGLU = 2 };
 // K forms have such a scale (and minimum) for eight groups, and a whole number by which each group multiplies it. MIXED:
 // ranges of panels in several forms; the weight is their LinearPart[]. INT8: eight bits with a scale for each output,
 // the linear's, which the sum of all groups is multiplied by. U4_n: four bits, with a scale and a zero point for n inputs.
+// MXFP4: floats of four bits with a power of two as scale.
 enum class Groups : int {
     NONE = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3, Q4_K = 4, Q5_K = 5, Q6_K = 6, MIXED = 7, INT8 = 8, U4_32 = 9, U4_64 = 10,
-    U4_128 = 11
+    U4_128 = 11, MXFP4 = 12
 };
 
 // The operands of a matmul and its destination.
@@ -58,7 +59,7 @@ struct LinearPart {
     int64_t groups;
 };
 
-// Unpacked weights in groups: float16 bits, and a byte a number. Inputs are padded to whole groups.
+// Unpacked weights in groups: float16 bits (of MXFP4 bfloat16), and a byte a number. Inputs are padded to whole groups.
 struct GroupWeights {
     const uint8_t* numbers;      // [outputs, groups·32]
     const uint16_t *scale, *min;  // [outputs, scales of an output]; min: of Q4_1, Q4_K and Q5_K; INT8: null

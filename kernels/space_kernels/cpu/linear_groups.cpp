@@ -3,6 +3,7 @@
 //     W[n, k] = scale[n, g]·(number[n, k] - offset) + min[n, g]        g = k / 32, number 0 .. 15 or 0 .. 255
 //     W[n, k] = scale[n]·(number[n, k] - offset)                       INT8
 //     W[n, k] = scale[n, h]·(number[n, k] - zero[n, h])                U4, as in AWQ and GPTQ
+//     W[n, k] = scale[n, g]·(E2M1[number[n, k]] - 12)                  MXFP4: doubled floats of four bits
 //     x[r, k] ≈ scale[r, g]·code[r, k]                                 code -127 .. 127, the nearest
 //
 // A panel has one block after the other:
@@ -52,12 +53,14 @@ template <Groups GROUPS>
 struct Form {
     static constexpr Groups GROUPS_OF = GROUPS;
     static constexpr bool HAS_ZERO = GROUPS == Groups::U4_32;  // and of U4_64, U4_128
+    static constexpr bool IS_E2M1 = GROUPS == Groups::MXFP4;
     static constexpr int BITS =
-        GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || HAS_ZERO ? 4 : 8;
+        GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || HAS_ZERO || IS_E2M1 ? 4 : 8;
     static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K;
     static constexpr bool HAS_SCALE = GROUPS != Groups::INT8;
     static constexpr int OFFSET = GROUPS == Groups::Q8_0 || !HAS_SCALE ? 128
                                   : GROUPS == Groups::Q4_0 ? 8
+                                  : IS_E2M1 ? 12
                                   : GROUPS == Groups::Q6_K ? 32
                                                            : 0;
     static constexpr bool IS_K = GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K || GROUPS == Groups::Q6_K;
@@ -68,6 +71,11 @@ struct Form {
     static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : IS_SHARED ? 0 : HALVES;
     static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
     static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
+
+    // The numbers of a vector's low halves, or of its high ones.
+    static Bytes low(Bytes packed) { return IS_E2M1 ? from_e2m1(low_halves(packed)) : low_halves(packed); }
+    static Bytes high(Bytes packed) { return IS_E2M1 ? from_e2m1(high_halves(packed)) : high_halves(packed); }
+    static Lanes scale(const uint16_t* from) { return IS_E2M1 ? load((const bf16*)from) : load_halves(from); }
 
     // Bytes before the block of a group, or of a panel. sharing: groups with one scale.
     static constexpr int64_t place(int64_t group, int64_t sharing) {
@@ -210,7 +218,7 @@ void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, L
             for (int j = 0; j < PANELS; ++j) {
                 const Bytes numbers = load_bytes(block + j * size + F::HEAD + v * VECTOR);
                 if constexpr (F::BITS == 4) {
-                    const Bytes low = low_halves(numbers), high = high_halves(numbers);
+                    const Bytes low = F::low(numbers), high = F::high(numbers);
 #pragma GCC unroll 12
                     for (int i = 0; i < ROWS; ++i)
                         product[i][j] = dot_four(product[i][j], low, codes + i * SIZE + 4 * v);
@@ -228,7 +236,7 @@ void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, L
         for (int j = 0; j < PANELS; ++j) {
             const uint8_t* steps = block + j * size;
             const uint16_t* halves = (const uint16_t*)((F::IS_SHARED ? shared : block) + j * size);
-            Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+            Lanes scale = F::HAS_SCALE ? F::scale(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
             if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(steps)));
             if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(steps + LANES)));
             if constexpr (F::STEPS == 2) {
@@ -280,8 +288,8 @@ void unpack(const uint8_t* panel, int64_t groups, int64_t sharing, uint8_t* to) 
         for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
             __builtin_prefetch(block + AHEAD + v * VECTOR);
             const Bytes numbers = load_bytes(block + v * VECTOR);
-            store_bytes(to + v * VECTOR, low_halves(numbers));
-            store_bytes(to + (F::VECTORS_OF_BLOCK + v) * VECTOR, high_halves(numbers));
+            store_bytes(to + v * VECTOR, F::low(numbers));
+            store_bytes(to + (F::VECTORS_OF_BLOCK + v) * VECTOR, F::high(numbers));
         }
     }
 }
@@ -307,7 +315,7 @@ void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, i
         _tile_stored(0, product, VECTOR);
         TileConfig::written();
         const uint16_t* halves = (const uint16_t*)(F::IS_SHARED ? shared : block);
-        Lanes scale = F::HAS_SCALE ? load_halves(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+        Lanes scale = F::HAS_SCALE ? F::scale(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
         if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(block)));
         if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(block + LANES)));
         const Ints zero = F::HAS_ZERO ? load_steps(shared + F::ZEROS) : same_int(0);
@@ -466,6 +474,7 @@ auto with_form(Groups groups, const Work& work) {
         case Groups::Q5_K: return work(Form<Groups::Q5_K>());
         case Groups::Q6_K: return work(Form<Groups::Q6_K>());
         case Groups::INT8: return work(Form<Groups::INT8>());
+        case Groups::MXFP4: return work(Form<Groups::MXFP4>());
         case Groups::U4_32: case Groups::U4_64: case Groups::U4_128: return work(Form<Groups::U4_32>());
         default: return work(Form<Groups::Q8_0>());
     }

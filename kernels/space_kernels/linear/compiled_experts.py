@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from ctypes import POINTER, byref
 
 import torch
@@ -23,8 +23,8 @@ class CompiledExperts(nn.Module):
     def __init__(
         self,
         library: CpuLibrary,
-        gate_up: Tensor | Sequence[Parts],
-        down: Tensor | Sequence[Parts],
+        gate_up: Tensor | Iterable[Parts],
+        down: Tensor | Iterable[Parts],
         *,
         weights: str = "plain",
     ) -> None:
@@ -43,7 +43,7 @@ class CompiledExperts(nn.Module):
         self.gate_up = [CompiledLinear(library, each, None, weights=weights) for each in alternating]
         self.down = [CompiledLinear(library, each, None, weights=weights) for each in down]
         self.hidden_size, self.width = self.down[0].out_features, self.down[0].in_features
-        count = len(down)
+        count = len(self.down)
         self._structs = tuple(
             (LinearStruct * count)(*(linear.struct for linear in linears)) for linears in (self.gate_up, self.down)
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class RowInvariantExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: Tensor | Sequence[Parts],
-        down: Tensor | Sequence[Parts],
+        gate_up: Tensor | Iterable[Parts],
+        down: Tensor | Iterable[Parts],
         gate: Callable[[Tensor], Tensor],
         *,
         gate_up_bias: Tensor | None = None,
@@ -40,10 +40,10 @@ class RowInvariantExperts(nn.Module):
         [R, width], R a multiple of 4; `weights`: int8 or int4."""
         super().__init__()
 
-        def linears(each: Tensor | Sequence[Parts], biases: Tensor | None) -> nn.ModuleList:
-            some = [None] * len(each) if biases is None else [*biases]
+        def linears(each: Tensor | Iterable[Parts], biases: Tensor | None) -> nn.ModuleList:
+            some = repeat(None) if biases is None else biases
             return nn.ModuleList(
-                cpu_linear(weight, bias, weights=weights) for weight, bias in zip(each, some, strict=True)
+                cpu_linear(weight, bias, weights=weights) for weight, bias in zip(each, some, strict=biases is not None)
             )
 
         self.gate_up, self.down = linears(gate_up, gate_up_bias), linears(down, down_bias)

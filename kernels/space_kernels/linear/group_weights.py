@@ -7,12 +7,13 @@
     Q5_K   W = scale·number + min           number 0 .. 31     8.6 bits
     Q6_K   W = scale·(number - 32)          number 0 .. 63     8.6 bits
     U4_n   W = scale·(number - zero)        number 0 .. 15     4 + 24/n bits
+    MXFP4  W = scale·(E2M1[number] - 12)    number 0 .. 15     4.5 bits
 
 as in a GGUF (whose Q8_0 keeps number - 128, and the min of Q4_K and Q5_K with the other sign); scale and min are
 float16. In the K forms eight groups share them, and each group multiplies them by whole numbers of its own, its steps;
 a group of Q6_K has two, one for 16 inputs each. In the U4 forms n inputs (32, 64 or 128) share scale and zero point, as
-in AWQ and GPTQ. Inputs are rounded to whole numbers, too: those of a row and group
-become codes from -127 to 127 with a float32 scale.
+in AWQ and GPTQ. The numbers of MXFP4 stand for floats of four bits, doubled; its scales are powers of two in bfloat16.
+Inputs are rounded to whole numbers, too: those of a row and group become codes from -127 to 127 with a float32 scale.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ class GroupForm(IntEnum):
     U4_32 = 9
     U4_64 = 10
     U4_128 = 11
+    MXFP4 = 12
 
     @property
     def offset(self) -> int:
         """Return the number that stands for 0, or for the minimum."""
-        return {"Q4_0": 8, "Q8_0": 128, "Q6_K": 32}.get(self.name, 0)
+        return {"Q4_0": 8, "Q8_0": 128, "Q6_K": 32, "MXFP4": 12}.get(self.name, 0)
 
     @property
     def has_min(self) -> bool:
@@ -83,11 +85,14 @@ class GroupForm(IntEnum):
     @property
     def bytes_of_groups(self) -> int:
         """Return the bytes of eight groups, 256 weights, of an output."""
-        has_four_bits = self in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q4_K) or self.has_zero
+        has_four_bits = self in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q4_K, GroupForm.MXFP4) or self.has_zero
         numbers = GROUP // 2 if has_four_bits else GROUP
         steps = self.num_steps + self.has_min if self.is_k else 0
         return SHARED * (numbers + steps) + SHARED // self.num_sharing * (2 * (1 + self.has_min) + self.has_zero)
 
+
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""What the numbers of MXFP4 stand for: 0, .5, 1, 1.5, 2, 3, 4, 6 and the same with the other sign, doubled, plus 12."""
 
 INT4, INT4_HEAD = GroupForm.Q4_1, GroupForm.Q8_0
 """Of `--weights int4`: linears, and the output head."""
@@ -99,7 +104,7 @@ class GroupWeights:
 
     form: GroupForm
     numbers: Tensor  # [out, groups·32] uint8
-    scale: Tensor  # [out, groups] float16; of the K forms [out, groups/8]; of a U4 form [out, ⌈groups/sharing⌉]
+    scale: Tensor  # [out, groups] float16 (MXFP4: bfloat16); of K forms [out, groups/8]; of U4 [out, ⌈groups/sharing⌉]
     min: Tensor | None  # as scale; None: 0
     in_features: int
     scale_steps: Tensor | None = None  # of the K forms [out, groups], uint8; of Q6_K [out, groups·2], int8
@@ -127,8 +132,9 @@ class GroupWeights:
 
     @classmethod
     def of(cls, weight: Tensor, form: GroupForm) -> GroupWeights:
-        """Quantise a weight [out, in], to no K or U4 form. Raises ValueError for weights beyond float16's range."""
-        if form.is_k or form.has_zero:
+        """Quantise a weight [out, in], to no K or U4 form and not to MXFP4. Raises ValueError for weights beyond
+        float16's range."""
+        if form.is_k or form.has_zero or form is GroupForm.MXFP4:
             raise ValueError(f"weights are not quantised to {form.name}, only taken from a file in it")
         outputs, inputs = weight.shape
         groups = -(-inputs // GROUP)
@@ -150,7 +156,8 @@ class GroupWeights:
         if self.zero is not None:
             return self._from_zero(self.zero)
         scale = _times(self.scale, self.scale_steps)
-        numbers = self.numbers.reshape(*scale.shape, -1).float().sub_(self.form.offset)
+        whole = torch.tensor(E2M1)[self.numbers.int()] if self.form is GroupForm.MXFP4 else self.numbers
+        numbers = whole.reshape(*scale.shape, -1).float().sub_(self.form.offset)
         numbers.mul_(scale[:, :, None])
         if self.min is not None:
             numbers.add_(_times(self.min, self.min_steps)[:, :, None])

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from space_kernels.linear.packed_int4 import AWQ_ORDER, PER_WORD, Layout, PackedInt4, form_for
+from space_kernels.linear.packed_mxfp4 import PackedMxfp4
 from torch import Tensor
 
+from space_model.checkpoint.stored_weight import StoredPart, StoredWeight
 from space_model.model_error import UnsupportedModel
 
 
@@ -76,7 +78,7 @@ CURE = (
 
 _AUTO_ROUND = "AutoRound"
 
-INT4_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND}
+INT4_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND, "MXFP4"}
 """Names of the formats of which `--weights packed` holds four-bit linears as they are stored."""
 
 
@@ -108,10 +110,15 @@ class QuantizedFormat:
         """Return whether linears have four bits, in groups that a CPU multiplies as they are."""
         return False
 
-    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
         """Return the weight of a module with these tensors as the file has it; None: only dequantised. `name`: for
         messages."""
         return None
+
+    def packed_experts(self, name: str, read: Read) -> dict[str, list[StoredWeight]]:
+        """Return the weights of each expert as the file has them, where it stacks them, by what follows the stacked
+        weight's name: ".gate" and ".up", or "" for one linear an expert; empty: it does not. `name`: for messages."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ class CompressedTensors(QuantizedFormat):
     quantised."""
 
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
-    has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group
+    has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group, or are MXFP4
     name: str = "compressed-tensors"
     library: str = "compressed_tensors"
     parts: frozenset[str] = frozenset(
@@ -240,9 +247,12 @@ class CompressedTensors(QuantizedFormat):
     def has_int4_groups(self) -> bool:
         return self.has_int4
 
-    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
-        if not self.has_int4 or not parts.issuperset({"weight_packed", "weight_shape", "weight_scale"}):
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
+        if not self.has_int4 or not parts.issuperset({"weight_packed", "weight_scale"}):
             return None
+        if "weight_shape" not in parts:
+            exponents = read("weight_scale")
+            return PackedMxfp4(name, read("weight_packed"), exponents) if exponents.dtype is torch.uint8 else None
         rows, columns = (int(n) for n in read("weight_shape").tolist())
         words, scale = read("weight_packed"), read("weight_scale")
         scale = scale[:, None] if scale.dim() == 1 else scale
@@ -352,6 +362,28 @@ class Mxfp4Experts(QuantizedFormat):
         found = torch.empty(experts, 32 * groups, outputs)
         self.write(read, found)
         return found
+
+    @property
+    def has_int4_groups(self) -> bool:
+        return True
+
+    def packed_experts(self, name: str, read: Read) -> dict[str, list[StoredWeight]]:
+        blocks, scales = read("blocks"), read("scales")
+        if blocks.dim() != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise ValueError(
+                f"it has {tuple(scales.shape)} scales for blocks of {tuple(blocks.shape)}, which are no experts of 32 "
+                "numbers a scale"
+            )
+
+        def each(step: slice) -> list[StoredWeight]:
+            return [
+                [PackedMxfp4(name, packed[step].flatten(1), exponents[step])]
+                for packed, exponents in zip(blocks, scales, strict=True)
+            ]
+
+        if not name.endswith("gate_up_proj"):
+            return {"": each(slice(None))}
+        return {".gate": each(slice(0, None, 2)), ".up": each(slice(1, None, 2))}
 
     def shape(self, shape_of: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
         found = shape_of("blocks")
@@ -544,4 +576,5 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
         and (spec.get("strategy") == "channel" or form_for(int(spec.get("group_size") or 0)) is not None)
         for spec in weights
     )
+    has_int4 = has_int4 or "mxfp4-pack-quantized" in kinds
     return CompressedTensors((rows, columns) if rows else None, has_int4 and not rows)

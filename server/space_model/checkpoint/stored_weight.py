@@ -6,10 +6,16 @@ import re
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.packed_int4 import PackedInt4
+from space_kernels.linear.packed_mxfp4 import PackedMxfp4
+from space_kernels.linear.stored_parts import dense, turned
+from torch import Tensor
 
-StoredWeight = Sequence[Blocks | PackedInt4]
+StoredPart = Blocks | PackedInt4 | PackedMxfp4
+
+StoredWeight = Sequence[StoredPart]
 """A weight [out, in]: tensors of the file, below each other."""
 
 PANEL = 16
@@ -29,16 +35,28 @@ class StoredExperts:
     gate: Sequence[StoredWeight]
     up: Sequence[StoredWeight]
     down: Sequence[StoredWeight]
+    is_transposed: bool = False  # the module has its inputs in the second dimension
+
+    def numbers(self, name: str, expert: int, *, in_turn: bool = False) -> Tensor:
+        """Dequantise an expert's gate_up_proj [2·width, hidden], gate first or, `in_turn`, alternating with up, or its
+        down_proj [hidden, width]: float32."""
+        if name == "down_proj":
+            return dense(self.down[expert])
+        gate, up = dense(self.gate[expert]), dense(self.up[expert])
+        return turned(gate, up, size=1) if in_turn else torch.cat([gate, up])
 
     @property
     def gate_up_shape(self) -> tuple[int, int, int]:
-        """[experts, 2·width, hidden]"""
-        return len(self.gate), 2 * self.gate[0][0].out_features, self.gate[0][0].in_features
+        """[experts, 2·width, hidden], transposed if the module's are"""
+        return self._shape(2 * self.gate[0][0].out_features, self.gate[0][0].in_features)
 
     @property
     def down_shape(self) -> tuple[int, int, int]:
-        """[experts, hidden, width]"""
-        return len(self.down), self.down[0][0].out_features, self.down[0][0].in_features
+        """[experts, hidden, width], transposed if the module's are"""
+        return self._shape(self.down[0][0].out_features, self.down[0][0].in_features)
+
+    def _shape(self, outputs: int, inputs: int) -> tuple[int, int, int]:
+        return (len(self.down), inputs, outputs) if self.is_transposed else (len(self.down), outputs, inputs)
 
 
 def is_expert(name: str) -> bool:

@@ -244,6 +244,10 @@ class WeightFiles:
         linears; they stay if all parts do."""
         return {}
 
+    def stored_mixtures(self) -> dict[str, StoredExperts]:
+        """Return mixtures whose experts the files have stacked, and which may stay as they are, by path."""
+        return {}
+
     def stored_embedding(self) -> tuple[str, Blocks] | None:
         """Return the embedding's name and its blocks, which rows can be looked up in; None: it has none."""
         return None

@@ -17,7 +17,6 @@ import torch
 from space_kernels.fp8 import Fp8
 from space_kernels.linear.cuda_linear import Fp8Linear
 from space_kernels.linear.group_weights import input_order_of
-from space_kernels.linear.packed_int4 import PackedInt4
 from space_kernels.linear.row_table import RowTable
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,6 +29,7 @@ from space_model.checkpoint.stored_weight import (
     FUSED,
     PANEL,
     StoredExperts,
+    StoredPart,
     StoredWeight,
     is_expert,
     split_mixtures,
@@ -47,7 +47,7 @@ _LINEARS = ("_proj", "lm_head", ".fc1", ".fc2", ".dense", ".query_key_value", ".
 """Ends of the paths of linears that may stay packed on a CPU."""
 
 
-def _may_join(weights: Sequence[PackedInt4 | None]) -> bool:
+def _may_join(weights: Sequence[StoredPart | None]) -> bool:
     """Return whether a compact network can fuse these."""
     found = [weight for weight in weights if weight is not None]
     if len(found) < len(weights) or any(weight.out_features % PANEL for weight in found):
@@ -168,7 +168,7 @@ class QuantizedWeights(WeightFiles):
             raise UnsupportedModel(f"{path} of {self.name} is no {self.form.name} weight: {error}") from error
 
     def stored(self, *, fuses: bool) -> dict[str, StoredWeight]:
-        kept: dict[str, PackedInt4] = {}
+        kept: dict[str, StoredPart] = {}
         for path, parts in self._parts.items():
             if not (path.endswith(_LINEARS) or is_expert(f"{path}.weight")):
                 continue
@@ -182,13 +182,28 @@ class QuantizedWeights(WeightFiles):
             fused = [f"{module}.{one}" for one in group]
             if fused and not _may_join([kept.get(one) for one in fused]):
                 kept.pop(path)
-        found = {f"{path}.weight": [weight] for path, weight in kept.items()}
+        found: dict[str, StoredWeight] = {f"{path}.weight": [weight] for path, weight in kept.items()}
 
         def may_join(gate: str, up: str) -> bool:
             return _may_join([found[gate][0], found[up][0]])
 
         lost = split_mixtures(found, self.names, may_join)
         return {name: weight for name, weight in found.items() if name not in lost}
+
+    def stored_mixtures(self) -> dict[str, StoredExperts]:
+        stacked: dict[str, dict[str, Sequence[StoredWeight]]] = {}
+        for path in sorted(self._parts):
+            mixture, _, linear = path.rpartition(".")
+            with self._weight(path):
+                each = self.form.packed_experts(path, lambda part, path=path: self._part(path, part))  # type: ignore[misc]
+            stacked.setdefault(mixture, {}).update({f"{linear}{role}": weights for role, weights in each.items()})
+        gate, up, down = "gate_up_proj.gate", "gate_up_proj.up", "down_proj"
+        whole = {
+            path: StoredExperts(found[gate], found[up], found[down], is_transposed=True)
+            for path, found in stacked.items()
+            if found.keys() >= {gate, up, down}
+        }
+        return {path: found for path, found in whole.items() if found.gate[0][0].out_features % PANEL == 0}
 
     def rows(self, name: str, part: slice) -> Tensor:
         """Return some rows of a tensor; of a quantised one, all are read."""
@@ -274,8 +289,9 @@ def log_dense(checkpoint: Checkpoint, files: WeightFiles, parameters: Iterable[T
     held = sum(parameter.nbytes for parameter in parameters) / 2**20
     form = str(dtype).removeprefix("torch.")
     if isinstance(files, QuantizedWeights):
-        packed = f". On a GPU with {files.form.library} installed they stay packed" if files.form.library else ""
-        packed += f"{', and' if packed else '.'} on a CPU with --weights packed" if checkpoint.kept_as else ""
+        ways = [f"on a GPU with {files.form.library} installed"] * bool(files.form.library)
+        ways += ["on a CPU with --weights packed"] * (checkpoint.kept_as is not None)
+        packed = f". They stay packed {', and '.join(ways)}" if ways else ""
         _log.warning(
             "%s: %d %s weights are held as plain %s: %.1f MiB in memory for %.1f MiB on disk, and as much to read at "
             "every step%s",
@@ -415,6 +431,9 @@ def _leave(
     mixtures = {f"{path}.gate_up_proj": experts for path, (experts, _) in taken.items()} if stays else {}
     for path, (experts, names) in taken.items() if stays else ():
         stream.leave_experts(path, experts, names, dtype)
+    for path, experts in files.stored_mixtures().items() if stays else ():
+        stream.leave_experts(path, experts, (), dtype)
+        mixtures[f"{path}.gate_up_proj"] = experts
     for name, stored in left.items():
         stream.leave(name, stored, dtype)
     return left, mixtures
@@ -447,7 +466,7 @@ def _log_left(
 ) -> None:
     """Log which weights stay as the file has them."""
     what = "no other is quantised" if files.stored_embedding() is None else "the embedding's rows are looked up in it"
-    aside = stream.left_to_experts
+    aside = stream.left_to_experts.union(stream.placeholders)
     dense = [name for name in files.names if files.is_quantised(name) and name not in left and name not in aside]
     if dense:
         names = ", ".join(dense[:3]) + " …" * (len(dense) > 3)

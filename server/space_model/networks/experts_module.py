@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,9 +13,10 @@ from space_kernels.layers.layers import same_function, silu
 from space_kernels.layers.row_invariant_calls import sigmoid
 from space_kernels.linear.compiled_experts import CompiledExperts
 from space_kernels.linear.experts import RowInvariantExperts
+from space_kernels.linear.group_weights import Parts
 from torch import Tensor, nn
 
-from space_model.checkpoint.stored_weight import StoredExperts
+from space_model.checkpoint.stored_weight import StoredExperts, StoredWeight
 from space_model.checkpoint.weight_files import let_go
 from space_model.model_error import UnsupportedModel
 from space_model.stored_weights import alternate, below, stored_experts_of
@@ -43,7 +44,7 @@ class ExpertWeights:
     """The weights of all experts, as linears have them: outputs, then inputs; gate's outputs first, then up's."""
 
     gate_up: Tensor  # [E, 2·width, hidden]
-    down: Tensor  # [E, hidden, width]
+    down: Tensor  # [E, hidden, width]; these two of experts that stay as their file has them are placeholders
     gate_up_bias: Tensor | None  # [E, 2·width]
     down_bias: Tensor | None  # [E, hidden]
 
@@ -62,7 +63,7 @@ class ExpertWeights:
         biases = [module._parameters.get(f"{linear}_bias") for linear in ("gate_up_proj", "down_proj")]
         gate_up_bias, down_bias = (None if bias is None else bias.detach() for bias in biases)
         if not getattr(module, "is_concatenated", True):
-            gate_up = _halves(gate_up)
+            gate_up = gate_up if stored_experts_of(module) is not None else _halves(gate_up)
             gate_up_bias = None if gate_up_bias is None else _halves(gate_up_bias)
         rest = sorted({path for path, _ in module.named_parameters()} - _READ)
         if rest or getattr(module, "has_post_expert_norm", False):
@@ -137,15 +138,20 @@ def _stored_experts(found: ExpertWeights, stored: StoredExperts, gate: Gate) -> 
     """Return experts whose weights stay as the file has them, and release the pages of the file. Raises
     UnsupportedModel."""
     library, has_biases = cpu_library(), found.gate_up_bias is not None or found.down_bias is not None
-    down = [*stored.down]
-    made: nn.Module
+    pairs, down = [*zip(stored.gate, stored.up, strict=True)], [(each,) for each in stored.down]
     if library is not None and _is_swiglu(gate) and not has_biases:
-        made = CompiledExperts(library, [alternate(pair) for pair in zip(stored.gate, stored.up, strict=True)], down)
-    else:
-        gate_up = [below(pair) for pair in zip(stored.gate, stored.up, strict=True)]
-        made = RowInvariantExperts(gate_up, down, gate, gate_up_bias=found.gate_up_bias, down_bias=found.down_bias)
-    let_go(*(each for one in (*stored.gate, *stored.up, *stored.down) for part in one for each in part.tensors))
-    return made
+        return CompiledExperts(library, _read_once(pairs, alternate), _read_once(down, below))
+    gate_up, downs = _read_once(pairs, below), _read_once(down, below)
+    return RowInvariantExperts(gate_up, downs, gate, gate_up_bias=found.gate_up_bias, down_bias=found.down_bias)
+
+
+def _read_once(
+    experts: Sequence[Sequence[StoredWeight]], join: Callable[[Sequence[StoredWeight]], Parts]
+) -> Iterator[Parts]:
+    """Yield each expert's weights, joined, and release their pages of the file when the next ones are asked for."""
+    for weights in experts:
+        yield join(weights)
+        let_go(*(each for weight in weights for part in weight for each in part.tensors))
 
 
 def _number(module: nn.Module, *names: str) -> float | None:

@@ -494,9 +494,14 @@ def make_row_invariant(base: nn.Module, num_threads: int, *, weights: str = "pla
     """
     plain = {*router_linears(base), *coefficient_linears(base)}
     if isinstance(base, PreTrainedModel):  # the check at load holds what is around the layers as plain numbers
-        inside = {module for layer in decoder_layers(base)[1] for module in layer.modules()}
-        plain |= {module for module in base.modules() if type(module) is nn.Linear and module not in inside}
+        plain |= _around_layers(base)
     _replace_children(base, num_threads, weights, frozenset(plain))
+
+
+def _around_layers(base: PreTrainedModel) -> set[nn.Module]:
+    """Return the linears outside the decoder layers. Refers to no others, which are freed as they are replaced."""
+    inside = {module for layer in decoder_layers(base)[1] for module in layer.modules()}
+    return {module for module in base.modules() if type(module) is nn.Linear and module not in inside}
 
 
 _ACTIVATIONS = (

@@ -11,9 +11,10 @@ part that a norm's epsilon shows, and that the residual does not hide the layer'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ from space_model.networks.latent_heads import expansions
 from space_model.networks.own_attention.attach import usual_attention
 from space_model.networks.transformers_network import AroundLayer, RunLayer, each_layer
 from space_model.stored_weights import (
-    below,
     numbers_of,
     release,
     rows_of,
@@ -450,10 +450,12 @@ class _Swaps:
     def __init__(self) -> None:
         self._undo: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put(self, where: dict[str, Any], name: str, tensor: Tensor) -> None:
+    def put(self, where: dict[str, Any], name: str, tensor: Tensor | EachExpert) -> None:
         """Replace a tensor; `where`: a module's parameters or buffers."""
         self._undo.append((where, name, where[name]))
-        where[name] = nn.Parameter(tensor, requires_grad=False) if isinstance(where[name], nn.Parameter) else tensor
+        if isinstance(where[name], nn.Parameter) and isinstance(tensor, Tensor):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        where[name] = tensor
 
     def put_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         self._undo.append((parent._modules, name, parent._modules[name]))
@@ -463,7 +465,7 @@ class _Swaps:
         """Replace the module's own tensors of the serving dtype."""
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
-                if tensor is not None and tensor.dtype is narrow and tensor.dtype is not dtype:
+                if isinstance(tensor, Tensor) and tensor.dtype is narrow and tensor.dtype is not dtype:
                     self.put(tensors, name, tensor.to(dtype))
 
     def undo(self) -> None:
@@ -514,6 +516,51 @@ def _dequantized(weight: Tensor, weights: str, *, head: bool = False) -> Tensor:
     return Int8Weights.of(weight).dense() if form is None else GroupWeights.of(weight, form).dense()
 
 
+class EachExpert:
+    """Stands for the weights of all experts [E, …]: an expert's are made when it is asked for, and only the last one's
+    are in memory."""
+
+    def __init__(self, make: Callable[[int], Tensor], count: int, inputs: _RoundedInputs | None) -> None:
+        """`inputs`: rounds the inputs of products with these weights."""
+        self._make, self._count, self._inputs = make, count, inputs
+        self._last: tuple[int, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
+        number = int(expert)
+        if self._last is None or self._last[0] != number:
+            self.forget()
+            self._last = number, self._make(number)
+            if self._inputs is not None:
+                self._inputs.take(self._last[1])
+        return self._last[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._count, *self[0].shape))
+
+    def transpose(self, first: int, second: int) -> Tensor:
+        return self._whole().transpose(first, second)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute with all experts at once, where a family does (Llama 4)."""
+        return function(*(one._whole() if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+
+    def _whole(self) -> Tensor:
+        return torch.stack([self._make(number) for number in range(self._count)])
+
+    def forget(self) -> None:
+        """Free the last expert's weights."""
+        if self._last is not None and self._inputs is not None:
+            self._inputs.drop(self._last[1])
+        self._last = None
+
+
 @contextmanager
 def _held(
     layer: nn.Module, narrow: torch.dtype, dtype: torch.dtype, weights: str, inputs: _RoundedInputs
@@ -522,6 +569,7 @@ def _held(
     int4 and stored linears are rounded: that is part of the deviation that is usual."""
     swaps = _Swaps()
     taken: list[Tensor] = []
+    each: list[EachExpert] = []
     plain = frozenset((*router_linears(layer), *coefficient_linears(layer), *expansions(layer)))
     try:
         for parent in list(layer.modules()):
@@ -532,41 +580,58 @@ def _held(
             form = "plain" if module in plain else weights
             is_stored = stored_of(module) is not None or stored_experts_of(module) is not None
             rounds = is_stored or form in ("int8", "int4")
-            for name, weight in _made(module, dtype, form):
-                swaps.put(module._parameters, name, weight)
-                if rounds and dtype is narrow:
-                    taken.append(module.get_parameter(name))
-                    inputs.take(taken[-1])
+            if is_experts(module) and (is_stored or rounds or dtype is not narrow):
+                for name, make in _one_by_one(module, dtype, form).items():
+                    each.append(
+                        EachExpert(
+                            make, len(module.get_parameter(name)), inputs if rounds and dtype is narrow else None
+                        )
+                    )
+                    swaps.put(module._parameters, name, each[-1])
+            else:
+                for name, weight in _made(module, dtype, form):
+                    swaps.put(module._parameters, name, weight)
+                    if rounds and dtype is narrow:
+                        taken.append(module.get_parameter(name))
+                        inputs.take(taken[-1])
             swaps.widen(module, narrow, dtype)
         yield
     finally:
         for one in taken:
             inputs.drop(one)
+        for experts in each:
+            experts.forget()
         swaps.undo()
         release(*(module for module in layer.modules() if type(module) is nn.Linear))
 
 
 def _made(module: nn.Module, dtype: torch.dtype, weights: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and numbers of the module's own weights that are not plain (see make_row_invariant), one at a
-    time."""
+    time; not those of experts."""
     if (stored := stored_of(module)) is not None:
         yield "weight", stored_parts.dense(stored).to(dtype)
-    elif (experts := stored_experts_of(module)) is not None:
-        pairs = zip(experts.gate, experts.up, strict=True)
-        yield "gate_up_proj", torch.stack([stored_parts.dense(below(pair)).to(dtype) for pair in pairs])
-        yield "down_proj", torch.stack([stored_parts.dense(one).to(dtype) for one in experts.down])
-    elif weights in ("int8", "int4"):
-        if type(module) is nn.Linear:
-            yield "weight", _dequantized(numbers_of(module), weights).to(dtype)
-        elif is_experts(module):
-            turned = is_transposed(module)
-            for name in ("gate_up_proj", "down_proj"):
-                weight = module.get_parameter(name)
-                parts = (part.contiguous() for part in (weight.mT if turned else weight))
-                made = torch.stack([_dequantized(part, weights).to(dtype) for part in parts])
-                yield name, made.mT if turned else made
+    elif weights in ("int8", "int4") and type(module) is nn.Linear:
+        yield "weight", _dequantized(numbers_of(module), weights).to(dtype)
     elif unread_of(module) is not None:
         yield "weight", numbers_of(module).to(dtype)
+
+
+def _one_by_one(module: nn.Module, dtype: torch.dtype, weights: str) -> dict[str, Callable[[int], Tensor]]:
+    """Return what makes the numbers of one expert, as the module has them, of each of its two weights."""
+    turned, stored = is_transposed(module), stored_experts_of(module)
+    wholes = {name: module.get_parameter(name) for name in ("gate_up_proj", "down_proj")}
+
+    def made(name: str, expert: int) -> Tensor:
+        if stored is not None:
+            found = stored.numbers(name, expert, in_turn=not getattr(module, "is_concatenated", True)).to(dtype)
+        else:
+            found = wholes[name][expert]
+            if weights not in ("int8", "int4"):
+                return found.to(dtype)
+            found = _dequantized((found.mT if turned else found).contiguous(), weights).to(dtype)
+        return found.mT if turned else found
+
+    return {name: partial(made, name) for name in wholes}
 
 
 def _dense(module: nn.Module, narrow: torch.dtype, dtype: torch.dtype) -> nn.Module | None:

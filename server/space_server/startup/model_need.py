@@ -412,6 +412,9 @@ def _as_packed(checkpoint: Checkpoint, config: PreTrainedConfig, head: int) -> S
                     head = part.num_bytes
                 else:
                     weights += part.num_bytes - 2 * part.out_features * part.in_features
+        for experts in files.stored_mixtures().values():
+            for stored in (*experts.gate, *experts.up, *experts.down):
+                weights += sum(part.num_bytes - 2 * part.out_features * part.in_features for part in stored)
     return Small("packed", weights, head)
 
 

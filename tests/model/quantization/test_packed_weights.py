@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_testing import check_needs_a_cpu_worker_alone, write_quantized
+from quantized_testing import check_needs_a_cpu_worker_alone, write_mxfp4_experts, write_quantized
 from safetensors.torch import load_file, save_file
 from space_kernels.linear.compiled_experts import CompiledExperts
+from space_kernels.linear.experts import RowInvariantExperts
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -191,6 +192,43 @@ def test_experts_are_kept_in_their_bits(kind: str, family: str, pair: Pair, capl
     )
     linears = 32 * 64 * 64 if family == "qwen3_moe" else 2 * (4 * 3 * 64 * 128 + 2 * 64 * 64 + 2 * 32 * 64)
     assert dense.weights - need.weights > 1.3 * linears
+
+
+def test_experts_of_gpt_oss_are_kept_as_published(
+    checkpoint_of: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    write_mxfp4_experts(checkpoint_of("gpt_oss"), packed, plain)
+    with caplog.at_level(logging.INFO):
+        model = load_model(packed, weights="auto")
+    assert model.facts.weights == "packed"
+    mixtures = [module for module in model._network.base.modules() if isinstance(module, RowInvariantExperts)]  # type: ignore[attr-defined]
+    linears = [linear for each in mixtures for linear in (*each.gate_up, *each.down)]
+    num_experts = sum(len(each.down) for each in mixtures)
+    assert f"{3 * num_experts} weights stay as the file has them (MXFP4); no other is quantised" in caplog.text
+    assert sum(linear.weight.nbytes for linear in linears) == sum(  # type: ignore[arg-type,misc]
+        linear.in_features * linear.out_features * 4.5 / 8
+        for linear in linears  # type: ignore[operator]
+    )
+    found, rounded = logits_of(model, IDS), logits_of(load_model(plain, weights="int8"), IDS)
+    check_near(found, rounded, logits_of(load_model(plain, dtype="float32"), IDS))
+    for length in (1, 3, 17):
+        assert torch.equal(logits_of(model, IDS[:length]), found[:length])
+    need = ModelNeed.asked(parse([*WORDS, str(packed)]), Checkpoint.open(packed))
+    dense = ModelNeed.asked(
+        parse([*WORDS, str(packed), "--weights", "plain", "--dtype", "bfloat16"]), Checkpoint.open(packed)
+    )
+    numbers = sum(linear.in_features * linear.out_features for linear in linears)  # type: ignore[operator,misc]
+    assert dense.weights - need.weights == numbers * (2 - 4.5 / 8)
+
+
+def test_linears_in_mxfp4_are_kept_too(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, plain = pair("mxfp4")
+    with caplog.at_level(logging.INFO):
+        found = logits_of(load_model(packed, weights="auto"), IDS)
+    assert "14 weights stay as the file has them (MXFP4); no other is quantised" in caplog.text
+    rounded, wanted = (logits_of(load_model(plain, **how), IDS) for how in ({"weights": "int8"}, {"dtype": "float32"}))
+    check_near(found, rounded, wanted)
 
 
 def test_experts_with_inputs_in_several_orders_are_plain(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

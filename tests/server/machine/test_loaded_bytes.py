@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from doubles.gguf_files import write_gguf
 from perf.loading import MOST_AT_ONCE, MOST_HELD, Loaded, loaded
+from quantized_testing import write_mxfp4_experts
 from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
@@ -31,6 +32,32 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     "weights", ["gguf", "int4", *(pytest.param(one, marks=pytest.mark.slow) for one in ("plain", "int8"))]
 )
 def test_loading_holds_the_tensors_once(weights: str, files: tuple[Path, Path]) -> None:
-    found: Loaded = loaded(str(files[0]), weights, str(files[1]))
+    check(loaded(str(files[0]), weights, str(files[1])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_so_does_loading_experts_in_the_bits_of_their_file(family: str, tmp_path: Path) -> None:
+    files = [_mixture(tmp_path, family, num_experts, layers) for num_experts, layers in ((64, 4), (8, 1))]
+    check(loaded(str(files[0]), "gguf" if family == "qwen3_moe" else "packed", str(files[1])))
+
+
+def _mixture(folder: Path, family: str, num_experts: int, num_layers: int) -> Path:
+    """A mixture with experts of 512 by 512: a GGUF in Q4_0, or a gpt-oss as published."""
+    name = f"{family}-{num_layers}"
+    sizes = {"num_heads": 8, "kv_heads": 8, "head_dim": 64, "hidden_size": 512, "num_masks": 0, "words": True}
+    sizes |= {"dtype": "bfloat16", "num_layers": num_layers, "num_experts_per_tok": 4, "vocab_size": 1024}
+    if family == "gpt_oss":
+        source = tiny_checkpoint(
+            folder / "source" / name, family, intermediate_size=512, num_local_experts=num_experts, **sizes
+        )  # type: ignore[arg-type]
+        write_mxfp4_experts(source, folder / name, folder / "plain" / name)
+        return folder / name
+    sizes |= {"moe_intermediate_size": 512, "num_experts": num_experts, "norm_topk_prob": True}
+    source = tiny_checkpoint(folder / "source" / name, family, **sizes)  # type: ignore[arg-type]
+    return write_gguf(source, folder / f"{name}.gguf", "Q4_0")
+
+
+def check(found: Loaded) -> None:
     assert 0.9 * found.tensors < found.held < MOST_HELD * found.tensors + ONCE, found
     assert found.at_once < MOST_AT_ONCE * found.tensors + ONCE, found
