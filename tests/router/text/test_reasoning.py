@@ -80,6 +80,8 @@ TEXTS: list[tuple[str, bool, str, Read]] = [
     ("openai_gptoss", False, "<|channel|>final<|message|>Hi", Read("", "Hi")),
     ("openai_gptoss", False, "<|channel|>analysis<|message|>cut <|en", Read("cut", "")),
     ("openai_gptoss", False, "<|channel|>analysis<|message|>A<|end|><|start|>assist", Read("A", "")),
+    ("minimax_m3", False, "</mm:think>Two", Read("", "Two")),
+    ("minimax_m3", False, " </mm:thi", Read("", " </mm:thi")),
 ]  # fmt: skip
 
 MARKS = {

@@ -1,0 +1,1 @@
+"""Published chat templates: what they write of a call is what our parsers read."""
