@@ -17,7 +17,7 @@ NUM_CLIENTS, NUM_REQUESTS = 32, 128
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with ServerProcess(["--model", "demo", "--log-level", "error"]) as server:
+    with ServerProcess(["--model", "demo", "--lookup", "only", "--log-level", "error"]) as server:
         limits = httpx.Limits(max_connections=NUM_CLIENTS)
         with httpx.Client(base_url=server.url, timeout=300.0, limits=limits) as client:
             yield client
