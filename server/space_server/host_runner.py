@@ -193,9 +193,7 @@ class HostRunner(ModelRunner):
         sampling_group = self._sampling_groups.of([plan.sequence for plan in plans])
         if not sampling_group.fits_one_call:
             return None
-        if num_masks and not (
-            sampling_group.is_alike and sampled_step.drafts_for(plans[0].sequence.adapter, sampling_group.batch_params)
-        ):
+        if num_masks and not (sampling_group.is_alike and sampled_step.drafts_for(plans[0].sequence.adapter)):
             return None
         clock = self._clock
         started = clock()

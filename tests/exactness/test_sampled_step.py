@@ -108,6 +108,10 @@ def test_a_step_beside_a_penalised_sequence_goes_call_by_call(
 
 SIZES: dict[str, int] = {"hidden_size": 32, "num_heads": 2, "kv_heads": 1}
 BY_NOISE = (pb.Sampling(seed=3, temperature=0.9), pb.Sampling(seed=4, temperature=1.2))
+TRUNCATED = (
+    pb.Sampling(seed=3, temperature=0.9, top_p=0.9),
+    pb.Sampling(seed=4, temperature=1.2, top_k=20, min_p=0.02),
+)
 MIXED = (BY_NOISE[0], pb.Sampling())
 LAYOUTS = {
     "k1": DraftLayout.full(1, 1),
@@ -179,7 +183,7 @@ def decode_by_masks(
 
 
 @pytest.mark.parametrize("head_rows", [0, 40], ids=["two products of the head", "one"])
-@pytest.mark.parametrize("samplings", [GREEDY, BY_NOISE], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samplings", [GREEDY, BY_NOISE, TRUNCATED], ids=["greedy", "sampled", "truncated"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("name", ["llama", "gated", "embedded"])
 def test_masks_draft_in_one_call_what_they_draft_call_by_call(
@@ -242,15 +246,3 @@ def test_masks_of_an_adapter_without_a_draft_head_draft_call_by_call(
     found = decode_by_masks(subject, DraftLayout.full(2, 2), GREEDY, None, in_one_call=True, head_rows=8)
     assert len(runs) < MAX_TOKENS / 2  # the last steps, which draft nothing
     assert [one.tokens for one in found] == [one.tokens for one in decode(subject, in_one_call=False)]
-
-
-def test_a_sequence_with_top_p_drafts_call_by_call(
-    subject_of: Callable[[str, str], Subject], runs: list[list[int] | None]
-) -> None:
-    subject = subject_of("llama", "bfloat16")
-    truncated = (pb.Sampling(seed=3, temperature=0.9, top_p=0.9),)
-    found = decode_by_masks(subject, DraftLayout.full(2, 2), truncated, None, in_one_call=True, head_rows=8)
-    assert len(runs) < MAX_TOKENS / 2  # the last steps, which draft nothing
-    assert [one.tokens for one in found] == [
-        one.tokens for one in decode(subject, in_one_call=False, samplings=truncated)
-    ]

@@ -1,5 +1,8 @@
 #include "draft.h"
 
+#include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "network.h"
@@ -35,18 +38,46 @@ void activate(bf16* x, int64_t count) {
     for (; i < count; ++i) x[i] = round(widen(x[i]) / (1.0f + std::exp(-widen(x[i]))));
 }
 
+// Writes -INFINITY over the values that truncation drops; the likeliest stays.
+void truncate(std::vector<float>& values, int64_t top_k, double top_p, double min_p) {
+    static thread_local std::vector<int64_t> order;
+    static thread_local std::vector<double> weights;
+    order.resize(values.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+        return values[a] != values[b] ? values[a] > values[b] : a < b;
+    });
+    const float best = values[order[0]];
+    if (best == -INFINITY) return;
+    const int64_t most = std::min<int64_t>(top_k, order.size());
+    weights.resize(most);
+    double sum = 0.0, before = 0.0;
+    for (int64_t rank = 0; rank < most; ++rank)
+        sum += weights[rank] = std::exp(double(values[order[rank]]) - double(best));
+    for (int64_t rank = 0; rank < int64_t(order.size()); ++rank) {
+        const bool kept = rank < most && (before < top_p * sum || top_p >= 1.0) && weights[rank] >= min_p;
+        if (rank < most) before += weights[rank];
+        if (rank && !kept) values[order[rank]] = -INFINITY;
+    }
+}
+
 int64_t best(const DraftHead& head, const Drafts& d, int64_t sequence, int64_t mask, const bf16* row) {
     static thread_local std::vector<bf16> room;
+    static thread_local std::vector<float> values;
     if (int64_t(room.size()) < head.hidden) room.resize(head.hidden);
+    values.resize(d.candidates);
     const int64_t first = (sequence * d.masks + mask) * d.candidates;
     const float divisor = d.divisor ? d.divisor[sequence] : 1.0f;
+    for (int64_t m = 0; m < d.candidates; ++m) {
+        const bf16* output = row_of(head.output, d.ids[first + m], room.data());
+        values[m] = (dot_rows(row, output, head.hidden) + d.offsets[first + m]) / divisor;
+    }
+    if (d.top_k) truncate(values, d.top_k[sequence], d.top_p[sequence], d.min_p[sequence]);
     int64_t chosen = d.ids[first];
     float greatest = -INFINITY;
-    for (int64_t m = first; m < first + d.candidates; ++m) {
-        const bf16* output = row_of(head.output, d.ids[m], room.data());
-        float value = (dot_rows(row, output, head.hidden) + d.offsets[m]) / divisor;
-        if (d.noise) value += d.noise[m];
-        if (value > greatest) greatest = value, chosen = d.ids[m];  // ties: the lower id
+    for (int64_t m = 0; m < d.candidates; ++m) {
+        const float value = d.noise ? values[m] + d.noise[first + m] : values[m];
+        if (value > greatest) greatest = value, chosen = d.ids[first + m];  // ties: the lower id
     }
     return chosen;
 }

@@ -23,6 +23,9 @@ struct Drafts {
     const float* offsets;  // [S, K, M] added to the logits; -inf: impossible
     const float* divisor;  // [S] of the logits; null: 1
     const float* noise;    // [S, K, M] added after the division; null: none
+    const int64_t* top_k;  // [S] candidates that are kept, the likeliest; null: nothing truncates
+    const double* top_p;   // [S] of these, the first that together reach this share of them; 1: all
+    const double* min_p;   // [S] of these, those at least this likely in comparison with the likeliest
     const int64_t* bonus;  // [S] the token before the first draft
     int64_t* chosen;       // [S, K]
 };

@@ -224,6 +224,8 @@ void draft_next(const Network& net, const Rows& rows, const Buffers& b, const Li
         std::memcpy(hidden.data() + n * net.hidden, b.normed + masks.rows[n] * net.hidden, net.hidden * sizeof(bf16));
     std::vector<int64_t> ids(count * M), chosen(count);
     std::vector<float> offsets(count * M), noise, divisors;
+    std::vector<int64_t> top_k;
+    std::vector<double> top_p, min_p;
     Logits of_masks = logits;
     if (next.joined) {
         for (size_t g = 0; g < masks.counts.size(); ++g) {
@@ -246,14 +248,19 @@ void draft_next(const Network& net, const Rows& rows, const Buffers& b, const Li
         noise.resize(count * M);
         for (int64_t n = 0; n < count; ++n) {
             const int64_t s = masks.sequences[n / K];
-            if (n % K == 0) divisors.push_back(next.divisors[s]);
+            if (n % K == 0) {
+                divisors.push_back(next.divisors[s]);
+                if (next.top_k)
+                    top_k.push_back(next.top_k[s]), top_p.push_back(next.top_p[s]), min_p.push_back(next.min_p[s]);
+            }
             if (next.sampled[s])
                 noise_of(next.keys[s], masks.positions[n / K] + n % K, ids.data() + n * M, M, noise.data() + n * M);
         }
     }
     draft(*next.head,
           {count / K, K, M, hidden.data(), ids.data(), offsets.data(), masks.greedy ? nullptr : divisors.data(),
-           masks.greedy ? nullptr : noise.data(), masks.bonus.data(), chosen.data()},
+           masks.greedy ? nullptr : noise.data(), top_k.empty() ? nullptr : top_k.data(), top_p.data(), min_p.data(),
+           masks.bonus.data(), chosen.data()},
           num_threads);
     for (size_t g = 0; g < masks.counts.size(); ++g)
         std::copy_n(chosen.data() + g * K, masks.counts[g], next.drafts + masks.sequences[g] * next.most);

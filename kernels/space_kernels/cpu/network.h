@@ -80,6 +80,8 @@ struct NextDrafts {
     bool joined;            // one product of the head serves chain and mask rows; else the masks in use have their own
     const bool* sampled;    // [S]; false: greedy
     const float* divisors;  // [S] of the logits
+    const int64_t* top_k;   // [S], as in Drafts; null: nothing truncates
+    const double *top_p, *min_p;
     const int64_t* keys;    // [S] of the noise
     int64_t* drafts;        // [S, most]
     int64_t* num_drafts;    // [S]

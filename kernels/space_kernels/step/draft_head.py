@@ -173,7 +173,7 @@ def candidates(logits: Tensor, stages: Stages, edit: Callable[[Tensor], Tensor])
 
 
 class CompiledDraftHead:
-    """`draft_head.propose` without truncation. Last bits may differ from the reference: drafts are verified anyway."""
+    """`draft_head.propose`. Last bits may differ from the reference: drafts are verified anyway."""
 
     def __init__(
         self,
@@ -209,11 +209,6 @@ class CompiledDraftHead:
         """Whether the compiled head supports these weights."""
         return CompiledLinear.takes(w1) and CompiledLinear.takes(w2) and embedding.dtype == output.dtype == w1.dtype
 
-    @staticmethod
-    def obeys(batch_params: SamplingColumns) -> bool:
-        """Whether the compiled head supports these sampling parameters: it does not truncate."""
-        return batch_params.top_k is None
-
     def propose(
         self,
         hidden: Tensor,
@@ -227,13 +222,16 @@ class CompiledDraftHead:
         """Return drafts [S, K] int64; arguments as in `draft_head.propose`."""
         num_sequences, num_masks, num_candidates = ids.shape
         hidden, ids, offsets = hidden.contiguous(), ids.contiguous(), offsets.contiguous()
-        divisor, noise = None, None
+        divisor, noise, top_k, top_p, min_p = None, None, None, None, None
         if batch_params.greedy is not None:
             steps = torch.arange(num_masks, device=keys.device)
             rows = keys.repeat_interleave(num_masks), (positions[:, None] + steps).flatten()
             drawn = gumbel(*rows, ids.view(-1, num_candidates)).view_as(ids)
             noise = drawn.masked_fill_(batch_params.greedy[:, :, None], 0.0).float()
             divisor = torch.where(batch_params.greedy, 1.0, batch_params.divisor).float()
+            if batch_params.top_k is not None:
+                top_k = batch_params.top_k.clamp(max=num_candidates).long()
+                top_p, min_p = batch_params.top_p.double().contiguous(), batch_params.min_p.double().contiguous()
         chosen = torch.empty(num_sequences, num_masks, dtype=torch.int64)
         drafts = DraftsStruct(
             num_sequences,
@@ -244,6 +242,9 @@ class CompiledDraftHead:
             offsets.data_ptr(),
             None if divisor is None else divisor.data_ptr(),
             None if noise is None else noise.data_ptr(),
+            None if top_k is None else top_k.data_ptr(),
+            None if top_p is None else top_p.data_ptr(),
+            None if min_p is None else min_p.data_ptr(),
             bonus.data_ptr(),
             chosen.data_ptr(),
         )

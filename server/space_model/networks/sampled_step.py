@@ -83,10 +83,9 @@ class SampledStep:
         self._rows: _Rows | None = None
         self._kept: OrderedDict[tuple[Any, ...], _Rows] = OrderedDict()
 
-    def drafts_for(self, adapter: int | None, sampling: BatchSamplingParams) -> bool:
-        """Return whether `run` drafts from these masks with such sampling parameters: there is a compiled draft head,
-        and nothing restricts the ids."""
-        return adapter in self._sources and not any(one.truncates for one in sampling)
+    def drafts_for(self, adapter: int | None) -> bool:
+        """Return whether `run` drafts from these masks: there is a compiled draft head."""
+        return adapter in self._sources
 
     def num_logits(self, layouts: Sequence[DraftLayout]) -> int:
         """Return the rows whose logits such a step computes: at most MOST_ROWS are allowed."""
@@ -239,7 +238,10 @@ class _Rows:
         divisors = np.array(
             [1.0 if params.greedy else params.divisor / DRAFT_SHARPNESS for params in self.sampling], dtype=np.float32
         )
-        self._arrays = first, count, bounds, sampled, keys, divisors
+        top_k = np.array([params.top_k or NUM_CANDIDATES for params in self.sampling], dtype=np.int64)
+        top_p, min_p = np.array([[params.top_p, params.min_p] for params in self.sampling], dtype=np.float64).T.copy()
+        truncates = any(params.truncates for params in self.sampling)
+        self._arrays = first, count, bounds, sampled, keys, divisors, top_k, top_p, min_p
         return NextDraftsStruct(
             pointer(source.head.struct),
             len(layouts),
@@ -252,6 +254,9 @@ class _Rows:
             joined,
             sampled.ctypes.data,
             divisors.ctypes.data,
+            top_k.ctypes.data if truncates else None,
+            top_p.ctypes.data,
+            min_p.ctypes.data,
             keys.ctypes.data,
             addressof(self.drafts),
             addressof(self.num_drafts),

@@ -291,7 +291,7 @@ class MaskDrafter:
         batch_params = sampling_group.columns(masks.device)
         with self._computing:
             given = by_run(masks), by_run(ids), by_run(offsets), bonus, positions, keys, batch_params
-            if head.compiled is not None and head.compiled.obeys(batch_params):
+            if head.compiled is not None:
                 found = head.compiled.propose(*given)
             else:
                 found = propose(

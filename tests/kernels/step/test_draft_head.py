@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,7 +131,6 @@ def both(
     given = hidden, ids, offsets, numbers + 5, 7 * numbers + 100, numbers * 1234567, columns
     tables = {name: RowTable.of(weights[name]) for name in ("embedding", "output")}
     compiled = CompiledDraftHead(library, **(weights | tables), embedding_scale=2.0, form=form)
-    assert compiled.obeys(given[-1])
     wanted = propose(
         *given,
         w1=weights["w1"],
@@ -159,9 +159,21 @@ def test_it_chooses_as_the_reference_does(
         assert len(found.unique()) > masks
 
 
-def test_sampling_params_that_truncate_are_left_to_the_reference() -> None:
-    sampling_params = SamplingParams(temperature=1.0, top_k=5)
-    assert not CompiledDraftHead.obeys(SamplingColumns.of([sampling_params], torch.device("cpu")))
+def test_it_keeps_the_candidates_that_the_reference_keeps(library: cpu_library.CpuLibrary) -> None:
+    truncated = [
+        GREEDY,
+        SamplingParams(temperature=20.0, top_k=3, key=1),
+        SamplingParams(temperature=20.0, top_p=0.6, key=2),
+        SamplingParams(temperature=20.0, min_p=0.5, key=3),
+        SamplingParams(temperature=20.0, top_k=6, top_p=0.7, min_p=0.1, key=4),
+    ]
+    found, wanted = both(library, DraftHeadForm.MLP, truncated * 16, 2)
+    assert (found == wanted).all(dim=1).float().mean() >= 0.9
+    free, _ = both(
+        library, DraftHeadForm.MLP, [replace(one, top_k=0, top_p=1.0, min_p=0.0) for one in truncated] * 16, 2
+    )
+    changed = (found != free).any(dim=1).view(16, len(truncated)).any(dim=0).tolist()
+    assert changed == [False, True, True, True, True]
 
 
 def test_other_dtypes_are_left_to_the_reference() -> None:
