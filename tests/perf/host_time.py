@@ -61,7 +61,7 @@ class HostSeconds:
     hand_over: float  # from the end of the step before: report to the event loop, commands in
     plan: float  # layouts, and which sequences run
     pack: float  # rows of the segments
-    attend: float  # attention plan
+    attend: float  # attention plan; 0 in a step of one call
     verify: float  # sampling parameters of the rows, verification, ends
     propose: float  # draft sources
     settle: float  # sequences advance; the report is built

@@ -30,6 +30,7 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
+from space_model.networks.sampled_step import SampledStep
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import choose_threads
@@ -51,13 +52,15 @@ NUM_PASSES = 5
 
 
 class TimedModel:
-    """Passes everything on, and adds up the seconds of the network and of the output head since `begin`."""
+    """Passes everything on, and adds up the seconds of steps in one call, and else of the network and of the output
+    head, since `begin`."""
 
     def __init__(self, model: StepModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model, self._clock = model, clock
         self.begin()
 
     def begin(self) -> None:
+        self.calls = 0.0  # seconds of steps in one call
         self.network = 0.0
         self.heads: list[float] = []  # by matmul with the output head
 
@@ -73,8 +76,35 @@ class TimedModel:
         self.heads.append(self._clock() - begun)
         return logits
 
+    def sampled_step(self, kv: PagedKV, banned_ids: Tensor) -> TimedStep | None:
+        step = self.model.sampled_step(kv, banned_ids)
+        return None if step is None else TimedStep(step, self)
+
+    def ran(self, seconds: float) -> None:
+        """Add a step in one call."""
+        self.calls += seconds
+
+    def now(self) -> float:
+        return self._clock()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+
+class TimedStep:
+    """Steps in one call, whose seconds the model adds up."""
+
+    def __init__(self, step: SampledStep, model: TimedModel) -> None:
+        self._step, self._model = step, model
+
+    def run(self) -> list[int] | None:
+        begun = self._model.now()
+        ids = self._step.run()
+        self._model.ran(self._model.now() - begun)
+        return ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,9 @@ class Load:
 
     prompts: Sequence[Sequence[int]]  # batch b takes the first b
     max_tokens: int  # timed, of each sequence
+
+
+PARTS = ("call", "network", "head", "drafting", "host")
 
 
 @dataclass
@@ -94,8 +127,9 @@ class Turn:
     num_tokens: int = 0
     num_chain_rows: int = 0
     num_mask_rows: int = 0
-    parts: dict[str, float] = field(default_factory=lambda: {"network": 0.0, "head": 0.0, "drafting": 0.0, "host": 0.0})
-    """Seconds. Head: the output head over chain rows and accepted groups; drafting: draft head and choice of drafts."""
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    """Seconds. Call: of steps that compute the next three in one; head: the output head over chain rows and accepted
+    groups; drafting: draft head and choice of drafts."""
 
     @property
     def seconds(self) -> float:
@@ -197,10 +231,11 @@ class Bench:
         turn.num_steps += 1
         turn.num_chain_rows += stats.chain_rows
         turn.num_mask_rows += stats.mask_rows
+        parts["call"] += model.calls
         parts["network"] += model.network
         parts["head"] += head
         parts["drafting"] += drafting
-        parts["host"] += max(0.0, seconds - model.network - head - drafting)
+        parts["host"] += max(0.0, seconds - model.calls - model.network - head - drafting)
 
 
 @dataclass(frozen=True)

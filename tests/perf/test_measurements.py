@@ -24,6 +24,7 @@ from space_eval.report import Spread
 from space_kernels.build import cpu_library
 from space_model.loading.load import load_model
 from space_model.make_model import Size, random_llama
+from space_model.networks.sampled_step import SampledStep
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.grpc_server import RouterSession
@@ -212,11 +213,14 @@ def demo() -> SpaceModel:
 
 
 def test_every_decode_step_has_its_parts_and_its_computation(demo: SpaceModel) -> None:
+    if demo.facts.attention != "compiled":
+        pytest.skip("there are no compiled operations here")
     steps = run_cell(demo, Cell(2, 2), num_steps=3, seed=1)
     assert len(steps) >= 3
     for step in steps:
         assert step.computed > 0
-        assert all(getattr(step, part) > 0 for part in PARTS)
+        assert all(getattr(step, part) > 0 for part in PARTS if part != "attend")
+        assert step.attend == 0, "a step in one call plans no attention"
         assert step.host == pytest.approx(sum(getattr(step, part) for part in PARTS))
     assert median(step.computed for step in steps) > median(step.host for step in steps)  # one may be disturbed
 
@@ -437,7 +441,17 @@ def test_a_turn_counts_what_its_steps_lay_out_and_emit(small: SpaceModel) -> Non
     turn = bench.turn(full(3), 3, most_steps=99)
     assert (turn.num_steps, turn.tokens_per_step) == (3, 4.0)  # 1 + 3·4 ≥ 12 tokens, everything accepted
     assert (turn.num_chain_rows, turn.num_mask_rows) == (3 * 3 * 4, 3 * 3 * 12)
-    assert min(turn.parts.values()) > 0
+    assert min(turn.parts["call"], turn.parts["host"]) > 0
+    assert turn.parts["network"] == turn.parts["head"] == turn.parts["drafting"] == 0.0
+
+
+def test_steps_call_by_call_count_network_head_and_drafting(small: SpaceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SampledStep, "drafts_for", lambda step, adapter: False)
+    bench = bench_of(small)
+    bench.learn_texts(3)
+    parts = bench.turn(full(3), 3, most_steps=99).parts
+    assert parts.pop("call") == 0.0
+    assert min(parts.values()) > 0
 
 
 def test_every_arm_takes_turns_on_the_same_pages_with_the_same_text(small: SpaceModel) -> None:

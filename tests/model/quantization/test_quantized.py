@@ -87,7 +87,7 @@ def test_what_plain_numbers_cost_is_said(pair: Pair, caplog: pytest.LogCaptureFi
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("space_model")]
     assert "14 AWQ weights are held as plain bfloat16" in said
     assert "MiB in memory for" in said
-    assert "On a GPU with gptqmodel installed they stay packed" in said
+    assert "They stay packed on a GPU with gptqmodel installed, and on a CPU with --weights packed" in said
 
 
 def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
