@@ -150,7 +150,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 
 @pytest.fixture(scope="module")
 def gated(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """A model whose masks have no ids, but two adapters."""
+    """Return a model with two gated adapters and no mask ids of its own."""
     folder = tmp_path_factory.mktemp("gated")
     path = tiny_checkpoint(folder / "base", "llama", seed=1, num_masks=0, **SIZES)
     adapters = {

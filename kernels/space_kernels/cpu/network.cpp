@@ -1,6 +1,7 @@
 #include "network.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -202,7 +203,7 @@ struct MasksInUse {
             sequences.push_back(s), bonus.push_back(sampled[row]), counts.push_back(next.num_masks[row]);
             positions.push_back(rows_of_step.starts[s] + row - next.bounds[s] + 2);
             firsts.push_back(next.masks[row]);
-            greedy = greedy && !next.sampled[s];
+            greedy = greedy && !(next.sampling && next.sampling->sampled[s]);
             most = std::max(most, counts.back());
         }
         for (size_t g = 0; g < sequences.size(); ++g)
@@ -244,22 +245,24 @@ void draft_next(const Network& net, const Rows& rows, const Buffers& b, const Li
                  num_threads);
         best_of(of_masks, M, ids.data(), offsets.data(), num_threads);
     }
+    bool truncates = false;
     if (!masks.greedy) {
+        const Sampling& by = *next.sampling;
         noise.resize(count * M);
         for (int64_t n = 0; n < count; ++n) {
             const int64_t s = masks.sequences[n / K];
-            if (n % K == 0) {
-                divisors.push_back(next.divisors[s]);
-                if (next.top_k)
-                    top_k.push_back(next.top_k[s]), top_p.push_back(next.top_p[s]), min_p.push_back(next.min_p[s]);
-            }
-            if (next.sampled[s])
-                noise_of(next.keys[s], masks.positions[n / K] + n % K, ids.data() + n * M, M, noise.data() + n * M);
+            if (by.sampled[s])
+                noise_of(by.keys[s], masks.positions[n / K] + n % K, ids.data() + n * M, M, noise.data() + n * M);
+            if (n % K) continue;
+            divisors.push_back(by.sampled[s] ? by.divisors[s] / next.sharpness : 1.0f);
+            top_k.push_back(by.top_k[s] > 0 ? by.top_k[s] : M);
+            top_p.push_back(by.top_p[s]), min_p.push_back(std::exp(by.log_min_p[s]));
+            truncates = truncates || top_k.back() < M || top_p.back() < 1.0 || min_p.back() > 0.0;
         }
     }
     draft(*next.head,
           {count / K, K, M, hidden.data(), ids.data(), offsets.data(), masks.greedy ? nullptr : divisors.data(),
-           masks.greedy ? nullptr : noise.data(), top_k.empty() ? nullptr : top_k.data(), top_p.data(), min_p.data(),
+           masks.greedy ? nullptr : noise.data(), truncates ? top_k.data() : nullptr, top_p.data(), min_p.data(),
            masks.bonus.data(), chosen.data()},
           num_threads);
     for (size_t g = 0; g < masks.counts.size(); ++g)

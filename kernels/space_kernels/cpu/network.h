@@ -78,13 +78,10 @@ struct NextDrafts {
     // masks there are from that one on; 0: it drafts nothing.
     const int64_t *masks, *num_masks;  // [chain rows]
     bool joined;            // one product of the head serves chain and mask rows; else the masks in use have their own
-    const bool* sampled;    // [S]; false: greedy
-    const float* divisors;  // [S] of the logits
-    const int64_t* top_k;   // [S], as in Drafts; null: nothing truncates
-    const double *top_p, *min_p;
-    const int64_t* keys;    // [S] of the noise
-    int64_t* drafts;        // [S, most]
-    int64_t* num_drafts;    // [S]
+    const Sampling* sampling;  // by sequence; null: all are greedy. Its positions are unread
+    float sharpness;           // of the draft head's logits where sampling draws
+    int64_t* drafts;           // [S, most]
+    int64_t* num_drafts;       // [S]
 };
 
 // `forward`, then the head of the chain rows into `logits`, and the id that each of these rows samples; without

@@ -98,6 +98,16 @@ INT4, INT4_HEAD = GroupForm.Q4_1, GroupForm.Q8_0
 """Of `--weights int4`: linears, and the output head."""
 
 
+def stored_rows(part: slice | Tensor, num_stored: int, num_outputs: int) -> tuple[slice | Tensor, int]:
+    """Return the stored outputs in `part` of a weight, and the number of zero outputs behind them: those from
+    `num_stored` to `num_outputs` are padding. A tensor names stored outputs alone."""
+    if not isinstance(part, slice):
+        return part, 0
+    start, stop, _ = part.indices(num_outputs)
+    stored = slice(min(start, num_stored), min(stop, num_stored))
+    return stored, stop - start - (stored.stop - stored.start)
+
+
 @dataclass(frozen=True)
 class GroupWeights:
     """W[n, 32·g + i] ≈ scale[n, g]·(numbers[n, 32·g + i] - offset) + min[n, g]"""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_kernels.linear.group_weights import GroupForm, GroupWeights
+from space_kernels.linear.group_weights import GroupForm, GroupWeights, stored_rows
 from space_kernels.linear.rounded_inputs import GROUP
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -128,11 +128,7 @@ class PackedInt4:
 
     def rows(self, part: slice | Tensor) -> GroupWeights:
         """Return the weights of some outputs. Raises ValueError where a scale is not finite."""
-        num_zero = 0
-        if isinstance(part, slice):
-            start, stop, _ = part.indices(self.out_features)
-            part = slice(min(start, len(self.scale)), min(stop, len(self.scale)))
-            num_zero = stop - start - (part.stop - part.start)
+        part, num_zero = stored_rows(part, len(self.scale), self.out_features)
         numbers, scale = self._numbers(part), self.scale[part]
         if not scale.isfinite().all():
             raise ValueError(f"a scale of {self.name} ({self.layout.value}) is not finite (NaN or infinite)")

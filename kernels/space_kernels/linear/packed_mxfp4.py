@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from space_kernels.linear.group_weights import GroupForm, GroupWeights
+from space_kernels.linear.group_weights import GroupForm, GroupWeights, stored_rows
 from space_kernels.linear.rounded_inputs import GROUP
 
 
@@ -70,11 +70,7 @@ class PackedMxfp4:
 
     def rows(self, part: slice | Tensor) -> GroupWeights:
         """Return the weights of some outputs."""
-        num_zero = 0
-        if isinstance(part, slice):
-            start, stop, _ = part.indices(self.out_features)
-            part = slice(min(start, len(self.numbers)), min(stop, len(self.numbers)))
-            num_zero = stop - start - (part.stop - part.start)
+        part, num_zero = stored_rows(part, len(self.numbers), self.out_features)
         packed, exponents = self.numbers[part], self.exponents[part]
         numbers = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
         # a number is doubled to be whole, so its scale is halved

@@ -27,15 +27,17 @@ class WrittenNumber(float):
                 return plain
         except ValueError:  # more digits than Python converts
             pass
-        number = cls(written)
-        number.written = written
-        return number
+        return cls._as_written(written)
 
     @classmethod
     def integer(cls, written: str) -> "int | float":
         """Return an integer of JSON: a plain one if it has 64 bits at most, as all readers take it."""
         if len(written) <= _MOST_DIGITS and -(2**63) <= (plain := int(written)) < 2**64:
             return plain
+        return cls._as_written(written)
+
+    @classmethod
+    def _as_written(cls, written: str) -> "WrittenNumber":
         number = cls(written)
         number.written = written
         return number

@@ -245,7 +245,7 @@ class WeightFiles:
         return {}
 
     def stored_mixtures(self) -> dict[str, StoredExperts]:
-        """Return mixtures whose experts the files have stacked, and which may stay as they are, by path."""
+        """Return the stacked experts that can be held in the file's format, by the path of their module."""
         return {}
 
     def stored_embedding(self) -> tuple[str, Blocks] | None:

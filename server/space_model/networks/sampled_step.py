@@ -35,13 +35,13 @@ from space_model.networks.llama_compiled_network import CompiledLlama, unknown_i
 from space_model.networks.network import PagedKV
 
 MOST_ROWS = 32
-"""Most rows whose logits a step computes: they take V · 4 bytes a row."""
+"""Most rows of logits in one step; a row takes 4·V bytes."""
 
 _SPARE_PAGES = 16
 """Columns of the page table beyond those in use, so that a sequence with a new page has room."""
 
 _MOST_KEPT = 8
-"""Patterns of rows whose arrays are kept: with masks they alternate with what was accepted."""
+"""Row layouts whose buffers are kept for reuse: a step's layout depends on how many drafts the last one accepted."""
 
 _CPU = torch.device("cpu")
 
@@ -88,7 +88,7 @@ class SampledStep:
         return adapter in self._sources
 
     def num_logits(self, layouts: Sequence[DraftLayout]) -> int:
-        """Return the rows whose logits such a step computes: at most MOST_ROWS are allowed."""
+        """Return how many rows of logits a step with these layouts needs; `pack` supports MOST_ROWS."""
         num_chain = sum([1 + layout.num_drafts for layout in layouts])
         num_masks = sum([layout.num_masks for layout in layouts])
         if num_chain + num_masks <= self._head_rows:
@@ -233,15 +233,9 @@ class _Rows:
                 if choice is not None:
                     first[row], count[row] = groups[choice.group].start + choice.first_mask - 1, choice.num_drafts
         bounds = np.array([*accumulate(map(len, pattern.chain_rows), initial=0)], dtype=np.int64)
-        sampled = np.array([not params.greedy for params in self.sampling])
-        keys = np.array([params.key for params in self.sampling], dtype=np.int64)
-        divisors = np.array(
-            [1.0 if params.greedy else params.divisor / DRAFT_SHARPNESS for params in self.sampling], dtype=np.float32
-        )
-        top_k = np.array([params.top_k or NUM_CANDIDATES for params in self.sampling], dtype=np.int64)
-        top_p, min_p = np.array([[params.top_p, params.min_p] for params in self.sampling], dtype=np.float64).T.copy()
-        truncates = any(params.truncates for params in self.sampling)
-        self._arrays = first, count, bounds, sampled, keys, divisors, top_k, top_p, min_p
+        unread = np.zeros(len(layouts), dtype=np.int64)
+        sampling, arrays = sampling_struct(self.sampling, unread)
+        self._arrays = first, count, bounds, arrays
         return NextDraftsStruct(
             pointer(source.head.struct),
             len(layouts),
@@ -252,12 +246,8 @@ class _Rows:
             first.ctypes.data,
             count.ctypes.data,
             joined,
-            sampled.ctypes.data,
-            divisors.ctypes.data,
-            top_k.ctypes.data if truncates else None,
-            top_p.ctypes.data,
-            min_p.ctypes.data,
-            keys.ctypes.data,
+            None if self.positions is None else pointer(sampling),
+            DRAFT_SHARPNESS,
             addressof(self.drafts),
             addressof(self.num_drafts),
         )

@@ -1,4 +1,4 @@
-"""Linears whose weights are floats of four bits with an exponent for each 32 inputs: the file's own numbers."""
+"""MXFP4 linears: E2M1 numbers and an exponent for each 32 inputs, multiplied as the file has them."""
 
 from __future__ import annotations
 
