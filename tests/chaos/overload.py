@@ -2,7 +2,8 @@
 
 Requests of mixed lengths come as a Poisson process whatever the answers, at shares that differ by --greed. Beyond the
 capacity as much must be answered in time as at best, waiting must stay bounded, and every key that asks for more than
-its share must get as many tokens as the others.
+its share must get as many tokens as the others. The clients run on the server's cores: what they take at a load is no
+loss of the server, so the bound of the goodput is lowered by it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import random
 import secrets
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
@@ -35,6 +38,7 @@ MAX_SPREAD = 0.05  # of a key's tokens around the mean of those that ask for mor
 MAX_TAIL = 2.0  # p99 over the median of the first token's time
 MAX_WAIT = 2.0  # p99 of the wait over the time in which the whole queue is served
 BACKLOG = 1.2  # a key asks for more than its share where it asks for so many times of it
+CLIENTS = "clients"
 LENGTHS = (
     (40, 24),
     (40, 96),
@@ -109,6 +113,8 @@ class LoadResult:
     first_token: float  # seconds within which an answer in time has begun
     per_token: float
     waits: Sequence[float] = ()  # p50 and p99 of the seconds in the queue, as the server counts them
+    cores: float = math.inf  # of the machine, if the server runs on it, too
+    used: Mapping[str, float] = field(default_factory=dict)  # cores that clients, router and workers took
 
     @property
     def seconds(self) -> float:
@@ -160,6 +166,11 @@ class LoadResult:
         return [counts[tenant] for tenant in range(len(self.shares))]
 
     @property
+    def cores_left(self) -> float:
+        """Cores that the clients left to the server; infinity if it runs elsewhere."""
+        return self.cores - self.used.get(CLIENTS, 0.0)
+
+    @property
     def are_all_greedy(self) -> bool:
         """Whether every tenant asks for more than an equal share of the capacity."""
         return min(self.shares) * self.load * len(self.shares) >= BACKLOG
@@ -180,12 +191,13 @@ class LoadResult:
             f"{len(self.refused)}", f"{median(retries):.1f}" if retries else "–",
             " / ".join(f"{wait:.2f}" for wait in self.waits) or "–",
             f"{of_100(first, 50):.2f} / {of_100(first, 99):.2f}", " ".join(map(str, self.tenant_tokens())),
+            ", ".join(f"{name} {cores:.2f}" for name, cores in self.used.items()) or "–",
         )  # fmt: skip
 
 
 HEAD = (
     "load", "offered/s", "answered/s", "in time/s", "goodput, tokens/s", "tokens/s", "refused", "Retry-After, s",
-    "wait p50 / p99, s", "first token p50 / p99, s", "tokens by key",
+    "wait p50 / p99, s", "first token p50 / p99, s", "tokens by key", "cores",
 )  # fmt: skip
 
 
@@ -199,10 +211,12 @@ def of_100(values: Sequence[float], number: int) -> float:
 def overload_figures(results: Sequence[LoadResult], max_queue: int) -> list[Figure]:
     """The bounds, at the highest load; the keys' at every load at which all of them ask for more than their share."""
     most = max(results, key=lambda one: one.load)
-    best, first, at = max(one.goodput for one in results), most.first_tokens, f"at {most.load:g} times the capacity"
+    best, first = max(results, key=lambda one: one.goodput), most.first_tokens
+    at = f"at {most.load:g} times the capacity"
+    left = most.cores_left / best.cores_left if math.isfinite(most.cores) else 1.0
     figures = [
-        Figure("best goodput, tokens/s", best),
-        Figure(f"goodput {at}, tokens/s", most.goodput, least=MIN_GOODPUT * best),
+        Figure("best goodput, tokens/s", best.goodput),
+        Figure(f"goodput {at}, tokens/s", most.goodput, least=MIN_GOODPUT * min(1.0, left) * best.goodput),
         Figure(f"first token {at}, s (median)", of_100(first, 50)),
         Figure(f"first token {at}, s (99 of 100)", of_100(first, 99), most=MAX_TAIL * of_100(first, 50)),
     ]
@@ -245,16 +259,17 @@ def run(options: argparse.Namespace) -> Report:
     """Raises ServerError and LoadError."""
     with ExitStack() as stack:
         keys: list[str | None] = [None] * len(options.greed)
-        url = options.url
+        url, server = options.url, None
         if url is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spaceserve-overload-")))
             keys = [secrets.token_hex(16) for _ in options.greed]
             (folder / "keys").write_text("".join(f"{key}\n" for key in keys), encoding="ascii")
             flags = ["--model", options.model, "--api-key-file", str(folder / "keys"), "--log-level", "error"]
             flags += ["--max-sequences", str(options.seats), "--max-queue", str(options.queue), *options.serve_flags]
-            url = stack.enter_context(ServerProcess(flags)).url
+            server = stack.enter_context(ServerProcess(flags))
+            url = server.url
         endpoint = Endpoint.parse(url)
-        overload = Overload([replace(endpoint, api_key=key) for key in keys], options, is_ours=options.url is None)
+        overload = Overload([replace(endpoint, api_key=key) for key in keys], options, server)
         results = asyncio.run(overload.run())
     figures = overload_figures(results, options.queue)
     return Report(
@@ -280,10 +295,13 @@ def run(options: argparse.Namespace) -> Report:
 class Overload:
     """One server and its tenants, one endpoint each."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], options: argparse.Namespace, *, is_ours: bool) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], options: argparse.Namespace, server: ServerProcess | None
+    ) -> None:
+        """`server`: the one that was started for this; None: another's."""
         self.capacity: float = options.capacity  # requests a second; 0: not measured yet
         self.facts: Mapping[str, Any] = {}
-        self._endpoints, self._options, self._is_ours = endpoints, options, is_ours
+        self._endpoints, self._options, self._server, self._is_ours = endpoints, options, server, server is not None
         self._number = 0  # of the last request; begins its prompt, so that no two share one
 
     async def run(self) -> list[LoadResult]:
@@ -374,6 +392,11 @@ class Overload:
             await asyncio.sleep(max(0.0, begun + moment - clock()))
             return buckets(await get_text(self._endpoints[0], "/metrics"), "spaceserve_queue_seconds")
 
+        async def seconds_until(moment: float) -> Mapping[str, float]:
+            await asyncio.sleep(max(0.0, begun + moment - clock()))
+            return cpu_seconds(self._server)
+
+        processors = [asyncio.create_task(seconds_until(at)) for at in (options.settle, end)]
         scrapes = [asyncio.create_task(waits_until(at)) for at in (options.settle, end)] if self._is_ours else []
         for arrival in planned:
             await asyncio.sleep(max(0.0, begun + arrival.at - clock()))
@@ -384,9 +407,28 @@ class Overload:
         if scrapes:
             before, after = await asyncio.gather(*scrapes)
             waits = [histogram_quantile(before, after, share) for share in (0.5, 0.99)]
+        at_begin, at_end = await asyncio.gather(*processors)
         await _cancelled(tasks)
         await idle(self._endpoints[0], is_ours=self._is_ours)
-        return LoadResult(load, shares, planned, options.settle, end, options.first_token, options.per_token, waits)
+        return LoadResult(
+            load, shares, planned, options.settle, end, options.first_token, options.per_token, waits,
+            cores=len(os.sched_getaffinity(0)) if self._is_ours else math.inf,
+            used={name: (at_end[name] - at_begin[name]) / options.seconds for name in at_end},
+        )  # fmt: skip
+
+
+def cpu_seconds(server: ServerProcess | None) -> dict[str, float]:
+    """Processor time until now of the clients, which are this process, and of a server's router and workers (Linux)."""
+    if server is None:
+        return {CLIENTS: time.process_time()}
+    workers = sum(cpu_seconds_of(pid) for pid in server.worker_pids())
+    return {CLIENTS: time.process_time(), "router": cpu_seconds_of(server.pid), "workers": workers}
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """Processor time of a process, all its threads and the system's work for it included (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -288,7 +288,12 @@ class HttpConnection(asyncio.Protocol):
         if len(hosts) > 1:
             return "The request has more than one Host header."
         host = hosts[0].strip(b" \t")
-        return None if _HOST.fullmatch(host) else "The Host header is no host, nor a host and a port."
+        if (found := _HOST.fullmatch(host)) is None:
+            return "The Host header is no host, nor a host and a port."
+        port = (found["port"] or b"").lstrip(b"0")
+        if len(port) > 5 or int(port or b"0") > _LAST_PORT:
+            return f"The Host header's port is above {_LAST_PORT}."
+        return None
 
     def _coding_fault(self) -> tuple[int, str] | None:
         """Return status and message for a body that is not simply in chunks (RFC 9112 §6.1, §7), or None.
@@ -514,7 +519,8 @@ class ClientTransport:
         self._transport.write(b"".join(pieces))
 
 
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::(?P<port>[0-9]*))?")
+_LAST_PORT = 65535
 _TCP_CLOSED = 7  # in Linux's tcp_states.h
 _CHUNKED = b"transfer-encoding: chunked\r\n"
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -488,6 +488,10 @@ class Tokenizer:
         """Return a token's text for a logprobs list, or `bytes:\\xe2\\x82` if the token is not valid UTF-8."""
         text = self.bytes_of.text(id_)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of[id_]) if text is None else text
+
+    def vocabulary_texts(self, ids: Iterable[int]) -> list[str]:
+        """Return the tokens as the vocabulary writes them, such as `Ġa` for ` a`; "" for an id that it lacks."""
+        return [self._inner.id_to_token(id_) or "" for id_ in ids]
 
     def token_to_id(self, token: str) -> int | None:
         id_: int | None = self._inner.token_to_id(token)

@@ -627,3 +627,13 @@ async def test_a_prompt_longer_than_the_servers_own_limit_is_refused_on_every_ro
         assert "tokens > 8 maximum" in answer.json()["error"]["message"]
         info = await router.client.get("/info")
         assert info.json()["max_input_tokens"] == 8
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e999"])
+async def test_a_number_beyond_a_double_is_named_as_such(start: Start, number: str) -> None:
+    async with start() as router:
+        body = f'{{"prompt": "a", "temperature": {number}}}'.encode()
+        answer = await send(router, "/v1/completions", {}, Row(400, "", None, 0, "", body=body))
+        assert answer.status_code == 400
+        assert "too large for a double" in answer.text
+        assert "not valid JSON" not in answer.text

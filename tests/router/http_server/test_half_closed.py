@@ -64,6 +64,9 @@ async def test_half_a_request_is_not_waited_for(asked: bytes) -> None:
         b"host: a@b\r\n",
         b"host: a:b\r\n",
         b"host: a%2\r\n",
+        b"host: a:65536\r\n",
+        b"host: [::1]:99999\r\n",
+        b"host: a:00000" + b"9" * 5000 + b"\r\n",
     ],
 )
 async def test_http_1_1_needs_one_host(hosts: bytes) -> None:
@@ -83,6 +86,8 @@ async def test_http_1_1_needs_one_host(hosts: bytes) -> None:
         b"GET / HTTP/1.1\r\nhost: [::1]:80\r\nconnection: close\r\n",
         b"GET / HTTP/1.1\r\nhost: my_host\r\nconnection: close\r\n",
         b"GET / HTTP/1.1\r\nhost:\ta%20b\t\r\nconnection: close\r\n",
+        b"GET / HTTP/1.1\r\nhost: a:\r\nconnection: close\r\n",
+        b"GET / HTTP/1.1\r\nhost: a:0000065535\r\nconnection: close\r\n",
     ],
 )
 async def test_good_hosts_are_taken(head: bytes) -> None:

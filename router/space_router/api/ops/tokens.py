@@ -29,6 +29,7 @@ from space_router.http_server.responses import json_response, key_of
 
 STATUSES = (404, 413, 415, 422, 429, 503)
 MAX_TOKENS = 2**20  # of one answer
+STRINGS = "adds `token_strs`, the tokens as the vocabulary writes them; goes with `prompt` and `messages`"
 
 
 class TokenizeBody(Body):
@@ -44,7 +45,14 @@ class TokenizeBody(Body):
     ] = None
     add_generation_prompt: Annotated[bool | None, Field(description="goes with `messages`")] = None
     add_special_tokens: bool | None = None
+    return_token_strs: Annotated[bool | None, Field(description=STRINGS)] = None
     parameters: Settings | None = None  # as for `/generate`; only `truncate` has an effect
+
+
+class TokenizedChatBody(ChatBody):
+    """A conversation to tokenise."""
+
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):
@@ -70,6 +78,7 @@ class TokenIds(ResponseModel):
     tokens: list[Count]
     count: Count
     max_model_len: Count
+    token_strs: list[str] | None = None
 
 
 class ConversationTokens(ResponseModel):
@@ -95,25 +104,30 @@ class Detokenized(ResponseModel):
     prompt: str
 
 
-def _ids(builder: RequestBuilder, text: str, *, add_special_tokens: bool) -> list[bytes]:
+def _ids(builder: RequestBuilder, text: str, *, add_special_tokens: bool, with_strings: bool) -> list[bytes]:
     """Return the ids of a text as OpenAI-like servers write them, in pieces of JSON."""
-    written, count = _JsonList(), 0
+    written, strings, count = _JsonList(), _JsonList(), 0
     with refuse_surrogates("prompt"):
         for ids in builder.text.tokenizer.encode_pieces(text, add_special_tokens=add_special_tokens):
             count += len(ids)
             _check_count(count, "prompt")
             written.add(ids)
-    end = f',"count":{count},"max_model_len":{builder.facts.window}}}'
-    return [b'{"tokens":', *written.pieces, b"]", end.encode()]
+            if with_strings:
+                strings.add(builder.text.tokenizer.vocabulary_texts(ids))
+    end = f'],"count":{count},"max_model_len":{builder.facts.window}'.encode()
+    more = [b',"token_strs":', *strings.pieces, b"]"] if with_strings else []
+    return [b'{"tokens":', *written.pieces, end, *more, b"}"]
 
 
-def _conversation_ids(builder: RequestBuilder, body: ChatBody) -> list[bytes]:
+def _conversation_ids(builder: RequestBuilder, body: TokenizedChatBody) -> list[bytes]:
     """Return the ids that a chat completion gives the model, in the same form."""
     special = bool(body.add_special_tokens)  # the template already writes special tokens
     options = PromptOptions("messages", special, body.truncate_prompt_tokens)
     ids = builder.prompt(conversation_text(builder, body), options).ids
-    written = orjson.dumps({"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window})
-    return [written]
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": builder.facts.window}
+    if body.return_token_strs:
+        made["token_strs"] = builder.text.tokenizer.vocabulary_texts(ids)
+    return [orjson.dumps(made)]
 
 
 def _spans(builder: RequestBuilder, text: str, options: PromptOptions) -> list[bytes]:
@@ -213,7 +227,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """`inputs`: a list of {id, text, start, stop}; `prompt`, `messages`: {tokens, count, max_model_len}."""
         if (await read_object(request, service.config)).values.get("messages") is not None:
-            conversation, size = await _read(service, request, ChatBody, CHAT_NEUTRAL)
+            conversation, size = await _read(service, request, TokenizedChatBody, CHAT_NEUTRAL)
             builder = service.builder(key_of(request))
             builder.adapter(conversation.model)
             return _answer(await service.text_work(request, size, _conversation_ids, builder, conversation))
@@ -227,13 +241,18 @@ def routes(service: Service) -> APIRouter:
             raise InvalidRequest(message, param="add_generation_prompt")
         if (body.inputs is None) == (body.prompt is None):
             raise InvalidRequest("Give one of `inputs`, `prompt` and `messages`.", param="inputs")
+        if body.inputs is not None and body.return_token_strs:
+            message = "`return_token_strs` goes with `prompt` and `messages`; the answer to `inputs` has the texts."
+            raise InvalidRequest(message, param="return_token_strs")
         if body.inputs is not None:
             options = PromptOptions("inputs", special, parameters.truncate)
             return _answer(await service.text_work(request, size, _spans, builder, body.inputs, options))
         if body.parameters:
             raise InvalidRequest("`parameters` go with `inputs`, not with `prompt`.", param="parameters")
         text = body.prompt or ""
-        return _answer(await service.text_work(request, size, _ids, builder, text, add_special_tokens=special))
+        strings = bool(body.return_token_strs)
+        made = service.text_work(request, size, _ids, builder, text, add_special_tokens=special, with_strings=strings)
+        return _answer(await made)
 
     @router.post("/chat_tokenize", openapi_extra=json_body(ChatBody, CHAT_NEUTRAL), responses=conversation)
     async def chat_tokenize(request: Request) -> Response:

@@ -233,6 +233,21 @@ async def test_tokenize_takes_a_conversation_and_gives_the_ids_of_a_chat(router:
         assert made["max_model_len"] == router.service.engine.facts.window
 
 
+async def test_tokenize_gives_tokens_as_the_vocabulary_writes_them(router: Any) -> None:
+    text = "Grüße, world!\n" * 400  # more than one piece
+    plain = (await router.post("/tokenize", prompt=text)).json()
+    made = (await router.post("/tokenize", prompt=text, return_token_strs=True)).json()
+    to_id = router.service.text.tokenizer.token_to_id
+    assert [to_id(one) for one in made.pop("token_strs")] == plain["tokens"]
+    assert made == plain
+    assert (await router.post("/tokenize", prompt="", return_token_strs=True)).json()["token_strs"] == []
+    asked = {"messages": USER, "return_token_strs": True}
+    made = (await router.post("/tokenize", **asked)).json()
+    assert [to_id(one) for one in made["token_strs"]] == made["tokens"]
+    assert "token_strs" not in (await router.post("/tokenize", messages=USER, return_token_strs=False)).json()
+    assert (await router.post("/tokenize", inputs="a", return_token_strs=True)).status_code == 422
+
+
 async def test_tokenize_and_detokenize_check_the_model_and_the_messages(router: Any) -> None:
     name = router.service.text.name
     assert (await router.post("/tokenize", model=name, prompt="a")).json()["count"] == 1
