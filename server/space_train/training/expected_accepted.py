@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from space_kernels.sampling.sampler import gumbel_argmax
+from space_kernels.sampling.sampler import sample_rows
+from space_kernels.sampling.sampling_params import SamplingParams, SamplingRow
 from space_kernels.step.draft_head import DRAFT_SHARPNESS, NUM_CANDIDATES, NUM_GREEDY_CANDIDATES
 from space_model.adapters import GatedLora
 from space_model.checkpoint import family
@@ -195,7 +196,7 @@ def _agreement(
         part = slice(begin, begin + _ROWS_AT_ONCE)
         here = positions[part]
         own = _without(trainee.mask_ids, trainee.decoder.logits(teacher[part]))
-        chosen = [_choice(own, temperature, here, seed) for temperature in temperatures]
+        chosen = [chosen_ids(own, temperature, here, seed) for temperature in temperatures]
         drafts = {kind: _draft_logits(trainee, kind, hidden[part]) for kind, hidden in students.items()}
         for kind, logits in drafts.items():
             for temperature, wanted in zip(temperatures, chosen, strict=True):
@@ -203,7 +204,7 @@ def _agreement(
                 if kind == "head":
                     possible = _among_best(logits, drafts["masks"], is_sampled=bool(temperature))
                 sharper = possible * DRAFT_SHARPNESS if kind == "head" else possible
-                parts.setdefault((kind, temperature), []).append(_choice(sharper, temperature, here, seed) == wanted)
+                parts.setdefault((kind, temperature), []).append(chosen_ids(sharper, temperature, here, seed) == wanted)
     return {key: torch.cat(some) for key, some in parts.items()}
 
 
@@ -233,8 +234,10 @@ def _without(mask_ids: Sequence[int], logits: Tensor) -> Tensor:
     return logits.index_fill(1, torch.tensor(sorted(set(mask_ids)), device=logits.device), -torch.inf)
 
 
-def _choice(logits: Tensor, temperature: float, positions: Tensor, seed: int) -> Tensor:
-    """Return the ids [N] that rows [N, V] choose at `positions` [N]."""
+def chosen_ids(logits: Tensor, temperature: float, positions: Tensor, seed: int) -> Tensor:
+    """Return the ids [N] that rows of `logits` [N, V] float32 choose at `positions` [N]: absolute, of those ids."""
     if not temperature:
         return logits.argmax(1)
-    return gumbel_argmax(logits / temperature, torch.full_like(positions, seed), positions)
+    params = SamplingParams(temperature=temperature, key=seed)
+    rows = [SamplingRow(params, range(position), num_prompt=0) for position in positions.tolist()]
+    return sample_rows(logits.clone(), rows, positions.new_empty(0)).ids

@@ -9,6 +9,7 @@ import torch
 from space_eval.__main__ import main
 from space_eval.acceptance.drafts import DraftsRow
 from space_eval.acceptance.generation import generate
+from space_kernels.sampling.sampler import gumbel_argmax
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.loading.load import load_model
 from space_proto import worker_pb2 as pb
@@ -16,7 +17,13 @@ from space_server.speculation.controller import FixedLayout
 from space_server.worker import Worker
 from space_train.data.train_batch import Texts
 from space_train.session import load_base
-from space_train.training.expected_accepted import AcceptedDrafts, accepted_drafts, drafting_model, drafting_plan
+from space_train.training.expected_accepted import (
+    AcceptedDrafts,
+    accepted_drafts,
+    chosen_ids,
+    drafting_model,
+    drafting_plan,
+)
 from tiny_checkpoints import tiny_checkpoint
 
 SEED = 3
@@ -78,6 +85,17 @@ def test_random_masks_are_judged_as_a_worker_does(tmp_path: Path, adapter_rank: 
     model = tiny_checkpoint(tmp_path / "model", num_masks=2, adapter_rank=adapter_rank)
     accepted = check_judged_as_decoded(model, FixedLayout.full(2), 2, 1.2, "head")
     assert len(set(accepted.values())) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
+def test_draws_are_the_reference_draws_and_leave_the_logits_alone(temperature: float) -> None:
+    logits = 4.0 * torch.randn(30, 500, generator=torch.Generator().manual_seed(SEED))
+    logits[:, 7] = -torch.inf
+    before, positions = logits.clone(), 11 * torch.arange(30) + 2
+    wanted = gumbel_argmax(logits / temperature, torch.full_like(positions, SEED), positions)
+    assert chosen_ids(logits, temperature, positions, SEED).tolist() == wanted.tolist()
+    assert torch.equal(logits, before)
+    assert len(set(wanted.tolist())) > 10
 
 
 def test_a_row_has_the_mean_its_bounds_and_the_difference_of_the_same_steps() -> None:
