@@ -31,6 +31,7 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
 from space_model.networks.sampled_step import SampledStep
+from space_model.precision import WEIGHTS
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import choose_threads
@@ -462,7 +463,8 @@ def run(options: argparse.Namespace) -> Report:
     found, facts = [], {}
     for subject in subjects:
         threads = options.num_threads if subject.model == options.model else None
-        model = load_model(subject.model, num_threads=threads or choose_threads(subject.model) or most_threads)
+        threads = threads or choose_threads(subject.model) or most_threads
+        model = load_model(subject.model, weights=options.weights, num_threads=threads)
         most_masks = model.facts.most_masks
         if not most_masks:
             raise PerfError(
@@ -472,8 +474,9 @@ def run(options: argparse.Namespace) -> Report:
         chosen = arms(options.k, [(k, kept) for k, kept in PRUNED if k in options.k], most_masks=most_masks)
         found.append(measure(model, subject, options, chosen, prompts_of(model, subject.model, options)))
         facts[subject.title] = (
-            f"{str(model.facts.dtype).removeprefix('torch.')} on {model.facts.device}, {model.facts.num_threads} "
-            f"threads, {most_masks} masks, {'a' if model.facts.has_draft_head else 'no'} draft head"
+            f"{model.facts.weights}, {str(model.facts.dtype).removeprefix('torch.')} on {model.facts.device}, "
+            f"{model.facts.num_threads} threads, {most_masks} masks, "
+            f"{'a' if model.facts.has_draft_head else 'no'} draft head"
         )
     facts["load"] = (
         f"prompts of {options.prompt_tokens} tokens, {options.max_tokens} more each, greedy, {options.rounds} rounds "
@@ -501,6 +504,7 @@ def _chances(text: str) -> tuple[float, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
+    add("--weights", choices=WEIGHTS, default="auto", help="as of spaceserve serve [auto]")
     add("--synthetic-acceptance", type=_chances, action="append", metavar="P",
         help=".78, .57, or five chances by mask depth; repeatable [the model's own drafts]")  # fmt: skip
     add("--batch", type=numbers(1), default=[1, 2, 4, 8, 16, 32, 64], metavar="B,…", help="[1,2,4,8,16,32,64]")

@@ -112,7 +112,7 @@ struct RoundedRows {
     void resize(int64_t rows, int64_t inputs) {
         groups = (inputs + SIZE - 1) / SIZE;
         if (const size_t count = rows * groups; scale.size() < count)
-            codes.resize((count + LANES) * SIZE), scale.resize(count), total.resize(count), sum.resize(2 * count);
+            codes.resize((count + LANES) * SIZE + VECTOR), scale.resize(count), total.resize(count), sum.resize(2 * count);
         const int64_t num_tiles = (rows + SUMS - 1) / SUMS;
         bounds.assign(num_tiles + 1, 0);
         for (int64_t n = 0; n < num_tiles; ++n)
@@ -121,7 +121,8 @@ struct RoundedRows {
     int64_t num_tiles() const { return int64_t(bounds.size()) - 1; }
     Rounded from(int64_t row) {
         const int64_t at = row * groups;
-        return {codes.data() + at * SIZE, scale.data() + at, total.data() + at, sum.data() + 2 * at};
+        int8_t* aligned = (int8_t*)((uintptr_t(codes.data()) + VECTOR - 1) / VECTOR * VECTOR);
+        return {aligned + at * SIZE, scale.data() + at, total.data() + at, sum.data() + 2 * at};
     }
 };
 
@@ -277,71 +278,137 @@ void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, int64_t shar
 
 #if TILES
 
-constexpr int64_t LEAST_ROWS = 5;  // fewer are multiplied faster by vectors
+constexpr int64_t LEAST_ROWS = 40;  // fewer are multiplied faster by vectors
 
-// Writes a panel's four-bit numbers in bytes: [groups, 32/4, 16 outputs, 4].
+constexpr int TURNS = 4;  // groups whose products are computed while those of as many others are added up
+
+// Goes through the blocks of a panel.
 template <Groups GROUPS>
-void unpack(const uint8_t* panel, int64_t groups, int64_t sharing, uint8_t* to) {
+struct Walk {
     using F = Form<GROUPS>;
-    for (int64_t g = 0; g < groups; ++g, to += SIZE * LANES) {
-        const uint8_t* block = panel + F::place(g + 1, sharing) - F::BLOCK + F::HEAD;
-        for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
-            __builtin_prefetch(block + AHEAD + v * VECTOR);
-            const Bytes numbers = load_bytes(block + v * VECTOR);
-            store_bytes(to + v * VECTOR, F::low(numbers));
-            store_bytes(to + (F::VECTORS_OF_BLOCK + v) * VECTOR, F::high(numbers));
-        }
+    const uint8_t* block;
+    int64_t sharing;
+    const uint8_t* shared = nullptr;
+    int64_t group = 0;
+
+    void enter() {
+        if (F::IS_SHARED && (group & (sharing - 1)) == 0) shared = block, block += F::HALVES;
+    }
+    void leave() { block += F::BLOCK, ++group; }
+    const uint8_t* numbers() const { return block + F::HEAD; }
+    void prefetch() const {
+#pragma GCC unroll 9
+        for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(block + AHEAD + i, 0, LOCALITY);
+    }
+};
+
+// Writes a group's four-bit numbers in bytes: [32/4, 16 outputs, 4].
+template <Groups GROUPS>
+inline void unpack(const uint8_t* numbers, uint8_t* to) {
+    using F = Form<GROUPS>;
+#pragma GCC unroll 8
+    for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
+        const Bytes packed = load_bytes(numbers + v * VECTOR);
+        store_bytes(to + v * VECTOR, F::low(packed));
+        store_bytes(to + (F::VECTORS_OF_BLOCK + v) * VECTOR, F::high(packed));
     }
 }
 
-// As `sum_up` for one panel: the products of a group are those of a tile of rows and one of numbers.
-template <Groups GROUPS, int ROWS>
-void sum_up_tile(const uint8_t* panel, const uint8_t* numbers, int64_t groups, int64_t sharing, Rounded x, Lanes* to,
+// Multiplies up to TURNS groups, each a tile of rows by one of numbers: codes are `size` apart.
+inline void multiply_groups(int64_t num, const int8_t* codes, int64_t size, const uint8_t* const (&numbers)[TURNS]) {
+#define MULTIPLY(TURN, CODES, NUMBERS)                \
+    _tile_loadd(CODES, codes + TURN * size, SIZE);    \
+    _tile_loadd(NUMBERS, numbers[TURN], VECTOR);      \
+    _tile_zero(TURN);                                 \
+    _tile_dpbsud(TURN, CODES, NUMBERS);
+    MULTIPLY(0, 4, 6)
+    if (num > 1) { MULTIPLY(1, 5, 7) }
+    if (num > 2) { MULTIPLY(2, 4, 6) }
+    if (num > 3) { MULTIPLY(3, 5, 7) }
+#undef MULTIPLY
+}
+
+inline void store_products(int64_t num, int32_t (&to)[TURNS][LANES][LANES]) {
+    TileConfig::written();
+    _tile_stored(0, to[0], VECTOR);
+    if (num > 1) _tile_stored(1, to[1], VECTOR);
+    if (num > 2) _tile_stored(2, to[2], VECTOR);
+    if (num > 3) _tile_stored(3, to[3], VECTOR);
+    TileConfig::written();
+}
+
+// As `sum_up` for one panel, by tiles. Four-bit numbers are in `unpacked`, [groups, 32/4, 16, 4] bytes: FRESH writes them.
+template <Groups GROUPS, int ROWS, bool FRESH>
+void sum_up_tile(const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_t sharing, Rounded x, Lanes* to,
                  int count) {
     using F = Form<GROUPS>;
-    alignas(64) int32_t products[2][LANES][LANES];
+    if (F::IS_K) sharing = sharing_of(GROUPS);
+    alignas(64) int32_t products[2][TURNS][LANES][LANES];
     Lanes sum[ROWS];
-    for (int i = 0; i < ROWS; ++i) sum[i] = zeros();
-    const uint8_t *block = panel, *shared = panel;
-    for (int64_t g = 0; g < groups; ++g, block += F::BLOCK) {
-        if (F::IS_SHARED && (g & (sharing - 1)) == 0) shared = block, block += F::HALVES;
-        _tile_loadd(4, x.codes + g * ROWS * SIZE, SIZE);
-        _tile_loadd(6, numbers + (F::BITS == 4 ? g * SIZE * LANES : block - panel + F::HEAD), VECTOR);
-        if (F::BITS == 8)
-            for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(block + AHEAD + i);
-        _tile_zero(0);
-        _tile_dpbsud(0, 4, 6);
-        auto& product = products[g % 2];
-        _tile_stored(0, product, VECTOR);
-        TileConfig::written();
-        const uint16_t* halves = (const uint16_t*)(F::IS_SHARED ? shared : block);
-        Lanes scale = F::HAS_SCALE ? F::scale(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
-        if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(block)));
-        if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(block + LANES)));
-        const Ints zero = F::HAS_ZERO ? load_steps(shared + F::ZEROS) : same_int(0);
 #pragma GCC unroll 12
-        for (int i = 0; i < ROWS; ++i) {
-            const int64_t at = g * ROWS + i;
-            Ints one = load_ints(product[i]);
-            if (F::OFFSET) one = add(one, same_int(-F::OFFSET * x.sum[2 * at + 1]));
-            if (F::HAS_ZERO) one = add(one, mul(zero, same_int(-x.sum[2 * at + 1])));
-            sum[i] = joined<GROUPS>(sum[i], one, scale, min, x, at);
+    for (int i = 0; i < ROWS; ++i) sum[i] = zeros();
+    Walk<GROUPS> ahead{panel, sharing}, added{panel, sharing};
+    const uint8_t* numbers[TURNS];
+    const auto prepare = [&](int64_t num) __attribute__((always_inline)) {
+        for (int64_t n = 0; n < num; ++n) {
+            if (F::BITS == 4) numbers[n] = unpacked + ahead.group * SIZE * LANES;
+            if (F::BITS == 8 || FRESH) {
+                ahead.enter();
+                ahead.prefetch();
+                if (F::BITS == 8)
+                    numbers[n] = ahead.numbers();
+                else
+                    unpack<GROUPS>(ahead.numbers(), unpacked + ahead.group * SIZE * LANES);
+            }
+            ahead.leave();
         }
+    };
+    const auto add_up = [&](int64_t num, const int32_t (&from)[TURNS][LANES][LANES]) __attribute__((always_inline)) {
+        for (int64_t n = 0; n < num; ++n) {
+            added.enter();
+            const uint16_t* halves = (const uint16_t*)(F::IS_SHARED ? added.shared : added.block);
+            Lanes scale = F::HAS_SCALE ? F::scale(halves) : zeros(), min = F::HAS_MIN ? load_halves(halves + LANES) : zeros();
+            if (F::STEPS == 1) scale = mul(scale, to_lanes(load_steps(added.block)));
+            if (F::IS_K && F::HAS_MIN) min = mul(min, to_lanes(load_steps(added.block + LANES)));
+            const Ints zero = F::HAS_ZERO ? load_steps(added.shared + F::ZEROS) : same_int(0);
+#pragma GCC unroll 12
+            for (int i = 0; i < ROWS; ++i) {
+                const int64_t at = added.group * ROWS + i;
+                Ints one = load_ints(from[n][i]);
+                if (F::OFFSET) one = add(one, same_int(-F::OFFSET * x.sum[2 * at + 1]));
+                if (F::HAS_ZERO) one = add(one, mul(zero, same_int(-x.sum[2 * at + 1])));
+                sum[i] = joined<GROUPS>(sum[i], one, scale, min, x, at);
+            }
+            added.leave();
+        }
+    };
+    const auto turn = [&](int64_t first) { return std::min<int64_t>(TURNS, groups - first); };
+    prepare(turn(0));
+    for (int64_t g = 0; g < groups; g += TURNS) {
+        TileConfig::written();
+        multiply_groups(turn(g), x.codes + g * ROWS * SIZE, ROWS * SIZE, numbers);
+        if (g + TURNS < groups) prepare(turn(g + TURNS));
+        if (g) add_up(TURNS, products[(g / TURNS + 1) % 2]);
+        store_products(turn(g), products[g / TURNS % 2]);
     }
+    const int64_t last = (groups - 1) / TURNS;
+    add_up(turn(last * TURNS), products[last % 2]);
     for (int i = 0; i < ROWS; ++i) to[i * count] = sum[i];
 }
 
-template <Groups GROUPS, int ROWS = SUMS>
-void sum_up_tile_of(int64_t rows, const uint8_t* panel, const uint8_t* numbers, int64_t groups, int64_t sharing,
+template <Groups GROUPS, bool FRESH, int ROWS = SUMS>
+void sum_up_tile_of(int64_t rows, const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_t sharing,
                     const Rounded& x, Lanes* to, int count) {
-    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS>(panel, numbers, groups, sharing, x, to, count);
-    if constexpr (ROWS > 1) sum_up_tile_of<GROUPS, ROWS - 1>(rows, panel, numbers, groups, sharing, x, to, count);
+    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS, FRESH>(panel, unpacked, groups, sharing, x, to, count);
+    if constexpr (ROWS > 1)
+        sum_up_tile_of<GROUPS, FRESH, ROWS - 1>(rows, panel, unpacked, groups, sharing, x, to, count);
 }
 
 // As `multiply_by`: one or two panels at a time, whose numbers are unpacked once for all rows.
 template <Groups GROUPS>
 void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind,
                            int64_t first, int64_t last) {
+    constexpr bool UNPACKS = Form<GROUPS>::BITS == 4;
     static thread_local std::vector<uint8_t> unpacked;
     const int64_t sharing = sharing_of(w.groups), size = Form<GROUPS>::place(rows.groups, sharing);
     const int64_t room = rows.groups * SIZE * LANES;
@@ -351,19 +418,17 @@ void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, 
     const TileConfig tiles(rows.bounds[1], SIZE);
     for (int64_t panel = first; panel < last;) {
         const int count = last - panel >= 2 ? 2 : 1;
-        const uint8_t* here = (const uint8_t*)w.weight + panel * size;
-        for (int j = 0; Form<GROUPS>::BITS == 4 && j < count; ++j)
-            unpack<GROUPS>(here + j * size, rows.groups, sharing, aligned + j * room);
-        TileConfig::written();
+        bool fresh = UNPACKS;
         for (int64_t n = 0; n < rows.num_tiles(); ++n) {
             const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
             const int64_t from = std::max(row, top), to = std::min(behind, top + height);
             if (from >= to) continue;
             for (int j = 0; j < count; ++j) {
-                const uint8_t* numbers = Form<GROUPS>::BITS == 4 ? aligned + j * room : here + j * size;
-                sum_up_tile_of<GROUPS>(height, here + j * size, numbers, rows.groups, sharing, rows.from(top),
-                                       sums + j, count);
+                const uint8_t* here = (const uint8_t*)w.weight + (panel + j) * size;
+                (fresh ? sum_up_tile_of<GROUPS, UNPACKS> : sum_up_tile_of<GROUPS, false>)(
+                    height, here, aligned + j * room, rows.groups, sharing, rows.from(top), sums + j, count);
             }
+            fresh = false;
             finish(w, p, sums + (from - top) * count, from, to - from, panel, count);
         }
         panel += count;
@@ -379,7 +444,7 @@ void multiply_by(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t ro
                  int64_t last) {
 #if TILES
     if constexpr (Form<GROUPS>::STEPS != 2)
-        if (rows.bounds[1] >= LEAST_ROWS) return multiply_by_int_tiles<GROUPS>(w, p, rows, row, behind, first, last);
+        if (p.rows >= LEAST_ROWS) return multiply_by_int_tiles<GROUPS>(w, p, rows, row, behind, first, last);
 #endif
     const int64_t sharing = sharing_of(w.groups), size = Form<GROUPS>::place(rows.groups, sharing);
     const int64_t num_tiles = rows.num_tiles();
