@@ -103,10 +103,11 @@ class WorkerPool:
                 await connection.run(self._listener)
             except WorkerStartFailed as error:
                 if isinstance(connection.source, Supervisor) or not self._can_recover:
-                    logger.error("%s", error)
                     self.connections.remove(connection)
                     del self._tasks[connection]
-                    if not self._can_recover:
+                    if self._can_recover:
+                        logger.error("%s", error.summary)
+                    else:  # the server ends, and says why
                         self._listener.start_failed(error)
                     return
                 if connection.is_news(error):
