@@ -92,31 +92,6 @@ def test_the_bounds_hold_only_where_none_of_them_is_broken(over: LoadResult, wha
     assert [one.startswith(what or "") for one in failed] == [True] * (what is not None)
 
 
-@pytest.mark.parametrize(
-    ("number", "clients", "cores", "holds"),
-    [
-        (18, 0.3, 2.0, True),  # .9 of the best with .85 of the best's processor time
-        (16, 0.3, 2.0, False),
-        (18, 0.0, 2.0, False),
-        (18, 0.3, math.inf, False),  # the server runs elsewhere
-    ],
-)
-def test_what_clients_take_of_the_servers_cores_is_no_loss_of_the_server(
-    number: int, clients: float, cores: float, holds: bool
-) -> None:
-    best = replace(even(1.0), cores=cores, used={"clients": 0.0})
-    over = replace(even(10.0, number), cores=cores, used={"clients": clients})
-    found = next(one for one in overload_figures([best, over], max_queue=16) if one.what.startswith("goodput at 10"))
-    assert found.holds == holds
-
-
-def test_clients_that_took_more_at_the_best_load_raise_no_bound() -> None:
-    best = replace(even(1.0), cores=2.0, used={"clients": 0.5})
-    over = replace(even(10.0), cores=2.0, used={"clients": 0.0})
-    found = next(one for one in overload_figures([best, over], max_queue=16) if one.what.startswith("goodput at 10"))
-    assert found.holds
-
-
 def test_processor_time_of_a_process_grows_with_its_work() -> None:
     begun = cpu_seconds_of(os.getpid())
     while time.process_time() < begun + 0.05:
