@@ -170,6 +170,7 @@ class Journal(Generic[Key]):
         """Read the lines already in the file; half a last line of a killed run is dropped. Raises JournalError."""
         self._file, self._key_of = file, key_of
         self._lines: dict[Key, dict[str, Any]] = {}
+        self._settings: dict[str, Any] | None = None
         if file is None or not file.is_file():
             return
         raw = file.read_bytes()
@@ -205,8 +206,18 @@ class Journal(Generic[Key]):
                 os.fsync(stream.fileno())
         self._keep(json.loads(text))
 
+    def keep_settings(self, settings: Mapping[str, Any]) -> None:
+        """Add the run's settings, on a line of their own. Raises JournalError if the file has those of another run."""
+        if self._settings is None:
+            self.add({"settings": settings})
+        elif self._file is not None:
+            check_settings(self._settings, json.loads(json.dumps(settings)), self._file)
+
     def _keep(self, line: dict[str, Any]) -> None:
-        self._lines[self._key_of(line)] = line
+        if "settings" in line:
+            self._settings = line["settings"]
+        else:
+            self._lines[self._key_of(line)] = line
 
 
 def check_settings(known: Mapping[str, Any], settings: Mapping[str, Any], where: Path) -> None:

@@ -19,7 +19,6 @@ from space_eval.data import Conversation, load_conversations
 from space_eval.flags import EvalError, FlagError
 from space_eval.report import (
     Journal,
-    check_settings,
     columns_table,
     facts,
     figure,
@@ -106,13 +105,6 @@ def _bounds(answers: Sequence[ServedAnswer]) -> tuple[float, float]:
     return ratio_bounds(list(by_conversation.values()))
 
 
-SETTINGS = ("settings",)  # the journal's key of the settings of its answers
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return SETTINGS if "settings" in line else ServedAnswer.parse(line).key
-
-
 class ServedAcceptance:
     """A server under measurement. A setting is (temperature, k); k = 0 is `speculation: off`."""
 
@@ -126,7 +118,8 @@ class ServedAcceptance:
                 "--lookup only. Take a model with drafts (--model smollm2 has) and leave these flags out."
             )
         self._ks = (PLAIN, *sorted({min(k, most) for k in options.k} - {PLAIN}))
-        self._journal = Journal(None if options.out is None else options.out / "answers.jsonl", _key)
+        file = None if options.out is None else options.out / "answers.jsonl"
+        self._journal = Journal(file, lambda line: ServedAnswer.parse(line).key)
 
     @classmethod
     async def connect(cls, options: argparse.Namespace) -> ServedAcceptance:
@@ -141,7 +134,10 @@ class ServedAcceptance:
 
         Raises TextsDiffer if drafts change an answer, JournalError if --out holds another run, and LoadError.
         """
-        self._check_journal(conversations)
+        prompts = hashlib.sha256(repr([conversation.turns for conversation in conversations]).encode()).hexdigest()
+        settings = {"model": self.info["model_sha"], "prompts": prompts[:12]}
+        settings |= {name: getattr(self._options, name) for name in ("chat", "max_tokens", "seed")}
+        self._journal.keep_settings(settings)
         gate = asyncio.Semaphore(self._options.at_once)
         num_turns = sum(len(self._turns(conversation)) for conversation in conversations)
         total = num_turns * len(self._ks) * len(self._options.temperature)
@@ -159,15 +155,6 @@ class ServedAcceptance:
                 )
             )
         return [answer for answers in answered for answer in answers]
-
-    def _check_journal(self, conversations: Sequence[Conversation]) -> None:
-        prompts = hashlib.sha256(repr([conversation.turns for conversation in conversations]).encode()).hexdigest()
-        settings = {"model": self.info["model_sha"], "prompts": prompts[:12]}
-        settings |= {name: getattr(self._options, name) for name in ("chat", "max_tokens", "seed")}
-        if SETTINGS in self._journal:
-            check_settings(self._journal[SETTINGS]["settings"], settings, self._options.out)
-        else:
-            self._journal.add({"settings": settings})
 
     def _turns(self, conversation: Conversation) -> tuple[str, ...]:
         return conversation.turns if conversation.uses_template(self._options.chat) else conversation.turns[:1]

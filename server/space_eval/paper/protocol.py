@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from space_eval.acceptance.generation import RenderChat, load_chat_template, tex
 from space_eval.acceptance.paired_decoding import PLAIN, PairedDecoder, TimedAnswer
 from space_eval.data import load_records
 from space_eval.flags import RecordError
-from space_eval.report import Journal, check_settings
+from space_eval.report import Journal
 
 _CODE = (
     "Complete the following python code. Give the answer in a code block starts with '```python' and end with '``'\n"
@@ -358,12 +357,8 @@ class PaperProtocol:
 
 def open_journal(file: Path, settings: Mapping[str, Any]) -> Journal[str]:
     """Open or create the journal of finished questions; its first line has the settings. Raises JournalError."""
-    journal: Journal[str] = Journal(file, lambda line: str(line.get("key", "settings")))
-    wanted = json.loads(json.dumps(settings))
-    if "settings" in journal:
-        check_settings(journal["settings"]["settings"], wanted, file)
-    else:
-        journal.add({"settings": wanted})
+    journal: Journal[str] = Journal(file, lambda line: str(line["key"]))
+    journal.keep_settings(settings)
     return journal
 
 
