@@ -154,6 +154,25 @@ def test_a_flag_becomes_ours(name: str, value: str, monkeypatch: pytest.MonkeyPa
     assert "sk-a" not in str(config.notices)
 
 
+@pytest.mark.parametrize(
+    ("line", "sequences", "queue"),
+    [
+        ("--max-concurrent-requests 32", 32, 0),
+        ("--max-concurrent-requests 64", 64, 0),
+        ("--max-concurrent-requests 33 --workers 2", 16, 1),
+        ("--max-concurrent-requests 100 --workers 2", 50, 0),
+        ("--max-concurrent-requests 128 --max-batch-size 8", 8, 120),
+        ("--max-concurrent-requests 0", 1, 0),
+    ],
+)
+def test_as_many_requests_run_or_wait_as_tgi_would_take(
+    line: str, sequences: int, queue: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = served(line.split(), monkeypatch)
+    assert (config.max_sequences, config.max_queue) == (sequences, queue)
+
+
 def sample(row: ForeignFlag) -> list[str]:
     """Words after a flag that ask for as little as it can."""
     if row.value is Value.NONE:

@@ -62,9 +62,10 @@ FLAGS: tuple[ForeignFlag, ...] = (
     _tgi.same("--max-batch-size", "max_sequences", variable="MAX_BATCH_SIZE"),
     _tgi.row(
         "--max-concurrent-requests",
-        "less `--max-sequences` (64, on a GPU 256) for each worker: those run, the rest may wait",
-        values.waiting_requests,
+        "less `--max-sequences` (64, on a GPU 256) for each worker: those run, others may wait; of fewer all run",
+        values.concurrent_requests,
         "max_queue",
+        "max_sequences",
         variable="MAX_CONCURRENT_REQUESTS",
     ),
     _tgi.same("--max-best-of", "max_choices", variable="MAX_BEST_OF"),

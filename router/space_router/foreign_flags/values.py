@@ -41,11 +41,14 @@ def blocks_for(value: str, surroundings: Surroundings) -> Texts:
     return {"num_blocks": str(-(-whole_number(value) // surroundings.number("block_size", 16)))}
 
 
-def waiting_requests(value: str, surroundings: Surroundings) -> Texts:
-    """Requests that run or wait; those that run are bounded by their own flag."""
+def concurrent_requests(value: str, surroundings: Surroundings) -> Texts:
+    """Requests that run or wait, on all workers together: fewer than may run leave none waiting."""
+    total, num_workers = whole_number(value), surroundings.number("workers", 1)
     each = surroundings.number("max_sequences", 0) or (256 if surroundings.num_gpus else 64)
-    sequences = each * surroundings.number("workers", 1)
-    return {"max_queue": str(max(whole_number(value) - sequences, 0))}
+    if total > each * num_workers:
+        return {"max_queue": str(total - each * num_workers)}
+    each = max(total // num_workers, 1)
+    return {"max_sequences": str(each), "max_queue": str(max(total - each * num_workers, 0))}
 
 
 def slots(value: str, surroundings: Surroundings) -> Texts:
