@@ -7,7 +7,7 @@ from space_kernels.build.cpu_library import CpuLibrary, cpu_library
 from space_kernels.linear.cpu_linear import STORED
 from space_kernels.linear.gguf_blocks import KINDS
 
-from space_model.checkpoint.quantized_formats import INT4_FORMATS
+from space_model.checkpoint.quantized_formats import PACKED_FORMATS
 from space_model.model_error import InvalidSetting
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,7 +34,7 @@ def refuse_tf32() -> None:
 
 WEIGHTS = ("plain", "int8", "fp8", "int4", *STORED)
 """Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, the
-blocks of a GGUF, or the packed four bits of AWQ, GPTQ and compressed-tensors."""
+blocks of a GGUF, or the packed four or eight bits of AWQ, GPTQ and compressed-tensors."""
 
 ASKED_WEIGHTS = ("auto", *WEIGHTS)
 """Values of `--weights`."""
@@ -54,11 +54,11 @@ def choose_weights(
     """Return the storage that one of ASKED_WEIGHTS stands for. `packed`: a quantised checkpoint as it is, of a GGUF its
     blocks (`gguf`). `auto`: the same where compiled operations of one CPU process multiply it and `dtype` allows
     bfloat16; all else is plain. `kept`, `cpu_kernels`: as for `choose_dtype`."""
-    own = "packed" if kept is None or kept in INT4_FORMATS else "gguf"
+    own = "packed" if kept is None or kept in PACKED_FORMATS else "gguf"
     if weights != "auto":
         return own if weights == "packed" else weights
     fits = device.type == "cpu" and dtype in ("auto", "bfloat16") and num_ranks == 1
-    if not fits or not (kept in KINDS or kept in INT4_FORMATS) or _compiled(cpu_kernels) is None:
+    if not fits or not (kept in KINDS or kept in PACKED_FORMATS) or _compiled(cpu_kernels) is None:
         return "plain"
     return own
 
@@ -81,9 +81,10 @@ def choose_dtype(
         if weights == "packed" and kept is None:
             raise InvalidSetting(
                 "--weights packed keeps what is quantised already: a GGUF, AWQ, GPTQ or compressed-tensors of four "
-                "bits in groups of 32, 64 or 128, or MXFP4. The checkpoint is none; take --weights int4."
+                "bits or, without zero points, eight, in groups of 32, 64 or 128, or MXFP4. The checkpoint is none; "
+                "take --weights int4."
             )
-        if weights == "gguf" and (kept is None or kept in INT4_FORMATS):
+        if weights == "gguf" and (kept is None or kept in PACKED_FORMATS):
             cure = "int4" if kept is None else "packed"
             raise InvalidSetting(
                 "--weights gguf keeps the blocks of a quantised GGUF file, and the checkpoint is none; "

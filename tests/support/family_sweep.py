@@ -29,7 +29,7 @@ from space_common.gguf.config import FAMILIES as GGUF_FAMILIES
 from space_common.gguf.tensors import SERVED_KINDS
 from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.checkpoint.family import SERVED_ROPE, read_config
-from space_model.checkpoint.quantized_formats import INT4_FORMATS, read_format
+from space_model.checkpoint.quantized_formats import PACKED_FORMATS, read_format
 from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.checkpoint.unused_tensors import MAY_BE_LEFT_OUT, MTP_LAYERS, OTHER_PARTS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -443,9 +443,10 @@ def to_page(results: Sequence[FamilyResult]) -> str:
     ]
     for name, (library, kinds) in _formats().items():
         packed = f"packed, where `{library}` is installed; else as plain numbers" if library else "as plain numbers"
-        which = "experts" if name == "MXFP4" else "linears and experts of four bits"
-        in_four_bits = f"; {which} as they are with `--weights packed`" * (name in INT4_FORMATS)
-        lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{in_four_bits} | {packed} |")
+        bits = "four bits" if name == "AWQ" else "four bits and, without zero points, of eight"
+        which = "experts" if name == "MXFP4" else f"linears and experts of {bits}"
+        as_they_are = f"; {which} as they are with `--weights packed`" * (name in PACKED_FORMATS)
+        lines.append(f"| {name} ({', '.join(kinds)}) | as plain numbers{as_they_are} | {packed} |")
     lines += [
         "| `pytorch_model.bin` | refused: it can run code; `spaceserve convert` first | refused |",
         "| an adapter as `peft` writes it | refused, with how to merge it; gated ones draft (`--adapter`), and those "

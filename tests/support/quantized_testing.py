@@ -117,8 +117,9 @@ def _awq(weight: Tensor, generator: torch.Generator | None) -> Packed:
     return parts, _meant(q, scale, zero, torch.arange(weight.shape[1]) // GROUP)
 
 
-def _gptq(bits: int, shift: int, inputs: str = "of the linear") -> Pack:
-    """`inputs`: the order of their groups: as they come, of all linears with as many, or of the linear."""
+def _gptq(bits: int, shift: int, inputs: str = "of the linear", *, signed: bool = False) -> Pack:
+    """`signed`: all zero points are the middle; `inputs`: the order of their groups: as they come, of all linears with
+    as many, or of the linear."""
 
     def pack(weight: Tensor, generator: torch.Generator | None) -> Packed:
         columns = weight.shape[1]
@@ -127,7 +128,7 @@ def _gptq(bits: int, shift: int, inputs: str = "of the linear") -> Pack:
             of_all = torch.Generator().manual_seed(columns)
             order = torch.randperm(columns, generator=generator if inputs == "of the linear" else of_all)
         place = order.argsort()
-        q, scale, zero = _grid(weight[:, order], bits, generator, signed=False)
+        q, scale, zero = _grid(weight[:, order], bits, generator, signed=signed)
         q, group = q[:, place], place // GROUP
         parts = {
             "qweight": _words(q, bits).T,
@@ -297,7 +298,8 @@ KINDS: Mapping[str, tuple[Pack, Mapping[str, Any]]] = {
     ),
     "gptq 8 bits, version 2": (
         _gptq(8, 0),
-        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq_v2"}
+        | {"sym": False},
     ),
     "int4 in groups": (
         _packed_integers(4, signed=True),
@@ -359,6 +361,10 @@ KINDS: Mapping[str, tuple[Pack, Mapping[str, Any]]] = {
     "HQQ 4 bits": (_half_quadratic(4, 1), {"quant_method": "hqq"}),
     "HQQ 3 bits, groups in columns": (_half_quadratic(3, 0), {"quant_method": "hqq"}),
     "HQQ 2 bits": (_half_quadratic(2, 1), {"quant_method": "hqq"}),
+    "gptq 8 bits, symmetric": (
+        _gptq(8, 1, "of all", signed=True),
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": True, "sym": True},
+    ),
 }
 """The packing function of each kind, and its quantization_config."""
 

@@ -44,7 +44,7 @@ LANES = 16
 _TOGETHER = 4096
 """Outputs of stored weights that are unpacked at a time."""
 
-_MIXED, _INT8 = 7, 8  # of `Groups` of cpu/linear.h: parts in several forms; whole numbers with a scale for each output
+_MIXED = 7  # of `Groups` of cpu/linear.h: parts in several forms
 
 LOW_PADDING = 32
 """Columns behind the ranks of A·x that the compiled matmul may read, and multiplies by 0."""
@@ -104,12 +104,14 @@ class CompiledLinear(nn.Module):
             self._panels = [self._packed(run) for run in runs]
             self.weight, groups = self._panels[0], weight[0].form
             if len(runs) > 1:
+                if self.scale is not None:
+                    raise ValueError("Parts with a scale for each output are below others of the same form alone.")
                 groups, place = _MIXED, self._table([run[0].form for run in runs], num_panels)
         elif form is not None:
             self.weight, groups = self._packed([ToQuantize(weight, form)]), form
         elif weights == "int8":
             self.weight, self.scale = self._packed_in_int8(weight, num_panels)
-            groups = _INT8
+            groups = GroupForm.INT8
         else:
             assert isinstance(weight, Tensor), "a table's rows are read to be quantised"
             self.weight = torch.empty(num_panels * LANES, library.padded(self.in_features), dtype=torch.bfloat16)
@@ -134,17 +136,22 @@ class CompiledLinear(nn.Module):
         size = self._library.panel_bytes(self.in_features, form)
         packed = torch.empty(-(-outputs // LANES), size, dtype=torch.uint8)
         place = packed.data_ptr()
+        scales: list[Tensor] = []
         for part in parts:
             for begin in range(0, part.out_features, _TOGETHER):
                 some = part.rows(slice(begin, begin + _TOGETHER))
                 struct = some.struct()
                 self._library.pack_groups(byref(struct), some.out_features, self.in_features, form, place)
                 place += -(-some.out_features // LANES) * size
+                if form is GroupForm.INT8:
+                    scales.append(some.scale[:, 0])
+        if scales:
+            self.scale = _per_output(torch.cat(scales), len(packed))
         return packed
 
     def _packed_in_int8(self, weight: WeightRows, num_panels: int) -> tuple[Tensor, Tensor]:
         """Quantise and pack a weight [out, in]: [panels, bytes of a panel], scales [panels·16]"""
-        size = self._library.panel_bytes(self.in_features, _INT8)
+        size = self._library.panel_bytes(self.in_features, GroupForm.INT8)
         packed, scale = torch.empty(num_panels, size, dtype=torch.uint8), torch.zeros(num_panels * LANES)
         place = packed.data_ptr()
         for begin in range(0, len(weight), _TOGETHER):
@@ -152,7 +159,7 @@ class CompiledLinear(nn.Module):
             scale[begin : begin + len(some.scale)] = some.scale
             raised = F.pad(some.numbers.view(torch.uint8) ^ 128, (0, -self.in_features % GROUP))  # number + 128
             numbers = GroupWeightsStruct(raised.data_ptr())
-            self._library.pack_groups(byref(numbers), len(raised), self.in_features, _INT8, place)
+            self._library.pack_groups(byref(numbers), len(raised), self.in_features, GroupForm.INT8, place)
             place += -(-len(raised) // LANES) * size
         return packed, scale
 

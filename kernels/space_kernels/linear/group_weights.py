@@ -8,6 +8,7 @@
     Q6_K   W = scale·(number - 32)          number 0 .. 63     8.6 bits
     U4_n   W = scale·(number - zero)        number 0 .. 15     4 + 24/n bits
     MXFP4  W = scale·(E2M1[number] - 12)    number 0 .. 15     4.5 bits
+    INT8   W = scale·(number - 128)         number 0 .. 255    8 bits, and a float32 scale for each output
 
 as in a GGUF (whose Q8_0 keeps number - 128, and the min of Q4_K and Q5_K with the other sign); scale and min are
 float16. In the K forms eight groups share them, and each group multiplies them by whole numbers of its own, its steps;
@@ -41,7 +42,7 @@ _OUTPUTS = 1024
 
 
 class GroupForm(IntEnum):
-    """`Groups` of cpu/linear.h; 7 and 8 are no forms."""
+    """`Groups` of cpu/linear.h; 7 is no form."""
 
     Q4_0 = 1
     Q4_1 = 2
@@ -49,6 +50,7 @@ class GroupForm(IntEnum):
     Q4_K = 4
     Q5_K = 5
     Q6_K = 6
+    INT8 = 8
     U4_32 = 9
     U4_64 = 10
     U4_128 = 11
@@ -57,7 +59,7 @@ class GroupForm(IntEnum):
     @property
     def offset(self) -> int:
         """Return the number that stands for 0, or for the minimum."""
-        return {"Q4_0": 8, "Q8_0": 128, "Q6_K": 32, "MXFP4": 12}.get(self.name, 0)
+        return {"Q4_0": 8, "Q8_0": 128, "INT8": 128, "Q6_K": 32, "MXFP4": 12}.get(self.name, 0)
 
     @property
     def has_min(self) -> bool:
@@ -114,7 +116,8 @@ class GroupWeights:
 
     form: GroupForm
     numbers: Tensor  # [out, groups·32] uint8
-    scale: Tensor  # [out, groups] float16 (MXFP4: bfloat16); of K forms [out, groups/8]; of U4 [out, ⌈groups/sharing⌉]
+    scale: Tensor  # [out, groups] float16 (MXFP4: bfloat16); of K forms [out, groups/8]; of U4 [out, ⌈groups/sharing⌉];
+    # of INT8 [out, 1] float32
     min: Tensor | None  # as scale; None: 0
     in_features: int
     scale_steps: Tensor | None = None  # of the K forms [out, groups], uint8; of Q6_K [out, groups·2], int8
@@ -142,9 +145,8 @@ class GroupWeights:
 
     @classmethod
     def of(cls, weight: Tensor, form: GroupForm) -> GroupWeights:
-        """Quantise a weight [out, in], to no K or U4 form and not to MXFP4. Raises ValueError for weights beyond
-        float16's range."""
-        if form.is_k or form.has_zero or form is GroupForm.MXFP4:
+        """Quantise a weight [out, in], to Q4_0, Q4_1 or Q8_0. Raises ValueError for weights beyond float16's range."""
+        if form not in (GroupForm.Q4_0, GroupForm.Q4_1, GroupForm.Q8_0):
             raise ValueError(f"weights are not quantised to {form.name}, only taken from a file in it")
         outputs, inputs = weight.shape
         groups = -(-inputs // GROUP)
@@ -171,14 +173,18 @@ class GroupWeights:
         numbers.mul_(scale[:, :, None])
         if self.min is not None:
             numbers.add_(_times(self.min, self.min_steps)[:, :, None])
-        return numbers.flatten(1)[:, : self.in_features]
+        return self._in_order(numbers.flatten(1))
 
     def _from_zero(self, zero: Tensor) -> Tensor:
         """As `dense`, of a U4 form."""
         size = self.form.num_sharing * GROUP
         numbers = F.pad(self.numbers, (0, -self.numbers.shape[1] % size)).view(len(zero), -1, size).float()
         numbers.sub_(zero[:, :, None]).mul_(self.scale.float()[:, :, None])
-        found = numbers.flatten(1)[:, : self.in_features]
+        return self._in_order(numbers.flatten(1))
+
+    def _in_order(self, numbers: Tensor) -> Tensor:
+        """Return the numbers in the model's order of inputs, without padding."""
+        found = numbers[:, : self.in_features]
         if self.input_order is None:
             return found
         return torch.empty_like(found).index_copy_(1, self.input_order.long(), found)

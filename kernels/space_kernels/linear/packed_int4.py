@@ -89,19 +89,16 @@ class PackedInt4:
         if zeros is not None and tuple(zeros.shape) != (num_groups, -(-len(scale) // PER_WORD)):
             raise ValueError(f"it has {tuple(zeros.shape)} words of zero points for {num_groups} groups")
         form = GroupForm.U4_128 if num_groups == 1 else form_for(size)
-        order = None if g_idx is None else _order(g_idx, size)
+        order = None if g_idx is None else in_groups(g_idx, size)
         if g_idx is not None and order is None:
             return None
-        if scale.dtype is not torch.float16:
-            if not torch.equal(scale.to(torch.float16).float(), scale.float()):
-                return None
-            scale = scale.to(torch.float16)
-        if form is None:
+        halves = exact_in_float16(scale)
+        if form is None or halves is None:
             return None
         if order is not None and torch.equal(order, torch.arange(in_features)):
             order = None
         order = None if order is None else order.to(torch.int32)
-        return cls(name, layout, words, scale, zeros, least, in_features, size, form, order)
+        return cls(name, layout, words, halves, zeros, least, in_features, size, form, order)
 
     @property
     def kind(self) -> str:
@@ -153,7 +150,15 @@ class PackedInt4:
         return nibbles(words)[:, : self.in_features]
 
 
-def _order(g_idx: Tensor, size: int) -> Tensor | None:
+def exact_in_float16(scale: Tensor) -> Tensor | None:
+    """Return the scales in float16; None if it does not have them."""
+    if scale.dtype is torch.float16:
+        return scale
+    halves = scale.to(torch.float16)
+    return halves if torch.equal(halves.float(), scale.float()) else None
+
+
+def in_groups(g_idx: Tensor, size: int) -> Tensor | None:
     """Return the inputs in the order of their groups [in]; None if a group but the last has another number of them."""
     of_place, order = g_idx.long().sort(stable=True)
     return order if torch.equal(of_place, torch.arange(len(g_idx)) // size) else None

@@ -250,12 +250,12 @@ class Checkpoint:
     @property
     def kept_as(self) -> str | None:
         """Return how the file's quantised weights can be held in memory: the type of most of a GGUF's, such as Q4_K, or
-        the name of a format in INT4_FORMATS, such as AWQ; None: only dequantised, or they are not quantised."""
+        the name of a format in PACKED_FORMATS, such as AWQ; None: only dequantised, or they are not quantised."""
         if self.translation is not None:
             return None
         if self.gguf is None:
             form = read_format(self.config, self.name)
-            return form.name if form is not None and form.has_int4_groups else None
+            return form.name if form is not None and form.stays_packed else None
         kind = next(iter(self.gguf.kinds), None)
         return None if kind in (None, "F32", "F16", "BF16") else kind
 

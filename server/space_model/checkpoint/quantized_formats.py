@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from space_kernels.linear.packed_int4 import AWQ_ORDER, PER_WORD, Layout, PackedInt4, form_for
+from space_kernels.linear.packed_int8 import ByteLayout, PackedInt8
 from space_kernels.linear.packed_mxfp4 import PackedMxfp4
 from torch import Tensor
 
@@ -78,8 +79,8 @@ CURE = (
 
 _AUTO_ROUND = "AutoRound"
 
-INT4_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND, "MXFP4"}
-"""Names of the formats of which `--weights packed` holds four-bit linears as they are stored."""
+PACKED_FORMATS = frozenset(layout.value for layout in Layout) | {_AUTO_ROUND, "MXFP4"}
+"""Names of the formats of which `--weights packed` holds linears of four or eight bits as they are stored."""
 
 
 class QuantizedFormat:
@@ -106,8 +107,8 @@ class QuantizedFormat:
         raise NotImplementedError
 
     @property
-    def has_int4_groups(self) -> bool:
-        """Return whether linears have four bits, in groups that a CPU multiplies as they are."""
+    def stays_packed(self) -> bool:
+        """Return whether linears have four or eight bits, in groups that a CPU multiplies as they are."""
         return False
 
     def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
@@ -139,7 +140,7 @@ class Awq(QuantizedFormat):
         return ((q - zeros[of_input]) * scales[of_input]).T
 
     @property
-    def has_int4_groups(self) -> bool:
+    def stays_packed(self) -> bool:
         return self.group_size < 0 or form_for(self.group_size) is not None
 
     def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
@@ -162,6 +163,7 @@ class Gptq(QuantizedFormat):
     bits: int
     group_size: int  # inputs that share a scale, where there is no g_idx; -1: all
     zeros_are_shifted: bool  # version 1 of the format keeps z - 1
+    is_symmetric: bool = True  # all zero points are the middle
     name: str = "GPTQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
@@ -177,13 +179,16 @@ class Gptq(QuantizedFormat):
         return ((q - zeros[of_input]) * scales[of_input]).T
 
     @property
-    def has_int4_groups(self) -> bool:
-        return self.bits == 4 and (self.group_size < 0 or form_for(self.group_size) is not None)
+    def stays_packed(self) -> bool:
+        has_groups = self.group_size < 0 or form_for(self.group_size) is not None
+        return has_groups and (self.bits == 4 or (self.bits == 8 and self.is_symmetric))
 
-    def packed(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt4 | None:
+    def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
         words = read("qweight")
-        if not self.has_int4_groups:
+        if not self.stays_packed:
             return None
+        if self.bits == 8:
+            return self._packed_int8(name, words, read, parts)
         return PackedInt4.of(
             name,
             Layout.GPTQ,
@@ -196,6 +201,22 @@ class Gptq(QuantizedFormat):
             g_idx=read("g_idx") if "g_idx" in parts else None,
         )
 
+    def _packed_int8(self, name: str, words: Tensor, read: Read, parts: frozenset[str]) -> PackedInt8 | None:
+        """Return the weight; None if a zero point is not the middle."""
+        scale = read("scales").T
+        zeros = unpack(read("qzeros"), 8, dim=1, count=len(scale))
+        if bool((zeros != 128 - int(self.zeros_are_shifted)).any()):
+            return None
+        return PackedInt8.of(
+            name,
+            ByteLayout.WORDS_OF_INPUTS,
+            words,
+            scale,
+            in_features=4 * len(words),
+            group_size=None if self.group_size < 0 else self.group_size,
+            g_idx=read("g_idx") if "g_idx" in parts else None,
+        )
+
 
 @dataclass(frozen=True)
 class CompressedTensors(QuantizedFormat):
@@ -204,6 +225,7 @@ class CompressedTensors(QuantizedFormat):
 
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
     has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group, or are MXFP4
+    has_int8: bool = False  # some have eight bits, and a scale for each row or group
     name: str = "compressed-tensors"
     library: str = "compressed_tensors"
     parts: frozenset[str] = frozenset(
@@ -244,12 +266,14 @@ class CompressedTensors(QuantizedFormat):
         return (dense - self._spread(zero.float(), q.shape, group)) * scale if zero is not None else dense * scale
 
     @property
-    def has_int4_groups(self) -> bool:
-        return self.has_int4
+    def stays_packed(self) -> bool:
+        return self.has_int4 or self.has_int8
 
     def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
-        if not self.has_int4 or not parts.issuperset({"weight_packed", "weight_scale"}):
+        if not self.stays_packed or "weight_scale" not in parts:
             return None
+        if "weight_packed" not in parts:
+            return self._whole_numbers(name, read, parts)
         if "weight_shape" not in parts:
             exponents = read("weight_scale")
             return PackedMxfp4(name, read("weight_packed"), exponents) if exponents.dtype is torch.uint8 else None
@@ -258,8 +282,10 @@ class CompressedTensors(QuantizedFormat):
         scale = scale[:, None] if scale.dim() == 1 else scale
         zeros = read("weight_zero_point") if "weight_zero_point" in parts else None
         group = read("weight_g_idx") if "weight_g_idx" in parts else None
-        if words.shape[1] != -(-columns // PER_WORD) or len(scale) != rows:
-            return None  # eight bits, or one scale for all
+        if len(scale) != rows:
+            return None  # one scale for all
+        if words.shape[1] != -(-columns // PER_WORD):
+            return None if zeros is not None else self._int8(name, ByteLayout.WORDS, words, scale, columns, group)
         if zeros is not None and zeros.dtype is not torch.int32:
             return None
         return PackedInt4.of(
@@ -271,6 +297,30 @@ class CompressedTensors(QuantizedFormat):
             in_features=columns,
             group_size=-(-columns // scale.shape[1]),
             least=8 if zeros is None else 0,
+            g_idx=None if group is None or bool((group < 0).any()) else group,
+        )
+
+    def _whole_numbers(self, name: str, read: Read, parts: frozenset[str]) -> PackedInt8 | None:
+        """Return a weight of plain int8 without zero points; None: it is another."""
+        numbers, scale = read("weight"), read("weight_scale")
+        if not self.has_int8 or numbers.dtype is not torch.int8 or numbers.dim() != 2 or not scale.is_floating_point():
+            return None
+        if "weight_zero_point" in parts and bool(read("weight_zero_point").any()):
+            return None
+        scale = scale.expand(len(numbers), 1) if scale.numel() == 1 else scale.view(len(scale), -1)
+        group = read("weight_g_idx") if "weight_g_idx" in parts else None
+        return self._int8(name, ByteLayout.BYTES, numbers, scale, numbers.shape[1], group)
+
+    def _int8(
+        self, name: str, layout: ByteLayout, numbers: Tensor, scale: Tensor, columns: int, group: Tensor | None
+    ) -> PackedInt8 | None:
+        return PackedInt8.of(
+            name,
+            layout,
+            numbers,
+            scale,
+            in_features=columns,
+            group_size=-(-columns // scale.shape[1]),
             g_idx=None if group is None or bool((group < 0).any()) else group,
         )
 
@@ -364,7 +414,7 @@ class Mxfp4Experts(QuantizedFormat):
         return found
 
     @property
-    def has_int4_groups(self) -> bool:
+    def stays_packed(self) -> bool:
         return True
 
     def packed_experts(self, name: str, read: Read) -> dict[str, list[StoredWeight]]:
@@ -544,7 +594,8 @@ def _gptq(settings: Mapping[str, Any], name: str) -> Gptq:
         raise UnsupportedModel(
             f"{name} is quantised as GPTQ {kind} with {bits} bits; gptq and gptq_v2 with 2, 4 or 8 are read. {CURE}"
         )
-    return Gptq(bits, int(settings.get("group_size", -1)), zeros_are_shifted=kind == "gptq")
+    size, is_symmetric = int(settings.get("group_size", -1)), bool(settings.get("sym", True))
+    return Gptq(bits, size, zeros_are_shifted=kind == "gptq", is_symmetric=is_symmetric)
 
 
 _READ_FORMATS = frozenset(
@@ -570,11 +621,12 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
     if len(blocks) > 1 or (blocks and any(spec.get("strategy") != "block" for spec in weights)):
         raise UnsupportedModel(f"{name} mixes blocks with other ways to share scales, which is not read. {CURE}")
     rows, columns = blocks.pop() if blocks else (0, 0)
-    has_int4 = any(
-        spec.get("num_bits") == 4
-        and spec.get("type", "int") == "int"
-        and (spec.get("strategy") == "channel" or form_for(int(spec.get("group_size") or 0)) is not None)
+    in_groups = [
+        spec
         for spec in weights
-    )
-    has_int4 = has_int4 or "mxfp4-pack-quantized" in kinds
-    return CompressedTensors((rows, columns) if rows else None, has_int4 and not rows)
+        if spec.get("type", "int") == "int"
+        and (spec.get("strategy") == "channel" or form_for(int(spec.get("group_size") or 0)) is not None)
+    ]
+    has_int4 = any(spec.get("num_bits") == 4 for spec in in_groups) or "mxfp4-pack-quantized" in kinds
+    has_int8 = any(spec.get("num_bits") == 8 and spec.get("symmetric", True) for spec in in_groups)
+    return CompressedTensors((rows, columns) if rows else None, has_int4 and not rows, has_int8 and not rows)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from space_kernels.linear.gguf_blocks import Blocks
 from space_kernels.linear.packed_int4 import PackedInt4
+from space_kernels.linear.packed_int8 import PackedInt8
 from space_kernels.linear.packed_mxfp4 import PackedMxfp4
 from space_kernels.linear.stored_parts import dense, turned
 from torch import Tensor
 
-StoredPart = Blocks | PackedInt4 | PackedMxfp4
+StoredPart = Blocks | PackedInt4 | PackedInt8 | PackedMxfp4
 
 StoredWeight = Sequence[StoredPart]
 """A weight [out, in]: tensors of the file, below each other."""

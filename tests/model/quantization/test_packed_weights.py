@@ -1,5 +1,5 @@
-"""`--weights packed`: linears of AWQ, GPTQ and compressed-tensors stay at four bits, and the model computes with the
-file's own numbers."""
+"""`--weights packed`: linears of AWQ, GPTQ and compressed-tensors stay at four or eight bits, and the model computes
+with the file's own numbers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _models(words: list[str]) -> list[str]:
     return [finding.fact for finding in examine(parse([*WORDS, *words])) if finding.part == "model"]
 
 
-@pytest.mark.parametrize("kind", ["gptq 8 bits, version 2", "int8 in groups", "fp8 per tensor", "bitsandbytes nf4"])
+@pytest.mark.parametrize("kind", ["gptq 8 bits, version 2", "fp8 per tensor", "bitsandbytes nf4"])
 def test_other_formats_are_plain_by_default_and_refused_else(kind: str, pair: Pair) -> None:
     packed, _ = pair(kind)
     assert load_model(packed, weights="auto").facts.weights == "plain"
@@ -221,6 +221,66 @@ def test_experts_of_gpt_oss_are_kept_as_published(
     check_logits(model, plain)
     numbers = sum(linear.in_features * linear.out_features for linear in linears)  # type: ignore[operator,misc]
     assert saved_bytes(packed) == numbers * (2 - 4.5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("int8 in groups", "qwen3_moe"),
+        ("int8 per row", "qwen3_moe"),
+        ("int8 per row", "mixtral"),
+        ("gptq 8 bits, symmetric", "mixtral"),
+    ],
+)
+def test_experts_are_kept_in_eight_bits(kind: str, family: str, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, plain = pair(kind, family)
+    with caplog.at_level(logging.INFO):
+        model = load_model(packed, weights="auto")
+    assert model.facts.number_format == "bfloat16 with packed weights"
+    assert "32 weights stay as the file has them" in caplog.text
+    assert "of eight bits); no other is quantised" in caplog.text
+    experts = [module for module in model._network.base.modules() if isinstance(module, CompiledExperts)]  # type: ignore[attr-defined]
+    assert [len(each.down) for each in experts] == [4, 4]
+    linears = [linear for each in experts for linear in (*each.gate_up, *each.down)]
+    held = sum(linear.weight.nbytes for linear in linears)
+    numbers = sum(3 * 4 * each.width * each.hidden_size for each in experts)
+    assert held == numbers * (1 if kind == "int8 per row" else 8.5 / 8)
+    check_as_exact(model, plain)
+    assert saved_bytes(packed) > 0.9 * numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("int8 in groups", "qwen3"), ("int8 per row", "llama"), ("gptq 8 bits, symmetric", "phi3")]
+)
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_linears_are_kept_in_eight_bits(kind: str, family: str, attention: str, pair: Pair) -> None:
+    packed, plain = pair(kind, family)
+    model = load_model(packed, weights="auto", attention=attention)
+    assert model.facts.number_format == "bfloat16 with packed weights"
+    check_as_exact(model, plain)
+
+
+def check_as_exact(model: SpaceModel, plain: Path) -> None:
+    """Fail unless the logits are off those of float32 by no more than those of the same numbers quantised anew, which
+    changes numbers of eight bits little, and rows do not depend on each other."""
+    found, rounded = logits_of(model, IDS), logits_of(load_model(plain, weights="int8"), IDS)
+    wanted = logits_of(load_model(plain, dtype="float32"), IDS)
+    off, usual = ((one - wanted).norm(dim=1).median() for one in (found, rounded))  # a row may choose another expert
+    assert off < 1.1 * usual
+    assert off < 0.05 * wanted.norm(dim=1).median()
+    for length in (1, 3, 17):
+        assert torch.equal(logits_of(model, IDS[:length]), found[:length])
+
+
+def test_eight_bits_with_a_zero_point_are_plain(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = pair("gptq 8 bits, symmetric", "qwen3_moe")
+    name = "model.layers.1.mlp.experts.2.up_proj.qzeros"
+    tensors = load_file(packed / "model.safetensors")
+    tensors[name][0, 0] += 1
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        load_model(packed, weights="packed")
+    assert "20 weights stay as the file has them (GPTQ of eight bits); 12 others are held as plain" in caplog.text
 
 
 def test_linears_in_mxfp4_are_kept_too(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Loading a GGUF adds hardly more to the process than its tensors, however they are held."""
+"""Loading quantised weights adds hardly more to the process than its tensors, however they are held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doubles.gguf_files import write_gguf
 from perf.loading import MOST_AT_ONCE, MOST_HELD, Loaded, loaded
-from quantized_testing import write_mxfp4_experts
+from quantized_testing import write_mxfp4_experts, write_quantized
 from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much a process had at most")
@@ -42,8 +42,15 @@ def test_so_does_loading_experts_in_the_bits_of_their_file(family: str, tmp_path
     check(loaded(str(files[0]), "gguf" if family == "qwen3_moe" else "packed", str(files[1])))
 
 
-def _mixture(folder: Path, family: str, num_experts: int, num_layers: int) -> Path:
-    """A mixture with experts of 512 by 512: a GGUF in Q4_0, or a gpt-oss as published."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8 in groups", "int8 per row", "gptq 8 bits, symmetric"])
+def test_so_does_loading_experts_of_eight_bits(kind: str, tmp_path: Path) -> None:
+    files = [_mixture(tmp_path, "qwen3_moe", num_experts, layers, kind) for num_experts, layers in ((64, 4), (8, 1))]
+    check(loaded(str(files[0]), "packed", str(files[1])))
+
+
+def _mixture(folder: Path, family: str, num_experts: int, num_layers: int, kind: str | None = None) -> Path:
+    """A mixture with experts of 512 by 512: a GGUF in Q4_0, quantised as `kind` says, or a gpt-oss as published."""
     name = f"{family}-{num_layers}"
     sizes = {"num_heads": 8, "kv_heads": 8, "head_dim": 64, "hidden_size": 512, "num_masks": 0, "words": True}
     sizes |= {"dtype": "bfloat16", "num_layers": num_layers, "num_experts_per_tok": 4, "vocab_size": 1024}
@@ -55,6 +62,9 @@ def _mixture(folder: Path, family: str, num_experts: int, num_layers: int) -> Pa
         return folder / name
     sizes |= {"moe_intermediate_size": 512, "num_experts": num_experts, "norm_topk_prob": True}
     source = tiny_checkpoint(folder / "source" / name, family, **sizes)  # type: ignore[arg-type]
+    if kind is not None:
+        write_quantized(source, folder / name, folder / "plain" / name, kind)
+        return folder / name
     return write_gguf(source, folder / f"{name}.gguf", "Q4_0")
 
 
