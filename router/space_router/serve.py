@@ -24,7 +24,7 @@ from space_router.api_keys import warn_of_plain_keys
 from space_router.app import create_app
 from space_router.config import ServeConfig, unknown_variables
 from space_router.engine.engine import Engine
-from space_router.engine.errors import EngineError, RestartRefused, WorkerStartFailed
+from space_router.engine.errors import EngineError, RestartRefused
 from space_router.engine.loras import LoraNotFound
 from space_router.engine.request.worker_messages import WorkerModelFacts
 from space_router.errors import ConfigError
@@ -178,7 +178,7 @@ async def serve(
                 if watching.done() and not stopping and (error := watching.exception()) is not None:
                     if not isinstance(error, EngineError):
                         raise error
-                    say(f"error: {error.summary if isinstance(error, WorkerStartFailed) else error}")
+                    say(f"error: {error}")
                     server.should_exit = True
                     await serving
                     return 1

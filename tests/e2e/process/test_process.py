@@ -203,17 +203,6 @@ def test_a_model_that_was_named_is_served_or_nothing(nowhere: dict[str, str]) ->
     assert "Check the network" in message
 
 
-def test_the_reason_for_which_a_worker_cannot_start_is_printed_once(checkpoint: Path) -> None:
-    server = ServerProcess(["--model", str(checkpoint), "--kv-memory", "10TiB"])
-    with pytest.raises(ServerError, match="ended with code 1"), server:
-        pass
-    reasons = [line for line in server.lines if "--kv-memory asks for" in line]
-    ends = [line for line in server.lines if "ended with code" in line]
-    assert (len(reasons), len(ends)) == (1, 1), server.lines
-    assert ends[0].startswith("spaceserve: error: worker 0 ended with code")
-    assert ends[0].endswith("Its output is above.")
-
-
 FULL = Path("/dev/full")  # every write fails as on a full disk
 
 

@@ -103,11 +103,10 @@ class WorkerPool:
                 await connection.run(self._listener)
             except WorkerStartFailed as error:
                 if isinstance(connection.source, Supervisor) or not self._can_recover:
+                    logger.error("%s", error)
                     self.connections.remove(connection)
                     del self._tasks[connection]
-                    if self._can_recover:
-                        logger.error("%s", error.summary)
-                    else:  # the server ends, and says why
+                    if not self._can_recover:
                         self._listener.start_failed(error)
                     return
                 if connection.is_news(error):
