@@ -154,7 +154,7 @@ def parse_json(content: bytes, max_depth: int) -> Any:
         value = written_numbers.loads(content)
     except orjson.JSONDecodeError as error:
         if "infinity" in error.msg:
-            message = f"The body has a number that is too large for a double, such as 1e400 (at character {error.pos})."
+            message = f"The JSON body has a number too large for a double, such as 1e400 (at character {error.pos})."
             raise InvalidRequest(message) from None
         raise InvalidRequest(f"The body is not valid JSON: {error.msg[:100]} (at character {error.pos}).") from None
     if content.count(b"[") + content.count(b"{") > max_depth and _deeper(value, max_depth):
