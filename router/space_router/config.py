@@ -126,9 +126,9 @@ class ServeConfig:
     model. auto: a quantised checkpoint stays as it is (packed) where compiled operations of one CPU process can
     multiply it, all else is plain; int8, on a CPU: whole numbers and a scale for each output, half the bytes of
     bfloat16; int4, on a CPU: four bits with a scale and a minimum for each 32 inputs, a third of the bytes; packed, on
-    a CPU: the blocks of a quantised GGUF (which gguf names, too), or the few bits of AWQ, GPTQ and compressed-tensors
-    in groups of 32, 64 or 128; all three multiply inputs in eight bits; fp8, on a GPU: eight bits with a floating point
-    (e4m3); plain: as --dtype has them"""
+    a CPU: the blocks of a quantised GGUF (which gguf names, too), or four bits of AWQ, GPTQ and compressed-tensors in
+    groups of 32, 64 or 128, or their eight bits without zero points; all three multiply inputs in eight bits; fp8, on a
+    GPU: eight bits with a floating point (e4m3); plain: as --dtype has them"""
     kv_dtype: str = _own_model("auto", one_of("auto", "fp8"))
     """of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that twice
     as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own attention takes

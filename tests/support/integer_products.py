@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 Array = np.ndarray[Any, Any]
+
+
+WIDTH = 384
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """A weight as a quantised checkpoint packs it."""
+
+    layout: Enum
+    group_size: int | None = 32
+    acts: bool = False  # act-order
+    width: int = WIDTH
+
+    def __str__(self) -> str:
+        return f"{self.layout.value}, {self.group_size or 'one group'}{', act-order' * self.acts}, {self.width}"
+
+
+def draw_rows(width: int, count: int = 70) -> Tensor:
+    """[count, width] bfloat16; rows 40 to 59 are of very different sizes"""
+    x = torch.randn(70, width, generator=torch.Generator().manual_seed(1))
+    x[40:60] *= torch.logspace(-30, 30, 20)[:, None]
+    return x[:count].bfloat16()
 
 
 def rounded_groups(rows: Array) -> tuple[Array, Array]:

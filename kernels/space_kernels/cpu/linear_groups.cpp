@@ -280,6 +280,14 @@ void sum_up_of(int64_t rows, const uint8_t* panels, int64_t groups, int64_t shar
 
 constexpr int64_t LEAST_ROWS = 40;  // fewer are multiplied faster by vectors
 
+// The least rows of a tile of so many or more, which are shared out evenly.
+constexpr int least_height() {
+    int64_t least = SUMS;
+    for (int64_t rows = LEAST_ROWS; rows < LEAST_ROWS + 2 * SUMS; ++rows)
+        least = std::min(least, rows / ((rows + SUMS - 1) / SUMS));
+    return int(least);
+}
+
 constexpr int TURNS = 4;  // groups whose products are computed while those of as many others are added up
 
 // Goes through the blocks of a panel.
@@ -337,10 +345,11 @@ inline void store_products(int64_t num, int32_t (&to)[TURNS][LANES][LANES]) {
     TileConfig::written();
 }
 
-// As `sum_up` for one panel, by tiles. Four-bit numbers are in `unpacked`, [groups, 32/4, 16, 4] bytes: FRESH writes them.
-template <Groups GROUPS, int ROWS, bool FRESH>
-void sum_up_tile(const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_t sharing, Rounded x, Lanes* to,
-                 int count) {
+// As `sum_up` for one panel, by tiles. Four-bit numbers are in `unpacked`, [groups, 32/4, 16, 4] bytes; fresh: they are
+// written first.
+template <Groups GROUPS, int ROWS>
+void sum_up_tile(const uint8_t* panel, uint8_t* unpacked, bool fresh, int64_t groups, int64_t sharing, Rounded x,
+                 Lanes* to, int count) {
     using F = Form<GROUPS>;
     if (F::IS_K) sharing = sharing_of(GROUPS);
     alignas(64) int32_t products[2][TURNS][LANES][LANES];
@@ -352,7 +361,7 @@ void sum_up_tile(const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_
     const auto prepare = [&](int64_t num) __attribute__((always_inline)) {
         for (int64_t n = 0; n < num; ++n) {
             if (F::BITS == 4) numbers[n] = unpacked + ahead.group * SIZE * LANES;
-            if (F::BITS == 8 || FRESH) {
+            if (F::BITS == 8 || fresh) {
                 ahead.enter();
                 ahead.prefetch();
                 if (F::BITS == 8)
@@ -384,31 +393,28 @@ void sum_up_tile(const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_
     };
     const auto turn = [&](int64_t first) { return std::min<int64_t>(TURNS, groups - first); };
     prepare(turn(0));
-    for (int64_t g = 0; g < groups; g += TURNS) {
+    for (int64_t g = 0; g < groups + TURNS; g += TURNS) {
         TileConfig::written();
-        multiply_groups(turn(g), x.codes + g * ROWS * SIZE, ROWS * SIZE, numbers);
+        if (g < groups) multiply_groups(turn(g), x.codes + g * ROWS * SIZE, ROWS * SIZE, numbers);
         if (g + TURNS < groups) prepare(turn(g + TURNS));
-        if (g) add_up(TURNS, products[(g / TURNS + 1) % 2]);
-        store_products(turn(g), products[g / TURNS % 2]);
+        if (g) add_up(turn(g - TURNS), products[(g / TURNS + 1) % 2]);
+        if (g < groups) store_products(turn(g), products[g / TURNS % 2]);
     }
-    const int64_t last = (groups - 1) / TURNS;
-    add_up(turn(last * TURNS), products[last % 2]);
     for (int i = 0; i < ROWS; ++i) to[i * count] = sum[i];
 }
 
-template <Groups GROUPS, bool FRESH, int ROWS = SUMS>
-void sum_up_tile_of(int64_t rows, const uint8_t* panel, uint8_t* unpacked, int64_t groups, int64_t sharing,
+template <Groups GROUPS, int ROWS = SUMS>
+void sum_up_tile_of(int64_t rows, const uint8_t* panel, uint8_t* unpacked, bool fresh, int64_t groups, int64_t sharing,
                     const Rounded& x, Lanes* to, int count) {
-    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS, FRESH>(panel, unpacked, groups, sharing, x, to, count);
-    if constexpr (ROWS > 1)
-        sum_up_tile_of<GROUPS, FRESH, ROWS - 1>(rows, panel, unpacked, groups, sharing, x, to, count);
+    if (rows == ROWS) return sum_up_tile<GROUPS, ROWS>(panel, unpacked, fresh, groups, sharing, x, to, count);
+    if constexpr (ROWS > least_height())
+        sum_up_tile_of<GROUPS, ROWS - 1>(rows, panel, unpacked, fresh, groups, sharing, x, to, count);
 }
 
 // As `multiply_by`: one or two panels at a time, whose numbers are unpacked once for all rows.
 template <Groups GROUPS>
 void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, int64_t row, int64_t behind,
                            int64_t first, int64_t last) {
-    constexpr bool UNPACKS = Form<GROUPS>::BITS == 4;
     static thread_local std::vector<uint8_t> unpacked;
     const int64_t sharing = sharing_of(w.groups), size = Form<GROUPS>::place(rows.groups, sharing);
     const int64_t room = rows.groups * SIZE * LANES;
@@ -418,15 +424,15 @@ void multiply_by_int_tiles(const Linear& w, const Matmul& p, RoundedRows& rows, 
     const TileConfig tiles(rows.bounds[1], SIZE);
     for (int64_t panel = first; panel < last;) {
         const int count = last - panel >= 2 ? 2 : 1;
-        bool fresh = UNPACKS;
+        bool fresh = true;
         for (int64_t n = 0; n < rows.num_tiles(); ++n) {
             const int64_t top = rows.bounds[n], height = rows.bounds[n + 1] - top;
             const int64_t from = std::max(row, top), to = std::min(behind, top + height);
             if (from >= to) continue;
             for (int j = 0; j < count; ++j) {
                 const uint8_t* here = (const uint8_t*)w.weight + (panel + j) * size;
-                (fresh ? sum_up_tile_of<GROUPS, UNPACKS> : sum_up_tile_of<GROUPS, false>)(
-                    height, here, aligned + j * room, rows.groups, sharing, rows.from(top), sums + j, count);
+                sum_up_tile_of<GROUPS>(height, here, aligned + j * room, fresh, rows.groups, sharing, rows.from(top),
+                                       sums + j, count);
             }
             fresh = false;
             finish(w, p, sums + (from - top) * count, from, to - from, panel, count);

@@ -89,15 +89,9 @@ class PackedInt4:
         if zeros is not None and tuple(zeros.shape) != (num_groups, -(-len(scale) // PER_WORD)):
             raise ValueError(f"it has {tuple(zeros.shape)} words of zero points for {num_groups} groups")
         form = GroupForm.U4_128 if num_groups == 1 else form_for(size)
-        order = None if g_idx is None else in_groups(g_idx, size)
-        if g_idx is not None and order is None:
+        halves, is_even, order = exact_in_float16(scale), *in_groups(g_idx, size)
+        if form is None or halves is None or not is_even:
             return None
-        halves = exact_in_float16(scale)
-        if form is None or halves is None:
-            return None
-        if order is not None and torch.equal(order, torch.arange(in_features)):
-            order = None
-        order = None if order is None else order.to(torch.int32)
         return cls(name, layout, words, halves, zeros, least, in_features, size, form, order)
 
     @property
@@ -158,10 +152,15 @@ def exact_in_float16(scale: Tensor) -> Tensor | None:
     return halves if torch.equal(halves.float(), scale.float()) else None
 
 
-def in_groups(g_idx: Tensor, size: int) -> Tensor | None:
-    """Return the inputs in the order of their groups [in]; None if a group but the last has another number of them."""
+def in_groups(g_idx: Tensor | None, size: int) -> tuple[bool, Tensor | None]:
+    """Return whether all groups but the last have `size` inputs, and the inputs in the order of their groups, as of
+    GroupWeights. `g_idx`: [in] the group of each input; None: groups follow each other."""
+    if g_idx is None:
+        return True, None
+    places = torch.arange(len(g_idx))
     of_place, order = g_idx.long().sort(stable=True)
-    return order if torch.equal(of_place, torch.arange(len(g_idx)) // size) else None
+    is_kept = torch.equal(order, places)
+    return torch.equal(of_place, places // size), None if is_kept else order.to(torch.int32)
 
 
 def nibbles(words: Tensor) -> Tensor:

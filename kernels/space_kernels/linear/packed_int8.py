@@ -80,13 +80,8 @@ class PackedInt8:
             raise ValueError(f"it has {scale.shape[1]} scales for {in_features} inputs in groups of {size}")
         if num_groups == 1:
             return cls(name, layout, numbers, scale.float(), in_features, size, GroupForm.INT8)
-        halves, order = exact_in_float16(scale), None
-        if g_idx is not None:
-            order = in_groups(g_idx, size)
-            if order is None:
-                return None
-            order = None if torch.equal(order, torch.arange(in_features)) else order.to(torch.int32)
-        if halves is None or size % GROUP:
+        halves, is_even, order = exact_in_float16(scale), *in_groups(g_idx, size)
+        if halves is None or not is_even or size % GROUP:
             return None
         return cls(name, layout, numbers, halves, in_features, size, GroupForm.Q8_0, order)
 

@@ -41,7 +41,7 @@ _SPARE_PAGES = 16
 """Columns of the page table beyond those in use, so that a sequence with a new page has room."""
 
 _MOST_KEPT = 8
-"""Row layouts whose buffers are kept for reuse: a step's layout depends on how many drafts the last one accepted."""
+"""The most row layouts whose buffers are cached; a layout is the chain and mask rows of each sequence in a step."""
 
 _CPU = torch.device("cpu")
 

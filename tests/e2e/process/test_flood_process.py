@@ -37,7 +37,8 @@ def steps_of(client: httpx.Client, max_tokens: int, seed: int, asked: dict[str, 
 
 @pytest.mark.parametrize("num_floods", [1, 3])
 def test_drafts_are_back_within_a_hundred_steps_after_a_flood(client: httpx.Client, num_floods: int) -> None:
-    """A flood, a stream whose text never repeats, then one whose text does: the last has drafts within 100 steps."""
+    """After a flood and a stream of text that does not repeat, a stream of repetitive text accepts drafts within 100
+    steps."""
     for _ in range(num_floods):
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(lambda seed: len(steps_of(client, 60, seed, NOVEL)), range(NUM_REQUESTS)))

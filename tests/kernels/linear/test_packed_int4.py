@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from integer_products import Array, fused, rounded_groups
+from integer_products import WIDTH, Array, draw_rows, fused, rounded_groups
+from integer_products import PackedCase as Case
 from space_kernels.build.cpu_library import CpuLibrary, library_for, own_kinds
 from space_kernels.linear.cpu_linear import CompiledDelta, CompiledLinear, cpu_linear
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
@@ -17,20 +18,6 @@ from space_kernels.linear.packed_int4 import Layout, PackedInt4
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
 from torch.nn import functional as F
-
-WIDTH = 384
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: Layout
-    group_size: int | None = 32
-    acts: bool = False  # act-order
-    width: int = WIDTH
-
-    def __str__(self) -> str:
-        return f"{self.layout.value}, {self.group_size or 'one group'}{', act-order' * self.acts}, {self.width}"
-
 
 CASES = [
     Case(Layout.AWQ),
@@ -99,12 +86,6 @@ def draw(case: Case, out: int = 104, *, seed: int = 0, order_seed: int = 0) -> D
         kept = PackedInt4.of("x", case.layout, words_of(numbers), scales, words_of(zero.T), **same)
     assert kept is not None
     return Drawn(numbers, zero, scale, group, kept)
-
-
-def draw_rows(width: int, count: int = 70) -> Tensor:
-    x = torch.randn(70, width, generator=torch.Generator().manual_seed(1))
-    x[40:60] *= torch.logspace(-30, 30, 20)[:, None]
-    return x[:count].bfloat16()
 
 
 def reference(drawn: Drawn, x: Tensor) -> Array:

@@ -9,27 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from integer_products import Array, fused, rounded_groups
+from integer_products import WIDTH, Array, draw_rows, fused, rounded_groups
+from integer_products import PackedCase as Case
 from space_kernels.build.cpu_library import CpuLibrary
 from space_kernels.linear.cpu_linear import CompiledLinear
 from space_kernels.linear.group_weights import GroupForm, GroupLinear, GroupWeights
 from space_kernels.linear.packed_int8 import ByteLayout, PackedInt8
 from space_kernels.linear.stored_parts import InTurn, chosen, dense
 from torch import Tensor
-
-WIDTH = 384
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: ByteLayout
-    group_size: int | None = 32
-    acts: bool = False  # act-order
-    width: int = WIDTH
-
-    def __str__(self) -> str:
-        return f"{self.layout.value}, {self.group_size or 'one group'}{', act-order' * self.acts}, {self.width}"
-
 
 CASES = [
     Case(ByteLayout.WORDS_OF_INPUTS),
@@ -85,12 +72,6 @@ def draw(case: Case, out: int = 104, *, seed: int = 0) -> Drawn:
     )
     assert kept is not None
     return Drawn(numbers, scale, group, kept)
-
-
-def draw_rows(width: int) -> Tensor:
-    x = torch.randn(70, width, generator=torch.Generator().manual_seed(1))
-    x[40:60] *= torch.logspace(-30, 30, 20)[:, None]
-    return x.bfloat16()
 
 
 def reference(drawn: Drawn, x: Tensor) -> Tensor:
