@@ -357,6 +357,7 @@ class HttpConnection(asyncio.Protocol):
         self._answered_at = self._loop.time()
         if self._transport.is_closing() or self not in self._open:
             return
+        self._to_client.flush()
         if self._later:
             self._begin(self._later.popleft())
             if not self._later and self._reading is Reading.BODY:
@@ -484,39 +485,70 @@ class HttpConnection(asyncio.Protocol):
 
 
 class ClientTransport:
-    """The transport as uvicorn sees it: `close` takes bounded time, and HTTP/1.0 clients are sent no chunks."""
+    """The transport as uvicorn sees it: `close` takes bounded time, and HTTP/1.0 clients are sent no chunks.
+
+    uvicorn writes a response's head by itself. It is sent together with the first part of the body, or when the loop
+    turns: a call of the system less, and a packet, for each response that is not a stream.
+    """
 
     def __init__(self, connection: HttpConnection, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self.close = connection.close
+        self._close = connection.close
+        self._loop = asyncio.get_running_loop()
         self.write: Callable[[bytes], None] = transport.write
         self.has_begun = False  # the current response
         self.is_plain = False  # to HTTP/1.0
+        self._head = b""  # that is not sent yet
+        self._is_chunked = False  # as uvicorn writes the body of a response to HTTP/1.0
+        self._flushing: asyncio.Handle | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def close(self) -> None:
+        self.flush()
+        self._close()
 
     def begin(self, *, is_plain: bool) -> None:
         """Prepare for a response. `is_plain`: to HTTP/1.0, where closing the connection ends a body without length."""
         self.has_begun, self.is_plain = False, is_plain
         self.write = self._write_head
 
+    def flush(self) -> None:
+        """Send a head that waits for its body."""
+        if self._head:
+            self._write_first(b"")
+
     def _write_head(self, data: bytes) -> None:
-        if not data.startswith(b"HTTP/1.1 100 "):
-            self.has_begun = True
-            self.write = self._transport.write
-            if self.is_plain and _CHUNKED in data:
-                self.write = self._write_content
-                data = data.replace(_CHUNKED, b"", 1)
-        self._transport.write(data)
+        if data.startswith(b"HTTP/1.1 100 "):
+            self._transport.write(data)
+            return
+        self.has_begun = True
+        self._is_chunked = self.is_plain and _CHUNKED in data
+        self._head = data.replace(_CHUNKED, b"", 1) if self._is_chunked else data
+        self.write = self._write_first
+        self._flushing = self._loop.call_soon(self.flush)
+
+    def _write_first(self, data: bytes) -> None:
+        """Send the head and what follows it."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self.write = self._write_content if self._is_chunked else self._transport.write
+        head, self._head, self._flushing = self._head, b"", None
+        self._transport.write(head + (_content(data) if self._is_chunked else data))
 
     def _write_content(self, chunks: bytes) -> None:
-        pieces = []
-        while chunks:
-            size, _, rest = chunks.partition(b"\r\n")
-            pieces.append(rest[: int(size, 16)])
-            chunks = rest[int(size, 16) + 2 :]
-        self._transport.write(b"".join(pieces))
+        self._transport.write(_content(chunks))
+
+
+def _content(chunks: bytes) -> bytes:
+    """Return what is in whole chunks."""
+    pieces = []
+    while chunks:
+        size, _, rest = chunks.partition(b"\r\n")
+        pieces.append(rest[: int(size, 16)])
+        chunks = rest[int(size, 16) + 2 :]
+    return b"".join(pieces)
 
 
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::(?P<port>[0-9]*))?")

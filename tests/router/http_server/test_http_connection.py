@@ -16,6 +16,7 @@ from doubles.router.whole_router import SOON, Client, WebTrial, serving
 from space_router.config import ServeConfig
 from space_router.http_server import http_connection
 from space_router.http_server.http_connection import NUM_GUESTS
+from space_router.metrics import Metrics
 
 LIMITS = ServeConfig(max_header=2048, receive_timeout=0.3, keep_alive=1.0, slow_reader_timeout=0.3)
 
@@ -435,3 +436,90 @@ async def test_connect_is_refused_and_nothing_behind_it_is_read(offer: bytes) ->
         assert b"connection: close" in answer
         assert answer.count(b"HTTP/1.1") == 1
         assert server.asked == []
+
+
+class WrittenTransport(asyncio.Transport):
+    """Keeps each piece that is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def written_transport(*, is_plain: bool = False) -> tuple[http_connection.ClientTransport, list[bytes]]:
+    transport = WrittenTransport()
+    connection = http_connection.HttpConnection(LIMITS, Metrics(), set(), {})
+    connection._transport = transport
+    made = http_connection.ClientTransport(connection, transport)
+    made.begin(is_plain=is_plain)
+    return made, transport.written
+
+
+async def test_a_head_is_written_with_the_first_part_of_its_body() -> None:
+    client, written = written_transport()
+    client.write(HEAD)
+    client.write(b"5\r\nhello\r\n")
+    client.write(b"0\r\n\r\n")
+    assert written == [HEAD + b"5\r\nhello\r\n", b"0\r\n\r\n"]
+    await asyncio.sleep(0)
+    assert len(written) == 2
+
+
+async def test_a_head_whose_body_comes_later_is_written_when_the_loop_turns() -> None:
+    client, written = written_transport()
+    client.write(HEAD)
+    assert client.has_begun
+    assert not written
+    await asyncio.sleep(0)
+    assert written == [HEAD]
+    client.write(b"5\r\nhello\r\n")
+    assert written[1:] == [b"5\r\nhello\r\n"]
+
+
+async def test_a_head_without_a_body_is_written_before_the_connection_closes() -> None:
+    client, written = written_transport()
+    client.write(HEAD)
+    client.close()
+    assert written == [HEAD, b"closed"]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_client_that_knows_no_chunks_gets_none_with_its_head(*, is_late: bool) -> None:
+    client, written = written_transport(is_plain=True)
+    client.write(HEAD)
+    if is_late:
+        await asyncio.sleep(0)
+    client.write(b"5\r\nhello\r\n2\r\n!!\r\n")
+    client.write(b"1\r\n?\r\n0\r\n\r\n")
+    assert b"".join(written) == b"HTTP/1.1 200 OK\r\n\r\nhello!!?"
+
+
+async def test_heads_alone_are_answered_in_a_row() -> None:
+    ask = b"HEAD / HTTP/1.1\r\nhost: a\r\n\r\n"
+    async with serving(LIMITS) as server:
+        answer = await server.answer(ask * 2, ask + b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert answer.count(b"HTTP/1.1 200 ") == 4
+        assert answer.count(b"hello") == 1
+        assert answer.endswith(b"0\r\n\r\n")
+
+
+async def test_the_head_of_a_stream_comes_before_its_first_event() -> None:
+    async with serving(LIMITS) as server, server.connect(b"GET /waits HTTP/1.1\r\nhost: a\r\n\r\n") as client:
+        assert b"HTTP/1.1 200 " in await client.until(b"\r\n\r\n")
+        server.released.set()
+        assert b"ended" in await client.until(b"0\r\n\r\n")

@@ -144,7 +144,8 @@ class WebTrial:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """/: a short answer. /long: one of 4 MiB. /echo: the body, with its length. /endless: a stream that never ends.
-        /held: a stream that ends when it is released. /late: the body, when it is released, unless the client goes.
+        /held: a stream that ends when it is released; /waits: one that also begins then. /late: the body, when it is
+        released, unless the client goes.
         """
         path = scope["path"]
         self.asked.append(f"{scope['method']} {path}")
@@ -162,8 +163,9 @@ class WebTrial:
         await send({"type": "http.response.start", "status": 200, "headers": length})
         if path == "/endless":
             await self._endless(receive, send)
-        elif path == "/held":
-            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        elif path in ("/held", "/waits"):
+            if path == "/held":
+                await send({"type": "http.response.body", "body": b"begun", "more_body": True})
             await self.released.wait()
             await send({"type": "http.response.body", "body": b"ended"})
         else:
