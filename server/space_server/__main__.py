@@ -102,7 +102,7 @@ from space_server.startup.doctor import TorchBuild, check_cpu_kernels, check_gpu
 from space_server.startup.model_need import ModelNeed, bytes_of_graphs, fit_largest_step, num_blocks_of
 from space_server.step_cost import StepCost, StepShape
 from space_server.tensor_parallel import RankPlace, TensorParallelLeader, following, leading
-from space_server.worker import MAX_PREFILL_ROWS, Worker, room_for
+from space_server.worker import MAX_PREFILL_ROWS, Worker, fewer_drafts_warning, room_for
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -356,6 +356,8 @@ def build_worker(
         masks=method != "head" and (config.lookup != "only" or synthetic is not None),
         head=method != "masks",
     )
+    if fixed and (warning := fewer_drafts_warning(fixed, facts, sources)):
+        _log.warning("%s", warning)
     by_head = bool(facts.most_head_drafts) and not (facts.most_masks and sources.masks)
     worker = Worker(
         model,

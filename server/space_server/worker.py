@@ -64,6 +64,21 @@ def most_drafts(facts: ModelFacts, asked: int | None, *, only_masks: bool = Fals
     return min(found, facts.most_drafts) if only_masks else found
 
 
+def fewer_drafts_warning(fixed: int, facts: ModelFacts, sources: DraftSources) -> str | None:
+    """Return what to say of `--speculation K` with K = `fixed` where steps lay out fewer drafts; None: they do not."""
+    by_masks, by_head = sources.masks and facts.most_masks, sources.head and facts.most_head_drafts
+    most = by_masks or by_head
+    if fixed <= most:
+        return None
+    if not most:
+        found = f"nothing of the model drafts here, so drafts come from texts alone, at most {fixed} a step"
+    elif by_masks:
+        found = f"the model has {most} mask{'s' * (most > 1)}, so a step lays out at most {most} of its drafts"
+    else:
+        found = f"what drafts beside the model makes {most}, so a step lays out at most {most} of its drafts"
+    return f"--speculation {fixed}: {found}. The text is the same"
+
+
 def room_for(facts: ModelFacts, num_sequences: int, asked: int | None) -> StateRoom:
     """Return for what recurrent states are kept: the drafts of requests, and those of steps that are measured at the
     start, whatever requests may draft."""

@@ -1,12 +1,15 @@
 """The worker by a scripted model: what it steps, what it says, and who is harmed by whom."""
 
+import dataclasses
+
 import pytest
 from doubles.worker import ScriptedDrafts, ScriptedModel, router_of, script
 from space_model.geometry.draft_layout import DraftLayout
 from space_proto import worker_pb2 as pb
+from space_server.drafts import DraftSources
 from space_server.speculation.controller import DraftLimits, FixedLayout
 from space_server.step_cost import CostOrigin
-from space_server.worker import ProtocolError
+from space_server.worker import ProtocolError, fewer_drafts_warning
 from space_server.worker_messages import PROTOCOL_MINOR
 
 
@@ -324,3 +327,22 @@ def test_hello_says_what_the_worker_is() -> None:
     assert (hello.protocol_major, hello.incarnation, hello.vocab_size, hello.window) == (1, "life 1", 64, 1024)
     assert (hello.num_blocks, hello.block_size, hello.max_draft_length, hello.num_masks) == (256, 4, 2, 3)
     assert (list(hello.mask_ids), hello.dtype, hello.device, hello.max_sequences) == ([1, 2, 3], "float32", "cpu", 64)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "num_masks", "with_masks", "said"),
+    [
+        (9, 5, True, "--speculation 9: the model has 5 masks, so a step lays out at most 5 of its drafts"),
+        (2, 1, True, "--speculation 2: the model has 1 mask, so a step lays out at most 1 of its drafts"),
+        (1, 0, True, "--speculation 1: nothing of the model drafts here, so drafts come from texts alone, at most 1"),
+        (3, 5, False, "--speculation 3: nothing of the model drafts here, so drafts come from texts alone, at most 3"),
+        (5, 5, True, None),
+        (1, 5, True, None),
+    ],
+)
+def test_a_fixed_number_of_drafts_that_a_step_cannot_lay_out_is_named(
+    fixed: int, num_masks: int, with_masks: bool, said: str | None
+) -> None:
+    facts = dataclasses.replace(ScriptedModel().facts, num_masks=num_masks)
+    warning = fewer_drafts_warning(fixed, facts, DraftSources(masks=with_masks))
+    assert warning == said or (warning is not None and said is not None and warning.startswith(said))
