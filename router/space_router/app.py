@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from space_router.api.anthropic import messages
-from space_router.api.openai import chat, completions, responses
+from space_router.api.openai import chat, completions, responses, stored_responses
 from space_router.api.ops import loras, operating, pages, tokens
 from space_router.api.pooling import embeddings, scores
 from space_router.api.schema import DocumentedApp
@@ -19,6 +19,12 @@ from space_router.api.tgi import generate
 from space_router.errors import ApiError, ClientGone, MethodNotAllowed, NotFound
 from space_router.http_server.gone_clients import gone_clients
 from space_router.http_server.responses import error_response, is_open, log_failure
+
+_INSTEAD = {
+    "/v1/responses/compact": 'no conversation is compacted. `truncation: "auto"` leaves out the oldest turns.',
+    "/v1/conversations": "a conversation goes on by `previous_response_id`, with `--response-store`.",
+}
+"""Routes of OpenAI's API that clients of `/v1/responses` ask for, and what does the same here."""
 
 
 def _allowed(routes: Iterable[BaseRoute], request: Request) -> str:
@@ -45,8 +51,9 @@ def create_app(service: Service) -> DocumentedApp:
         redoc_url=None,
     )
     app.keyed = bool(service.config.api_keys)
-    parts = [completions.routes, chat.routes, responses.routes, messages.routes, operating.model_routes]
+    parts = [completions.routes, chat.routes, responses.routes, stored_responses.routes, messages.routes]
     parts += [embeddings.routes, scores.routes, generate.routes, tokens.routes, operating.routes, loras.routes]
+    parts += [operating.model_routes]
     routers = [routes(service) for routes in parts]
     routers += [generate.invocation_routes(service, routers), pages.docs_routes(app.openapi), pages.web_ui_routes()]
     for router in routers:
@@ -69,8 +76,13 @@ def create_app(service: Service) -> DocumentedApp:
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: Exception) -> Response:
         path, method = request.url.path[:200], request.method
-        if isinstance(error, HTTPException) and error.status_code == 405:
-            refusal: ApiError = MethodNotAllowed(f"{path} does not take {method}.", code="method_not_allowed")
+        instead = next(
+            (cure for start, cure in _INSTEAD.items() if path == start or path.startswith(f"{start}/")), None
+        )
+        if instead is not None:
+            refusal: ApiError = NotFound(f"There is no {method} {path} here: {instead}", code="not_found")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            refusal = MethodNotAllowed(f"{path} does not take {method}.", code="method_not_allowed")
             refusal.headers = {"allow": _allowed(every_route, request)}
         else:
             refusal = NotFound(f"There is no {method} {path}. /docs lists what there is.", code="not_found")

@@ -90,6 +90,12 @@ def json_body(model: type[Body], neutral: Mapping[str, Collection[Any]] | None =
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def query_parameters(model: type[Body]) -> dict[str, Any]:
+    """Describe the parameters of a query, which `read_query` reads; a list is given by repeating its name."""
+    schema = model.model_json_schema()
+    return {"parameters": [{"name": name, "in": "query", "schema": one} for name, one in schema["properties"].items()]}
+
+
 def _event(model: type[BaseModel], errors: type[BaseModel], *, done: bool) -> dict[str, Any]:
     """Describe one stream event by its lines, as OpenAPI does; `data` is JSON in a string."""
     content = {"anyOf": [schema_ref(model), schema_ref(errors)]}

@@ -197,6 +197,31 @@ def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Neutral | N
         raise _invalid(error, given) from None
 
 
+def read_query(request: Request, model: type[BodyT]) -> BodyT:
+    """Return the query of an address, as `validate` does; a list's name is repeated, with `[]` behind it or not.
+
+    Raises InvalidRequest.
+    """
+    values: dict[str, Any] = {}
+    for written, value in request.query_params.multi_items():
+        name = written.removesuffix("[]")
+        field = model.model_fields.get(name)
+        if field is not None and "list[" in str(field.annotation):
+            values.setdefault(name, []).append(value)
+        else:
+            values[name] = _query_value(value, str(field and field.annotation))
+    return validate(model, values)
+
+
+def _query_value(value: str, kind: str) -> Any:
+    """Return a number or a boolean, where a field is one; all values of a query are texts."""
+    if "bool" in kind and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if "int" in kind and re.fullmatch(r"-?[0-9]{1,18}", value):
+        return int(value)
+    return value
+
+
 class _Complaint(NamedTuple):
     """One validation error and the place in the body that it is about."""
 

@@ -138,7 +138,8 @@ def _said(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _operation(document: dict[str, Any], method: str, path: str) -> dict[str, Any] | None:
-    for template, operations in document["paths"].items():
+    for template in sorted(document["paths"], key=len, reverse=True):  # an id may have slashes
+        operations = document["paths"][template]
         if re.fullmatch(re.sub(r"\{\w+\}", ".+", template), path):
             found: dict[str, Any] | None = operations.get(method.lower())
             if found is not None:

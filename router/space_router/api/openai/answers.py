@@ -406,6 +406,23 @@ class DeletedResponse(ResponseModel):
     deleted: Literal[True]
 
 
+class ResponseInputItems(ResponseModel):
+    """What a stored response answered: a page of items, as they would be sent again."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(ResponseModel):
+    """`POST /v1/responses/input_tokens`."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
 class ResponseEvent(ResponseModel):
     """One event of a stream, `event: TYPE` and `data: {...}`; which fields it has follows from its type."""
 

@@ -236,50 +236,33 @@ class ResponseStreamOptions(Body):
 InputItems = Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), FEW_PARTS]
 
 
-class ResponseBody(SamplingFields):
-    """`POST /v1/responses`; sampling and scheduling as chat completions have them."""
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 
+
+class ResponseConversation(Body):
+    """What makes the prompt."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
     input: Annotated[Annotated[str, Tag("text")] | Annotated[InputItems, Tag("parts")], TEXT_OR_PARTS]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    top_logprobs: Count20 | None = None
-    include: (
-        Annotated[
-            list[
-                Literal[
-                    "message.output_text.logprobs",
-                    "reasoning.encrypted_content",
-                    "web_search_call.action.sources",
-                    "web_search_call.results",
-                    "file_search_call.results",
-                    "code_interpreter_call.outputs",
-                    "computer_call_output.output.image_url",
-                    "message.input_image.image_url",
-                ]
-            ],
-            Field(fail_fast=True, max_length=16, description="of hosted tools there is nothing to include"),
-        ]
-        | None
-    ) = None
-    stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: AnyToolChoice | None = None
     truncation: Truncation | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    store: bool | None = None
-    client_metadata: Annotated[dict[str, Any] | None, Field(description="the client's own note: changes nothing")] = (
-        None
-    )
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ())
 
     def messages(self) -> list[Message]:
         """Return instructions and input as chat messages; calls are part of the preceding assistant message."""
@@ -315,3 +298,31 @@ class ResponseBody(SamplingFields):
                     calls = [*(assistant.tool_calls or ()), call]
                     messages.append(assistant.model_copy(update={"tool_calls": calls}))
         return messages
+
+
+class InputTokensBody(ResponseConversation):
+    """`POST /v1/responses/input_tokens`."""
+
+
+class ResponseBody(SamplingFields, ResponseConversation):
+    """`POST /v1/responses`; sampling and scheduling as chat completions have them."""
+
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top_logprobs: Count20 | None = None
+    include: (
+        Annotated[
+            list[Includable],
+            Field(fail_fast=True, max_length=16, description="of hosted tools there is nothing to include"),
+        ]
+        | None
+    ) = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    client_metadata: Annotated[dict[str, Any] | None, Field(description="the client's own note: changes nothing")] = (
+        None
+    )
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -11,17 +11,23 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from space_router.api.generation import Generation, statistics, usage
-from space_router.api.openai.answers import DeletedResponse, ResponseEvent, ResponseObject
+from space_router.api.openai.answers import InputTokens, ResponseEvent, ResponseObject
 from space_router.api.openai.chat import TemplateOptions, ToolUse, prompt_text, template_for, tool_use
 from space_router.api.openai.fields import Message
-from space_router.api.openai.response_fields import RESPONSE_NEUTRAL, ResponseBody
+from space_router.api.openai.response_fields import (
+    RESPONSE_NEUTRAL,
+    InputTokensBody,
+    ResponseBody,
+    ResponseConversation,
+)
 from space_router.api.openai.response_tools import CustomInput, ResponseTools, shown_tools
+from space_router.api.openai.stored_responses import input_items, no_such_response
 from space_router.api.openai.stream import chat_logprobs
 from space_router.api.openai.thinking import behind_thinking, thinking_of
 from space_router.api.request_builder import GenerationPlan, Parameters, Prompt, PromptOptions, RequestBuilder
 from space_router.api.schema import STATUSES, OpenAIError, describe_responses, json_body
 from space_router.api.service import Service
-from space_router.errors import InvalidRequest, NotFound, TooManyTokens
+from space_router.errors import InvalidRequest, TooManyTokens
 from space_router.http_server.body import read_object, short_repr, validate
 from space_router.http_server.responses import as_api_error, event_json, json_response, key_of
 from space_router.http_server.warnings import warn
@@ -147,6 +153,16 @@ _PARAMS = {
 """Names of chat completion fields in this API."""
 
 
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Name in refusals the fields of this API."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.param = _PARAMS.get(error.param or "", error.param)
+        raise
+
+
 def metadata_of(values: Mapping[str, Any]) -> Mapping[str, str]:
     """Return a body's `metadata`: returned unchanged with the response, without any other effect."""
     metadata = values.get("metadata") or {}
@@ -162,12 +178,12 @@ def metadata_of(values: Mapping[str, Any]) -> Mapping[str, str]:
     return dict(metadata)
 
 
-def known_tools(builder: RequestBuilder, body: ResponseBody) -> ResponseTools:
+def known_tools(builder: RequestBuilder, body: ResponseConversation) -> ResponseTools:
     """Return the request's tools. Raises InvalidRequest for hosted ones that must not be left out."""
     return ResponseTools.of(body.tools or (), refuse_hosted=builder.config.is_strict)
 
 
-def tools_of(builder: RequestBuilder, body: ResponseBody, known: ResponseTools | None = None) -> ToolUse:
+def tools_of(builder: RequestBuilder, body: ResponseConversation, known: ResponseTools | None = None) -> ToolUse:
     """Return the request's tool use and the grammar of its output. Raises InvalidRequest."""
     known = known_tools(builder, body) if known is None else known
     form = None if body.text is None or body.text.format is None else body.text.format.chat_format().grammar()
@@ -175,9 +191,15 @@ def tools_of(builder: RequestBuilder, body: ResponseBody, known: ResponseTools |
     return tool_use(builder, known.chat, known.choice(body.tool_choice), parallel=parallel, answer=form)
 
 
-def _prompt(builder: RequestBuilder, body: ResponseBody, options: TemplateOptions) -> Prompt:
+def _prompt(builder: RequestBuilder, body: ResponseConversation, tools: ToolUse, max_tokens: int | None) -> Prompt:
     """Return the prompt. With `truncation: auto` the oldest turns are left out where all do not fit the window."""
     messages = body.messages()
+    options = TemplateOptions(
+        tools.shown,
+        variables=body.chat_template_kwargs or {},
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        enable_thinking=body.enable_thinking,
+    )
 
     def prompt(some: Sequence[Message]) -> Prompt:
         return builder.prompt(prompt_text(builder, some, options), PromptOptions("input"))
@@ -193,7 +215,7 @@ def _prompt(builder: RequestBuilder, body: ResponseBody, options: TemplateOption
             made = prompt([*messages[:num_first], *messages[start:]])
         except TooManyTokens:
             return None
-        return made if len(made.ids) + (body.max_output_tokens or 1) <= builder.longest else None
+        return made if len(made.ids) + (max_tokens or 1) <= builder.longest else None
 
     low, high = 0, len(starts) - 1  # of the places to begin at, the first one that fits
     if (whole := fitting(starts[0])) is not None:
@@ -216,13 +238,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
         raise InvalidRequest(
             '`top_logprobs` goes with `include: ["message.output_text.logprobs"]` only.', param="top_logprobs"
         )
-    options = TemplateOptions(
-        tools.shown,
-        variables=body.chat_template_kwargs or {},
-        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        enable_thinking=body.enable_thinking,
-    )
-    prompt = _prompt(builder, body, options)
+    prompt = _prompt(builder, body, tools, body.max_output_tokens)
     thinking = thinking_of(builder, template_for(builder, tools.shown), prompt.text, None)
     same = Parameters.__dataclass_fields__.keys() & ResponseBody.model_fields.keys()
     wanted = Parameters(
@@ -237,6 +253,12 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
     )
     wanted = behind_thinking(builder, wanted, thinking, body.thinking_token_budget)
     return builder.plan([prompt], wanted, prefix="resp")
+
+
+def count(builder: RequestBuilder, body: InputTokensBody) -> int:
+    """Return the number of the prompt's tokens. Raises InvalidRequest."""
+    builder.adapter(body.model)
+    return len(_prompt(builder, body, tools_of(builder, body), None).ids)
 
 
 @dataclass
@@ -370,12 +392,6 @@ class ResponseAnswer:
         }
 
 
-def _not_found(id_: str, param: str | None) -> NotFound:
-    return NotFound(
-        f"There is no stored response {short_repr(id_)} of this API key.", param=param, code="response_not_found"
-    )
-
-
 async def _conversation(service: Service, values: Mapping[str, Any], owner: str) -> dict[str, Any]:
     """Return the body with the conversation that it continues in its `input`. Raises InvalidRequest, NotFound."""
     previous, given = values.get("previous_response_id"), values.get("input")
@@ -394,15 +410,10 @@ async def _conversation(service: Service, values: Mapping[str, Any], owner: str)
         )
     stored = await service.responses.get(previous, owner)
     if stored is None:
-        raise _not_found(previous, "previous_response_id")
+        raise no_such_response(previous, "previous_response_id")
     if not isinstance(given, str | list):
         return dict(values)
     return {**values, "input": [*stored.items, *input_items(given)]}
-
-
-def input_items(given: str | list[Any]) -> list[Any]:
-    """Return an `input` as a list of items."""
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _keeper(
@@ -437,34 +448,28 @@ def routes(service: Service) -> APIRouter:
         keep = _keeper(service, values, key)
         body = validate(ResponseBody, values, RESPONSE_NEUTRAL)
         builder = service.builder(key)
-        try:
+        with _own_names():
             known = known_tools(builder, body)
             tools = await service.text_work(request, received.size, tools_of, builder, body, known)
             await service.checked(tools.grammar, "tools" if tools.shown else "text")
             made = await service.text_work(request, received.size, plan, builder, body, tools)
-        except InvalidRequest as error:
-            error.param = _PARAMS.get(error.param or "", error.param)
-            raise
         name = service.name_of(made, body.model)
         reply = ResponseAnswer(service.text.tokenizer, body, metadata, made, tools, known, name, keep)
         return await service.respond(request, reply, stream=bool(body.stream))
 
-    stored = describe_responses(ResponseObject, errors=OpenAIError, statuses=(404,))
-    deleted = describe_responses(DeletedResponse, errors=OpenAIError, statuses=(404,))
+    counted = describe_responses(InputTokens, errors=OpenAIError, statuses=(*STATUSES, 404))
 
-    @router.get("/v1/responses/{response_id}", responses=stored)
-    async def stored_response(request: Request, response_id: str) -> Response:
-        """A stored response of the same API key."""
-        found = None if service.responses is None else await service.responses.get(response_id, key_of(request))
-        if found is None:
-            raise _not_found(response_id, None)
-        return json_response(found.response)
-
-    @router.delete("/v1/responses/{response_id}", responses=deleted)
-    async def delete_response(request: Request, response_id: str) -> Response:
-        """Delete a stored response of the same API key."""
-        if service.responses is None or not await service.responses.delete(response_id, key_of(request)):
-            raise _not_found(response_id, None)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+    @router.post(
+        "/v1/responses/input_tokens", openapi_extra=json_body(InputTokensBody, RESPONSE_NEUTRAL), responses=counted
+    )
+    async def input_tokens(request: Request) -> Response:
+        """Count the tokens that input, instructions and tools have as a prompt."""
+        received = await read_object(request, service.config)
+        key = key_of(request)
+        service.rate_limits[key].charge_bytes(received.size)
+        body = validate(InputTokensBody, await _conversation(service, received.values, key), RESPONSE_NEUTRAL)
+        with _own_names():
+            number = await service.text_work(request, received.size, count, service.builder(key), body)
+        return json_response({"object": "response.input_tokens", "input_tokens": number})
 
     return router
