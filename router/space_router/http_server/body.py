@@ -200,16 +200,19 @@ def validate(model: type[BodyT], values: Mapping[str, Any], neutral: Neutral | N
 def read_query(request: Request, model: type[BodyT]) -> BodyT:
     """Return the query of an address, as `validate` does; a list's name is repeated, with `[]` behind it or not.
 
-    Raises InvalidRequest.
+    Other parameters, such as the `api-version` that some clients send with everything, get a warning. Raises
+    InvalidRequest.
     """
     values: dict[str, Any] = {}
     for written, value in request.query_params.multi_items():
         name = written.removesuffix("[]")
         field = model.model_fields.get(name)
-        if field is not None and "list[" in str(field.annotation):
+        if field is None:
+            warn(f"{name!r} is no parameter of this query, and has no effect.")
+        elif "list[" in str(field.annotation):
             values.setdefault(name, []).append(value)
         else:
-            values[name] = _query_value(value, str(field and field.annotation))
+            values[name] = _query_value(value, str(field.annotation))
     return validate(model, values)
 
 
