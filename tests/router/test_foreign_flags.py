@@ -163,6 +163,9 @@ def test_a_flag_becomes_ours(name: str, value: str, monkeypatch: pytest.MonkeyPa
         ("--max-concurrent-requests 100 --workers 2", 50, 0),
         ("--max-concurrent-requests 128 --max-batch-size 8", 8, 120),
         ("--max-concurrent-requests 0", 1, 0),
+        ("--max-batch-size 1 --max-concurrent-requests 32", 1, 31),
+        ("--max-concurrent-requests 32 --max-batch-size 1", 1, 31),
+        ("--max-concurrent-requests 32 --max-batch-size 4 --workers 2", 4, 24),
     ],
 )
 def test_as_many_requests_run_or_wait_as_tgi_would_take(
@@ -398,6 +401,21 @@ def test_variables_of_another_engine_are_read_where_asked_for() -> None:
     assert "SPACESERVE_MODEL=mine and MODEL_ID=org/llama (TGI) both set --model" in refused(
         "--drop-in tgi", SPACESERVE_MODEL="mine", **image
     )
+
+
+def test_variables_of_another_engine_are_read_beside_each_other() -> None:
+    image = {"MAX_CONCURRENT_REQUESTS": "100", "MAX_BATCH_SIZE": "8", "CUDA_VISIBLE_DEVICES": ""}
+    for line, environment, expected in (
+        ("--drop-in tgi", image, (8, 92)),
+        ("--drop-in tgi", image | {"MAX_CONCURRENT_REQUESTS": "32"}, (8, 24)),
+        ("--drop-in tgi --max-batch-size 4", image, (4, 96)),
+        ("--drop-in tgi --workers 2", image, (8, 84)),
+        ("--drop-in tgi", {"SPACESERVE_MAX_SEQUENCES": "16", "MAX_CONCURRENT_REQUESTS": "100"}, (16, 84)),
+    ):
+        found = translated(line, **environment)
+        given = dict(zip(found.arguments[::2], found.arguments[1::2], strict=True))
+        sequences = given.get("--max-sequences", found.environment.get("SPACESERVE_MAX_SEQUENCES"))
+        assert (int(sequences or 0), int(found.environment["SPACESERVE_MAX_QUEUE"])) == expected
 
 
 def test_a_drop_in_listens_where_the_other_engine_does() -> None:

@@ -81,7 +81,10 @@ def translate(
     known = _GivenSettings()
     for name, text in given.items():
         known.put(name, text, _flag(name), f"{_flag(name)} {text}")
-    surroundings = Surroundings({**from_variables, **given, **_plain(words)}, environment)
+    drop_in = given.get(DROP_IN, environment.get(PREFIX + DROP_IN.upper()))
+    engine = OtherEngine(drop_in) if drop_in in set(OtherEngine) else None
+    variables = [] if engine is None else list(_variables(engine, environment))
+    surroundings = Surroundings({**_plain(variables), **from_variables, **given, **_plain(words)}, environment)
     changed, added, notices = [], dict(environment), []
     for word in words:
         if word.row is None:
@@ -100,11 +103,10 @@ def translate(
                 changed += [_flag(name), text]
         if not _is_unchanged(word, texts, own):
             notices.append(_notice(typed, texts, word.row) + (_READABLE if KEYS in texts else ""))
-    drop_in = given.get(DROP_IN, environment.get(PREFIX + DROP_IN.upper()))
-    if drop_in in set(OtherEngine):
-        notices += _read_variables(OtherEngine(drop_in), added, environment, settings, known, surroundings)
-    else:
+    if engine is None:
         notices += _unread(environment)
+    else:
+        notices += _read_variables(engine, variables, added, environment, settings, known, surroundings)
     return Translated(changed, added, tuple(notices))
 
 
@@ -184,9 +186,10 @@ def _put(found: dict[str, Any], path: str, text: str) -> None:
 
 
 def _plain(words: Sequence[_Word]) -> dict[str, str]:
-    """Return the settings that foreign flags set whose translation looks at nothing else, for those that do look."""
+    """Return the settings that foreign flags set, for translations that look at them. Where several set one, the flag
+    wins that sets nothing else."""
     found: dict[str, str] = {}
-    for word in words:
+    for word in sorted(words, key=lambda one: -len(one.row.ours) if one.row is not None else 0):
         if word.row is not None and set(word.row.ours) & {
             "model",
             "device",
@@ -227,8 +230,17 @@ def _notice(typed: str, texts: Texts, row: ForeignFlag) -> str:
     return f"{typed} is {ours} here"
 
 
+def _variables(engine: OtherEngine, environment: Mapping[str, str]) -> Iterator[_Word]:
+    """Yield the variables of an engine that are set, as words: they set what its flags set."""
+    for variable, row in table.variables(engine):
+        value = environment.get(variable)
+        if value and not (row.value is Value.NONE and value.lower() in _FALSE):
+            yield _Word(variable, value if row.value is not Value.NONE else "", row, [f"{variable}={value}"])
+
+
 def _read_variables(
     engine: OtherEngine,
+    variables: Sequence[_Word],
     added: dict[str, str],
     environment: Mapping[str, str],
     settings: Sequence[str],
@@ -241,14 +253,14 @@ def _read_variables(
         setting = name.removeprefix(PREFIX).lower()
         if name.startswith(PREFIX) and setting in settings and setting not in by_flag and text:
             known.put(setting, text, name, f"{name}={text}")
-    for variable, row in table.variables(engine):
-        value = environment.get(variable)
-        if not value or (row.value is Value.NONE and value.lower() in _FALSE):
+    for word in variables:
+        row = word.row
+        if row is None:
             continue
-        texts = _translation(row, variable + "=", value if row.value is not Value.NONE else "", surroundings)
-        typed = f"{variable}{'' if KEYS in row.ours else f'={value}'} ({engine.label})"
+        texts = _translation(row, word.name + "=", word.value, surroundings)
+        typed = f"{word.name if KEYS in row.ours else word.as_given[0]} ({engine.label})"
         for name, text in texts.items():
-            if name not in by_flag and name in (*settings, KEYS) and known.put(name, text, variable, typed):
+            if name not in by_flag and name in (*settings, KEYS) and known.put(name, text, word.name, typed):
                 added[PREFIX + name.upper()] = text
         yield _notice(typed, texts, row)
 
