@@ -9,8 +9,9 @@ import signal
 import time
 from typing import Any
 
+import orjson
 import pytest
-from doubles.router.whole_router import Start
+from doubles.router.whole_router import Seen, Start
 from space_common.grammar import GrammarProcess, _bytes_and, compile_grammar
 from space_proto import worker_pb2
 from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, json_schema_grammar, lark_grammar, tgi_grammar
@@ -353,3 +354,30 @@ async def test_a_long_schema_does_not_hold_the_event_loop(router: Any) -> None:
         assert "at most 262144" in (await asked).json()["error"]["message"]
         pauses.append(longest)
     assert min(pauses) < walk / 2, (pauses, walk)
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "left"),
+    [
+        (["yes", "no"], ["yes"], ["no"]),
+        (["yes, sir", "yesterday", "no"], [" yes"], ["yesterday", "no"]),
+        (["a!", "b?"], ["!"], ["b?"]),
+        (["é", "éa", "(x)"], ["é", "x)"], ["éa"]),
+        (["yes", "no"], ["maybe", " "], ["yes", "no"]),
+    ],
+)
+async def test_a_choice_has_no_text_with_a_bad_word(
+    texts: list[str], words: list[str], left: list[str], start: Start, seen: Seen
+) -> None:
+    async with start() as router:
+        await router.complete(prompt="x", max_tokens=3, structured_outputs={"choice": texts}, bad_words=words)
+        assert seen.take()[-1].sampling.grammar == Grammar("choice", orjson.dumps(left).decode())
+
+
+async def test_bad_words_of_every_text_of_a_choice_are_refused(start: Start) -> None:
+    async with start() as router:
+        answer = await router.post(
+            "/v1/completions", prompt="x", structured_outputs={"choice": ["yes", "oh, yes"]}, bad_words=["yes"]
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "bad_words", "contradictory_constraints")
