@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, Request
@@ -199,6 +200,9 @@ class RestartBody(Body):
     )
 
 
+ANTHROPIC = Field(description="of Anthropic's API: where a request has `anthropic-version`")
+
+
 class ModelCard(ResponseModel):
     """A model, an adapter that drafts for it, or a LoRA of it."""
 
@@ -209,6 +213,9 @@ class ModelCard(ResponseModel):
     root: str
     parent: str | None
     max_model_len: Count | None
+    type: Annotated[Literal["model"] | None, ANTHROPIC] = None
+    display_name: Annotated[str | None, ANTHROPIC] = None
+    created_at: Annotated[str | None, ANTHROPIC] = None
 
 
 class ModelList(ResponseModel):
@@ -216,6 +223,9 @@ class ModelList(ResponseModel):
 
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Annotated[Literal[False] | None, ANTHROPIC] = None
+    first_id: Annotated[str | None, ANTHROPIC] = None
+    last_id: Annotated[str | None, ANTHROPIC] = None
 
 
 def model_routes(service: Service) -> APIRouter:
@@ -237,21 +247,32 @@ def model_routes(service: Service) -> APIRouter:
             adapters[service.encoder.name] = card | names | {"max_model_len": window}
         return own | adapters
 
+    def shown(request: Request, card: dict[str, Any]) -> dict[str, Any]:
+        """Return a card; for Anthropic's clients, which send a version, with what their API has, too."""
+        if "anthropic-version" not in request.headers:
+            return card
+        created_at = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+        return card | {"type": "model", "display_name": card["id"], "created_at": created_at}
+
     @router.get("/v1/models", responses=describe_responses(ModelList, errors=OpenAIError))
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """All models served here."""
-        return json_response({"object": "list", "data": list(cards().values())})
+        found = [shown(request, card) for card in cards().values()]
+        ends: dict[str, Any] = {}
+        if "anthropic-version" in request.headers:
+            ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+        return json_response({"object": "list", "data": found, **ends})
 
     @router.get("/v1/models/{name:path}", responses=describe_responses(ModelCard, errors=OpenAIError, statuses=(404,)))
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
         """One model."""
         known = cards()
         name = without_base(name, service.names)
         if name not in known and service.config.takes_any_name:
-            return json_response(known[service.text.name] | {"id": name})
+            return json_response(shown(request, known[service.text.name] | {"id": name}))
         if name not in known:
             raise model_not_found(name, list(known))
-        return json_response(known[name])
+        return json_response(shown(request, known[name]))
 
     return router
 

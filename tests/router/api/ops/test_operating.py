@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ async def test_a_model_has_several_names_and_star_takes_any(start: Start) -> Non
         assert (await router.client.get("/v1/models/claude-x")).json()["id"] == "claude-x"
         listed = (await router.client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["tiny", "code"]
+
+
+async def test_a_client_of_anthropics_api_finds_its_fields_in_the_list_of_models(start: Start) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    async with start("Hello. <|endoftext|>", adapters=("code",)) as router:
+        listed = (await router.client.get("/v1/models?limit=20", headers=headers)).json()
+        assert [(card["type"], card["display_name"]) for card in listed["data"]] == [
+            ("model", "tiny"),
+            ("model", "code"),
+        ]
+        assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "tiny", "code")
+        card = (await router.client.get("/v1/models/tiny", headers=headers)).json()
+        assert card == listed["data"][0]
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+        plain = (await router.client.get("/v1/models/tiny")).json()
+        assert card == {**plain, "type": "model", "display_name": "tiny", "created_at": card["created_at"]}
+        assert set((await router.client.get("/v1/models")).json()) == {"object", "data"}
 
 
 TGI_INFO = {
