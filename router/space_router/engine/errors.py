@@ -118,7 +118,11 @@ class RequestCancelled(Broken):
 
 
 class WorkerStartFailed(EngineError):
-    """No worker can be started; the message has the end of its stderr."""
+    """No worker can be started; the message has the end of its stderr, which `summary` leaves out."""
+
+    def __init__(self, message: str, summary: str | None = None) -> None:
+        super().__init__(message)
+        self.summary = summary or message
 
 
 class ProtocolViolation(EngineError):

@@ -203,6 +203,16 @@ def test_a_model_that_was_named_is_served_or_nothing(nowhere: dict[str, str]) ->
     assert "Check the network" in message
 
 
+def test_the_reason_for_which_a_worker_cannot_start_is_once_on_each_output(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "space_router", "serve", "--model", str(checkpoint), "--kv-memory", "10TiB"]
+    found = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 1
+    for output in (found.stdout, found.stderr):
+        assert output.count("--kv-memory asks for") == 1, output
+        assert output.count("ended with code") == 1, output
+    assert "Its output is above." in found.stderr
+
+
 FULL = Path("/dev/full")  # every write fails as on a full disk
 
 

@@ -131,6 +131,11 @@ INQUEST_SECONDS = 1.0  # seconds that a process may take to end after its connec
 class WorkerDidNotStart(Exception):
     """The process ended, or timed out, before it was ready; the message has the end of its stderr."""
 
+    def __init__(self, message: str, summary: str = "") -> None:
+        """`summary`: the message without that end, for where all of its stderr is shown already."""
+        super().__init__(message)
+        self.summary = summary
+
 
 class Supervisor:
     """Starts one worker process on its own Unix socket, restarts it on request, and ends it.
@@ -228,7 +233,7 @@ class Supervisor:
             if code is not None:  # its last lines may still be in the pipe
                 await asyncio.wait(self._readers, timeout=1.0)
             await self.stop()
-            raise WorkerDidNotStart(self._start_failure(code))
+            raise self._start_failure(code)
         finally:
             ended.cancel()
             ready.cancel()
@@ -286,12 +291,13 @@ class Supervisor:
             self._last_words.append(line)
             forward_stderr(self.name, line)  # never raises: reading must go on, or the worker blocks on its pipe
 
-    def _start_failure(self, code: int | None) -> str:
+    def _start_failure(self, code: int | None) -> WorkerDidNotStart:
         how = f"was not ready within {self._start_timeout:g} s"
         if code is not None:
             how = f"ended with code {code} before it was ready"
         words = "\n".join(f"    {line}" for line in self._last_words) or "    (nothing)"
-        return f"{self.name} {how}. Its last words:\n{words}"
+        summary = f"{self.name} {how}. Its output is above." if self._last_words else ""
+        return WorkerDidNotStart(f"{self.name} {how}. Its last words:\n{words}", summary)
 
 
 def _signal(group: int, number: signal.Signals) -> None:

@@ -452,7 +452,8 @@ class WorkerConnection:
                 self._changed.set()  # waiters run after `is_given_up` is set below
                 if not self.num_incarnations or num_failed_starts >= MAX_FAILED_STARTS:
                     self.is_given_up = True
-                    raise WorkerStartFailed(str(error)) from error
+                    summary = error.summary if isinstance(error, WorkerDidNotStart) else None
+                    raise WorkerStartFailed(str(error), summary) from error
                 if self.is_news(error):
                     logger.error("%s", error)
             except (LinkLost, ProtocolViolation) as error:

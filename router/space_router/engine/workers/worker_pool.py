@@ -103,7 +103,7 @@ class WorkerPool:
                 await connection.run(self._listener)
             except WorkerStartFailed as error:
                 if isinstance(connection.source, Supervisor) or not self._can_recover:
-                    logger.error("%s", error)
+                    logger.error("%s", error.summary)
                     self.connections.remove(connection)
                     del self._tasks[connection]
                     if not self._can_recover:
