@@ -214,15 +214,15 @@ async def test_pages_of_the_input_have_every_item_once(start: Any) -> None:
             query = f"?limit={limit}" + f"&order={order}" * bool(order)
             more = ""
             while True:
-                page = await listed(router, made["id"], query + more)
-                found += [item["content"][0]["text"] for item in page["data"]]
-                assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
-                if not page["has_more"]:
+                part = await listed(router, made["id"], query + more)
+                found += [item["content"][0]["text"] for item in part["data"]]
+                assert (part["first_id"], part["last_id"]) == (part["data"][0]["id"], part["data"][-1]["id"])
+                if not part["has_more"]:
                     break
-                assert len(page["data"]) == limit
-                more = f"&after={page['last_id']}"
+                assert len(part["data"]) == limit
+                more = f"&after={part['last_id']}"
             assert found == list("0123456" if order == "asc" else "6543210")
-            beyond = await listed(router, made["id"], f"?after={page['last_id']}&order={order or 'desc'}")
+            beyond = await listed(router, made["id"], f"?after={part['last_id']}&order={order or 'desc'}")
             assert beyond == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
 
 

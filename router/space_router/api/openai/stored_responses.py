@@ -106,8 +106,8 @@ def _shown_parts(content: str | Sequence[Mapping[str, Any]], *, is_output: bool)
             yield {"type": "input_text", "text": part["text"]}
 
 
-def page(items: Sequence[dict[str, Any]], query: InputItemsQuery) -> dict[str, Any]:
-    """Return one page of a list. Raises NotFound if `after` is no item of it."""
+def some_items(items: Sequence[dict[str, Any]], query: InputItemsQuery) -> dict[str, Any]:
+    """Return the part of a list that a query asks for. Raises NotFound if `after` is no item of it."""
     ordered = items[::-1] if query.order == "desc" else items
     start = 0
     if query.after is not None:
@@ -162,7 +162,7 @@ def routes(service: Service) -> APIRouter:
     async def stored_input(request: Request, response_id: str) -> Response:
         """What a stored response of the same API key answered, with the conversation before it."""
         query = read_query(request, InputItemsQuery)
-        return json_response(page(shown_input(await stored(request, response_id)), query))
+        return json_response(some_items(shown_input(await stored(request, response_id)), query))
 
     @router.post("/v1/responses/{response_id}/cancel", responses=refused)
     async def cancel_response(request: Request, response_id: str) -> Response:
