@@ -69,6 +69,15 @@ def power_of_two(exponents: Tensor) -> Tensor:
     return torch.exp2(exponents.float() - 127)
 
 
+def group_of_inputs(num_inputs: int, num_groups: int, group_size: int) -> Tensor:
+    """Return [in]: the group of each input, where they come in order; `group_size` -1: all are one. Raises ValueError
+    if there are other scales than for so many groups."""
+    size = num_inputs if group_size < 0 else max(1, group_size)
+    if num_groups != -(-num_inputs // size):
+        raise ValueError(f"it has {num_groups} scales for {num_inputs} inputs in groups of {size} (group_size)")
+    return torch.arange(num_inputs) // size
+
+
 Read = Callable[[str], Tensor]  # returns a module's tensor by its suffix, such as `qweight`
 
 CURE = (
@@ -134,9 +143,8 @@ class Awq(QuantizedFormat):
 
     def dense(self, read: Read, parts: frozenset[str]) -> Tensor:
         q, scales = unpack_awq(read("qweight")), read("scales").float()  # [in, out], [groups, out]
-        group = q.shape[0] if self.group_size < 0 else self.group_size
         zeros = unpack_awq(read("qzeros")) if "qzeros" in parts else torch.zeros_like(scales)
-        of_input = torch.arange(q.shape[0]) // group
+        of_input = group_of_inputs(len(q), len(scales), self.group_size)
         return ((q - zeros[of_input]) * scales[of_input]).T
 
     @property
@@ -164,6 +172,7 @@ class Gptq(QuantizedFormat):
     group_size: int  # inputs that share a scale, where there is no g_idx; -1: all
     zeros_are_shifted: bool  # version 1 of the format keeps z - 1
     is_symmetric: bool = True  # all zero points are the middle
+    is_reordered: bool = False  # inputs of a group are not beside each other: a g_idx is needed
     name: str = "GPTQ"
     library: str = "gptqmodel"
     parts: frozenset[str] = frozenset({"qweight", "qzeros", "scales", "g_idx"})
@@ -174,8 +183,12 @@ class Gptq(QuantizedFormat):
         zeros = unpack(read("qzeros"), self.bits, dim=1, count=q.shape[1])
         if self.zeros_are_shifted:
             zeros = (zeros + 1) & ((1 << self.bits) - 1)
-        group = q.shape[0] if self.group_size < 0 else self.group_size
-        of_input = read("g_idx").long() if "g_idx" in parts else torch.arange(q.shape[0]) // group
+        if "g_idx" in parts:
+            of_input = read("g_idx").long()
+        elif self.is_reordered and len(scales) > 1:
+            raise ValueError("it has no g_idx, which says in which group an input is where desc_act is true")
+        else:
+            of_input = group_of_inputs(len(q), len(scales), self.group_size)
         return ((q - zeros[of_input]) * scales[of_input]).T
 
     @property
@@ -185,7 +198,7 @@ class Gptq(QuantizedFormat):
 
     def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
         words = read("qweight")
-        if not self.stays_packed:
+        if not self.stays_packed or (self.is_reordered and self.group_size >= 0 and "g_idx" not in parts):
             return None
         if self.bits == 8:
             return self._packed_int8(name, words, read, parts)
@@ -226,6 +239,7 @@ class CompressedTensors(QuantizedFormat):
     block: tuple[int, int] | None  # rows and columns that share a scale, if scales are per block
     has_int4: bool = False  # some weights have four bits, packed, and a scale for each row or group, or are MXFP4
     has_int8: bool = False  # some have eight bits, and a scale for each row or group
+    is_reordered: bool = False  # inputs of a group are not beside each other: a weight_g_idx is needed
     name: str = "compressed-tensors"
     library: str = "compressed_tensors"
     parts: frozenset[str] = frozenset(
@@ -261,6 +275,8 @@ class CompressedTensors(QuantizedFormat):
         group = read("weight_g_idx").long() if "weight_g_idx" in parts else None
         if group is not None and bool((group < 0).any()):
             group = None  # columns are in order
+        elif group is None and self.is_reordered and scale.numel() > len(q):
+            raise ValueError("it has no weight_g_idx, which says in which group an input is where actorder is group")
         scale = self._spread(scale, q.shape, group)
         dense = q.float()
         return (dense - self._spread(zero.float(), q.shape, group)) * scale if zero is not None else dense * scale
@@ -271,6 +287,8 @@ class CompressedTensors(QuantizedFormat):
 
     def packed(self, name: str, read: Read, parts: frozenset[str]) -> StoredPart | None:
         if not self.stays_packed or "weight_scale" not in parts:
+            return None
+        if self.is_reordered and "weight_g_idx" not in parts:
             return None
         if "weight_packed" not in parts:
             return self._whole_numbers(name, read, parts)
@@ -542,8 +560,11 @@ def read_format(config: Mapping[str, Any], name: str) -> QuantizedFormat | None:
                 return _modelopt(settings, name)
             case "bitsandbytes":
                 return Bitsandbytes()
-    except (KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"The quantization_config of {name} cannot be read as {method}: {error!r}.") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"The quantization_config of {name} cannot be read as {method}: {error!r}. Fetch the config.json of the "
+            "original checkpoint."
+        ) from error
     raise UnsupportedModel(f"{name} is quantised as {method or settings}, which is not read. {CURE}")
 
 
@@ -594,8 +615,20 @@ def _gptq(settings: Mapping[str, Any], name: str) -> Gptq:
         raise UnsupportedModel(
             f"{name} is quantised as GPTQ {kind} with {bits} bits; gptq and gptq_v2 with 2, 4 or 8 are read. {CURE}"
         )
+    each_bits = {int(each.get("bits", bits)) for each in (settings.get("dynamic") or {}).values()}
+    if others := sorted(each_bits - {bits}):
+        raise UnsupportedModel(
+            f"{name} is quantised as GPTQ with {', '.join(map(str, [bits, *others]))} bits (dynamic); one number of "
+            f"bits for all is read. {CURE}"
+        )
     size, is_symmetric = int(settings.get("group_size", -1)), bool(settings.get("sym", True))
-    return Gptq(bits, size, zeros_are_shifted=kind == "gptq", is_symmetric=is_symmetric)
+    return Gptq(
+        bits,
+        size,
+        zeros_are_shifted=kind == "gptq",
+        is_symmetric=is_symmetric,
+        is_reordered=settings.get("desc_act") is True,
+    )
 
 
 _READ_FORMATS = frozenset(
@@ -616,6 +649,11 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
         )
     if sparsity != "dense":
         raise UnsupportedModel(f"{name} keeps its weights sparse ({sparsity}), which is not read. {CURE}")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise UnsupportedModel(
+            f"{name} turns its weights and activations (transform_config, as QuIP and SpinQuant do), which is not "
+            f"done here. {CURE}"
+        )
     weights = [group["weights"] for group in groups if group.get("weights")]
     blocks = {tuple(int(n) for n in spec["block_structure"]) for spec in weights if spec.get("strategy") == "block"}
     if len(blocks) > 1 or (blocks and any(spec.get("strategy") != "block" for spec in weights)):
@@ -629,4 +667,9 @@ def _compressed_tensors(settings: Mapping[str, Any], name: str) -> CompressedTen
     ]
     has_int4 = any(spec.get("num_bits") == 4 for spec in in_groups) or "mxfp4-pack-quantized" in kinds
     has_int8 = any(spec.get("num_bits") == 8 and spec.get("symmetric", True) for spec in in_groups)
-    return CompressedTensors((rows, columns) if rows else None, has_int4 and not rows, has_int8 and not rows)
+    return CompressedTensors(
+        (rows, columns) if rows else None,
+        has_int4 and not rows,
+        has_int8 and not rows,
+        is_reordered=any(str(spec.get("actorder")).lower() in ("group", "dynamic", "true") for spec in weights),
+    )

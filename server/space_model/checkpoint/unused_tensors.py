@@ -79,7 +79,10 @@ def check_found(
         )
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
-        raise UnsupportedModel(f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing).")
+        raise UnsupportedModel(
+            f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing). Fetch the whole "
+            "checkpoint again, or the config.json that belongs to these weights."
+        )
 
 
 def refuse_unused(checkpoint: Checkpoint, model: PreTrainedModel, names: Iterable[str]) -> None:

@@ -137,7 +137,7 @@ class OpenFiles:
     def reading(self, tensor: str) -> Iterator[Any]:
         """Yield the tensor's file, and keep it open for the duration of the block."""
         if tensor not in self.handles:
-            raise UnsupportedModel(f"The weights of {self._name} lack {tensor}.")
+            raise UnsupportedModel(f"The weights of {self._name} lack {tensor}. Fetch the whole checkpoint again.")
         with self._changed:
             if self._closed:
                 raise CheckpointNotFound(f"The weights of {self._name} are closed; {tensor} comes too late.")

@@ -139,7 +139,7 @@ def _head(
     with open_weights(checkpoint) as files:
         name = _names(checkpoint, model.config, files).get(HEAD)
         if name is None and not is_tied:
-            raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}.")
+            raise UnsupportedModel(f"The weights of {checkpoint.name} lack {HEAD}. Fetch the whole checkpoint again.")
         if name is None or (is_tied and _is_embedding(files.whole(name), embedding)):
             whole, part = embedding, embedding[ids]
         elif rescores and share.rank == 0:

@@ -129,6 +129,22 @@ def test_a_rank_has_its_part_of_the_same_numbers(pair: Pair) -> None:
             {"quant_method": "auto-round", "bits": 4, "extra_config": {"lm_head": {"bits": 16}, "x": {"bits": 8}}},
             "quantised by AutoRound with 4, 8 bits; one number",
         ),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*head.*": {}, "+:.*mlp.*": {"bits": 8}}},
+            r"GPTQ with 4, 8 bits \(dynamic\); one number of bits for all is read. Use",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+            },
+            r"turns its weights and activations \(transform_config, .*is not done here. Use the checkpoint",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}},
+            "cannot be read as compressed-tensors: AttributeError.* Fetch the config.json of the original checkpoint",
+        ),
     ],
 )
 def test_an_unread_format_is_refused_with_a_cure(section: Any, message: str, llama: Path, tmp_path: Path) -> None:
@@ -210,6 +226,33 @@ def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
     save_file(tensors | {name: tensors[name][:, :-1].contiguous()}, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj of .* is no AWQ weight"):
         load_model(packed)
+
+
+@pytest.mark.parametrize("weights", ["plain", "packed"])
+@pytest.mark.parametrize(
+    ("kind", "said", "without", "message"),
+    [
+        ("awq", {"group_size": -1}, "none", r"AWQ weight: it has \d scales for \d+ inputs in groups of \d+"),
+        ("gptq 4 bits", {"group_size": 64, "desc_act": False}, "g_idx", r"GPTQ weight: it has \d scales for \d+ inputs"),
+        ("gptq 4 bits", {}, "g_idx", "GPTQ weight: it has no g_idx, which says in which group an input is"),
+        ("gptq 8 bits, symmetric", {}, "g_idx", "GPTQ weight: it has no g_idx"),
+        ("int4 in groups", {"actorder": "group"}, "none", "compressed-tensors weight: it has no weight_g_idx"),
+        ("int8 in groups", {"actorder": "dynamic"}, "none", "compressed-tensors weight: it has no weight_g_idx"),
+    ],
+)
+def test_inputs_of_unknown_groups_are_refused(
+    kind: str, said: dict[str, Any], without: str, message: str, weights: str, pair: Pair
+) -> None:
+    packed, _ = pair(kind)
+    config = json.loads((packed / "config.json").read_text())
+    section = config["quantization_config"]
+    (section["config_groups"]["group_0"]["weights"] if "config_groups" in section else section).update(said)
+    (packed / "config.json").write_text(json.dumps(config))
+    tensors = load_file(packed / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+    save_file(kept, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(packed, dtype="bfloat16", weights=weights)
 
 
 def test_weights_stay_packed_on_a_gpu_whose_library_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
