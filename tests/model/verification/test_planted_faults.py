@@ -456,6 +456,20 @@ def test_faults_are_caught_in_any_format(
         assert_caught(serve(path, family, monkeypatch, **settings_of(form)))
 
 
+@pytest.mark.parametrize(
+    ("family", "form", "fault"),
+    [
+        ("gemma2", "int8", "attention scale 10 % off"),
+        ("gpt_oss", "int8", "sinks missing"),
+        ("gpt_oss", "fp8 keys and values", "sinks missing"),
+    ],
+)
+def test_a_fault_that_a_few_loud_rows_hide_is_caught(
+    family: str, form: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert serve(lively_checkpoint(tmp_path, family), family, monkeypatch, **settings_of(form)).caught(fault)
+
+
 def random_checkpoint(path: Path, seed: int) -> tuple[str, Path]:
     """Of one family after the other, small and less so, with weights as they are made at random, and lively ones."""
     family = ALL_FAMILIES[seed % len(ALL_FAMILIES)]
