@@ -11,7 +11,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from space_common.gguf.config import check_kinds, config_of
+from space_common.gguf.config import Facts, check_kinds, config_of
 from space_common.gguf.find import GgufError
 from space_common.gguf.reader import GgufFile
 from space_common.gguf.tensors import sources_of
@@ -34,6 +34,7 @@ def view_of(file: GgufFile) -> Path:
 
 def view_files(file: GgufFile) -> dict[str, str]:
     """Return each file's text by name. Raises GgufError for an unsupported model."""
+    Facts.of(file)  # another quantisation of a family that is not served would be refused as well
     check_kinds(file)
     config = config_of(file)
     sources_of(file, config)

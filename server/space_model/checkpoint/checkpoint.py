@@ -306,6 +306,12 @@ class Checkpoint:
         sources = (generation, self.config, text)
         said: Any = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
         ids = [*(said if isinstance(said, list) else [said]), tokenizer_eos(self.read_json)]
+        if odd := [id for id in ids if id is not None and type(id) is not int]:
+            file = "generation_config.json" if generation.get("eos_token_id") is not None else "config.json"
+            raise UnsupportedModel(
+                f"eos_token_id in the {file} of {self.name} is {odd[0]!r}, and ids are whole numbers. Fetch the file "
+                "of the original checkpoint."
+            )
         if generation.get("chat_format") == "chatml":
             added = self.read_json("tokenizer.json").get("added_tokens") or ()
             ids += [int(token["id"]) for token in added if token.get("content") == "<|im_end|>"]

@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from space_model.checkpoint.alibi_llama import ALIBI_LLAMA
@@ -91,6 +93,7 @@ def refuse_config(name: str, said: Mapping[str, Any], config: PreTrainedConfig, 
         _refuse_mpt(name, config)
     _refuse_rope(name, config)
     _refuse_heads(name, kind, config)
+    _refuse_sizes(name, config)
 
 
 _MPT_AS_HERE = {
@@ -129,6 +132,36 @@ def _refuse_rope(name: str, config: PreTrainedConfig) -> None:
             raise UnsupportedModel(
                 f"rope_theta in the config.json of {name} is {theta!r}; it must be above 0 (10000 in most models). "
                 "Fetch the config.json of the original checkpoint."
+            )
+        factor = rope.get("factor")
+        if factor is not None and not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
+            raise UnsupportedModel(
+                f"The factor of rotary positions in the config.json of {name} (rope_scaling) is {factor!r}; it must be "
+                "a number above 0. Fetch the config.json of the original checkpoint."
+            )
+
+
+def _refuse_sizes(name: str, config: PreTrainedConfig) -> None:
+    window = _field(config, "max_position_embeddings")
+    if isinstance(window, int) and window < 1:
+        raise UnsupportedModel(
+            f"max_position_embeddings in the config.json of {name} is {window}; it must be a whole number above 0. "
+            "Fetch the config.json of the original checkpoint."
+        )
+    for field in ("hidden_act", "hidden_activation"):
+        activation = _field(config, field)
+        if isinstance(activation, str) and activation not in ACT2FN:
+            raise UnsupportedModel(
+                f"{field} in the config.json of {name} is {activation!r}, which transformers "
+                f"{transformers.__version__} does not have. Fetch the config.json of the original checkpoint."
+            )
+    chosen = _field(config, "num_experts_per_tok")
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
+        count = _field(config, field)
+        if isinstance(count, int) and isinstance(chosen, int) and count > 0 and not 1 <= chosen <= count:
+            raise UnsupportedModel(
+                f"num_experts_per_tok in the config.json of {name} is {chosen}, of {count} experts ({field}); it must "
+                f"be 1 to {count}. Fetch the config.json of the original checkpoint."
             )
 
 
@@ -178,6 +211,19 @@ def _field(config: PreTrainedConfig, name: str) -> Any:
         return [str(error)]
 
 
+def _dtype_name(name: str, field: str, form: str) -> str | None:
+    """Return the dtype as transformers spells it; None: that of the weights. Raises UnsupportedModel."""
+    if form == "auto":
+        return None
+    plain = form.removeprefix("torch.")
+    if not isinstance(getattr(torch, plain, None), torch.dtype):
+        raise UnsupportedModel(
+            f"{field} in the config.json of {name} is {form!r}, which is no dtype. Fetch the config.json of the "
+            "original checkpoint, or write the dtype of the weights there: float32, bfloat16 or float16."
+        )
+    return plain
+
+
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the checkpoint's transformers config. Raises UnsupportedModel."""
     config = parse_config(checkpoint.config, checkpoint.name)
@@ -222,6 +268,9 @@ def parse_config(said: Mapping[str, Any], name: str) -> PreTrainedConfig:
             f"{names[0]}."
         )
     fields = {field: value for field, value in said.items() if field not in ("auto_map", "space")}
+    for field in ("torch_dtype", "dtype"):
+        if isinstance(form := fields.get(field), str):
+            fields[field] = _dtype_name(name, field, form)
     try:
         with tempfile.TemporaryDirectory() as folder:  # AutoConfig reads files, and does more than the class itself
             Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")

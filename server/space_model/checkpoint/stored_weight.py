@@ -97,3 +97,29 @@ def take_mixtures(left: MutableMapping[str, StoredWeight]) -> dict[str, tuple[St
         gate, up, down = zip(*each, strict=True)
         found[path] = StoredExperts(gate, up, down), [name for linears in names for name in linears]
     return found
+
+
+def odd_expert(names: Iterable[str], shape: Callable[[str], tuple[int, ...]]) -> str | None:
+    """Return the first weight whose shape is not that of most experts of its mixture, and both shapes, in words."""
+    for experts in _mixtures(names).values():
+        for role in range(3):
+            shapes = {name: shape(name) for one in experts.values() if (name := one[role]) is not None}
+            if len({*shapes.values()}) > 1:
+                usual = max({*shapes.values()}, key=[*shapes.values()].count)
+                name = next(name for name in shapes if shapes[name] != usual)
+                return f"{name} has the shape {shapes[name]}, and that of most experts is {usual}"
+    return None
+
+
+def missing_of_experts(names: Iterable[str]) -> list[str]:
+    """Return the weights that some experts lack and others of their mixture have."""
+    missing: list[str] = []
+    for path, experts in _mixtures(names).items():
+        roles = [next((one[role] for one in experts.values() if one[role]), None) for role in range(3)]
+        for number in range(max(experts) + 1):
+            has = experts.get(number, [None, None, None])
+            for like, own in zip(roles, has, strict=True):
+                if like is not None and own is None:
+                    rest = like.removeprefix(f"{path}.").partition(".")[2]
+                    missing.append(f"{path}.{number}.{rest}")
+    return missing

@@ -77,11 +77,15 @@ def check_found(
             f"{name} of {checkpoint.name} has the shape {kept}; config.json makes it {wanted}{more}. Fetch the "
             "config.json that belongs to these weights."
         )
-    if found["missing_keys"]:
-        missing = sorted(found["missing_keys"])
+    refuse_missing(checkpoint.name, found["missing_keys"])
+
+
+def refuse_missing(name: str, missing: Collection[str]) -> None:
+    """Raises UnsupportedModel if the checkpoint `name` lacks tensors; the first is named."""
+    if missing:
         raise UnsupportedModel(
-            f"The weights of {checkpoint.name} lack {missing[0]} ({len(missing)} tensors missing). Fetch the whole "
-            "checkpoint again, or the config.json that belongs to these weights."
+            f"The weights of {name} lack {min(missing)} ({len(missing)} tensors missing). Fetch the whole checkpoint "
+            "again, or the config.json that belongs to these weights."
         )
 
 

@@ -122,6 +122,9 @@ def _maps_of_weights() -> Iterator[tuple[int, int]]:
             yield int(first, 16), int(last, 16)
 
 
+_LFS = b"version https://git-lfs"  # how a file begins that stands for one in Git's large file storage
+
+
 class OpenFiles:
     """Files that several threads read; they are closed after the last read ends. When a load fails, transformers does
     not wait for its other threads: one may be reading a tensor."""
@@ -180,6 +183,10 @@ class WeightFiles:
                     names = list(handle.keys())
                 except (OSError, SafetensorError) as error:
                     size = file.stat().st_size if file.is_file() else 0
+                    if size and file.read_bytes()[: len(_LFS)] == _LFS:
+                        raise CheckpointNotFound(
+                            f"{file} is a Git LFS pointer and not the file itself; fetch it with `git lfs pull`."
+                        ) from error
                     cut = f"({size} bytes) is no safetensors file, or it is cut short: {error}"
                     raise CheckpointNotFound(f"{file} {cut if size else 'is empty'}. Fetch it again.") from error
                 for name in names:

@@ -32,10 +32,13 @@ from space_model.checkpoint.stored_weight import (
     StoredPart,
     StoredWeight,
     is_expert,
+    missing_of_experts,
+    odd_expert,
     split_mixtures,
     take_mixtures,
 )
 from space_model.checkpoint.translated_weights import TranslatedWeights
+from space_model.checkpoint.unused_tensors import refuse_missing
 from space_model.checkpoint.weight_files import JoinedRows, WeightFiles, WeightStream, let_go, send
 from space_model.loading.load_progress import show_load_progress_on_terminals
 from space_model.loading.meta_tensors import MetaModel
@@ -364,6 +367,18 @@ def quantize_to_fp8(base: nn.Module, device: torch.device, bring: Callable[[Tens
         )
 
 
+@contextmanager
+def _naming_odd_experts(name: str, files: WeightFiles) -> Iterator[None]:
+    """Name the weight that transformers could not stack with those of the other experts, if it is that."""
+    try:
+        yield
+    except RuntimeError as error:
+        odd = odd_expert(files.names, lambda one: tuple(files.shape(one))) if files.knows_shapes else None
+        if odd is None:
+            raise
+        raise UnsupportedModel(f"{odd}: the weights of {name} are broken. Fetch the whole checkpoint again.") from error
+
+
 def stream_model(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
@@ -386,6 +401,7 @@ def stream_model(
         if config.model_type in FAMILIES and files.knows_shapes:
             joined = JoinedRows(lambda name: files.shape(name)[0] if name in files else None)
         if has_experts(checkpoint.config):
+            refuse_missing(checkpoint.name, missing_of_experts(files.names))
             copies = True  # transformers stacks experts, and nothing would release the pages of their views
         stream = WeightStream(files, device, joined=joined, as_kept=as_kept, copies=copies)
         left: dict[str, StoredWeight] = {}
@@ -393,7 +409,7 @@ def stream_model(
         if leaves_packed:
             left, mixtures = _leave(files, stream, config, dtype, stays=keeps_packed)
         show_load_progress_on_terminals()
-        with MetaModel():
+        with MetaModel(), _naming_odd_experts(checkpoint.name, files):
             model, found = model_class.from_pretrained(
                 None,
                 config=plain,

@@ -142,6 +142,7 @@ def test_another_architecture_is_refused_with_those_that_are_served(write: Write
 
 
 def test_another_type_of_numbers_is_refused_with_those_that_are_read(write: Write) -> None:
+    assert "architecture 'gpt-oss'; GGUF files of" in refusal(write(kind="MXFP4", architecture="gpt-oss"))
     said = refusal(write(kind="MXFP4"))
     assert "type MXFP4 (token_embd.weight is one), which are not read; BF16, F16" in said
     assert "Take another quantisation of the model, such as Q4_K_M" in said

@@ -63,6 +63,9 @@ def test_a_file_that_is_cut_short_or_empty_is_named(file: str, kept: int, sharde
 def test_another_file_under_the_name_of_weights_is_named(copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     (path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(CheckpointNotFound, match=r"model\.safetensors is a Git LFS pointer .* `git lfs pull`"):
+        load_model(path)
+    (path / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>not found</html>")
     with pytest.raises(CheckpointNotFound, match=r"model\.safetensors \(\d+ bytes\) is no safetensors file"):
         load_model(path)
 

@@ -238,6 +238,10 @@ def test_eos_ids_come_from_the_generation_config_and_the_tokenizer(copy_of: Call
     assert load_model(path).facts.eos_ids == (9, 0)
     (path / "generation_config.json").write_text('{"eos_token_id": [128, 11, -1]}')
     assert load_model(path).facts.eos_ids == (11, 0)
+    for said in ('"3"', "[1.5]", "[true]"):
+        (path / "generation_config.json").write_text(f'{{"eos_token_id": {said}}}')
+        with pytest.raises(UnsupportedModel, match=r"eos_token_id in the generation_config\.json of .* whole numbers"):
+            load_model(path)
 
 
 def test_auto_takes_float32_for_a_float32_checkpoint_and_says_why(llama: Path) -> None:
@@ -356,11 +360,78 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0, "ori
         ({"kv_lora_rank": 16}, "multi-head latent attention"),
         ({"layer_types": ["full_attention", "conv"]}, "conv layers, which are not served|cannot read the config"),
         ({"vocab_size": "many"}, "cannot read the config of .*vocab_size.* Fetch the config.json of the original"),
+        (
+            {"rope_parameters": THETA | {"rope_type": "linear", "factor": 0}},
+            r"factor of rotary positions .* \(rope_scaling\) is 0; it must be a number above 0. Fetch the config.json",
+        ),
+        ({"rope_parameters": THETA | {"rope_type": "linear", "factor": "2"}}, "is '2'; it must be a number above 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings .* is 0; it must be a whole number above 0. Fetch"),
+        ({"hidden_act": "swoosh"}, "hidden_act .* is 'swoosh', which transformers .* does not have. Fetch the config"),
+        ({"torch_dtype": "bf16", "dtype": None}, "torch_dtype .* is 'bf16', which is no dtype.* or write the dtype"),
     ],
 )
 def test_an_impossible_config_is_refused(fields: dict[str, Any], message: str, copy_of: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         load_model(copy_of(**fields))
+
+
+@pytest.mark.parametrize("said", ["auto", "torch.float32"])
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+def test_a_dtype_may_be_spelled_as_people_do(field: str, said: str, copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    config = json.loads((path / "config.json").read_text())
+    config.pop("dtype", None)
+    (path / "config.json").write_text(json.dumps(config | {field: said}))
+    assert load_model(path).facts.dtype is torch.float32
+
+
+def test_numbers_that_transformers_itself_cannot_compute_are_said_to_be_its(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "mistral")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 0}))
+    with pytest.raises(
+        UnsupportedModel, match=r"layer 0 of 2 is not finite .* in transformers itself.* Fetch the config"
+    ):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("chosen", "bound"), [(99, "of 4 experts .* 1 to 4. Fetch"), (0, "is 0, of 4 experts")])
+def test_experts_that_are_not_there_cannot_be_chosen(chosen: int, bound: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "mixtral")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": chosen}))
+    with pytest.raises(UnsupportedModel, match=f"num_experts_per_tok .* {bound}"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        (
+            "layers.1.mlp.experts.2.up_proj.weight",
+            r"lack model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight \(1 tensors",
+        ),
+        ("layers.0.mlp.experts.1.", r"lack model\.layers\.0\.mlp\.experts\.1\.down_proj\.weight \(3 tensors"),
+    ],
+)
+def test_a_weight_that_one_expert_lacks_is_named(dropped: str, message: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if dropped not in name}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=message + " missing.* Fetch the whole checkpoint again"):
+        load_model(path)
+
+
+def test_an_expert_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    save_file(tensors | {name: tensors[name][:-1].clone()}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UnsupportedModel, match=r"experts\.2\.down_proj\.weight has the shape \(63, 64\), .* is \(64, 64\)"
+    ):
+        load_model(path)
 
 
 @pytest.mark.parametrize(

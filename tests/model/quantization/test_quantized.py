@@ -233,7 +233,12 @@ def test_a_weight_that_is_not_what_the_format_says_is_named(pair: Pair) -> None:
     ("kind", "said", "without", "message"),
     [
         ("awq", {"group_size": -1}, "none", r"AWQ weight: it has \d scales for \d+ inputs in groups of \d+"),
-        ("gptq 4 bits", {"group_size": 64, "desc_act": False}, "g_idx", r"GPTQ weight: it has \d scales for \d+ inputs"),
+        (
+            "gptq 4 bits",
+            {"group_size": 64, "desc_act": False},
+            "g_idx",
+            r"GPTQ weight: it has \d scales for \d+ inputs",
+        ),
         ("gptq 4 bits", {}, "g_idx", "GPTQ weight: it has no g_idx, which says in which group an input is"),
         ("gptq 8 bits, symmetric", {}, "g_idx", "GPTQ weight: it has no g_idx"),
         ("int4 in groups", {"actorder": "group"}, "none", "compressed-tensors weight: it has no weight_g_idx"),
