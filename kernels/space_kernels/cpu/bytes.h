@@ -8,6 +8,12 @@ namespace KIND {
 
 constexpr int64_t VECTOR = 64;  // bytes of a vector: four numbers of each of sixteen lanes
 
+static inline int32_t int_of(const int8_t* four) {
+    int32_t bits;
+    std::memcpy(&bits, four, 4);
+    return bits;
+}
+
 // Floats of four bits, doubled, plus 12.
 alignas(16) constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
@@ -97,9 +103,7 @@ static inline __m512i dot_halves(__m512i a, __m512i four, int times) {  // a bel
     return _mm512_madd_epi16(_mm512_maddubs_epi16(a, four), _mm512_set1_epi16(short(times)));
 }
 static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
-    int32_t bits;
-    std::memcpy(&bits, four, 4);
-    const __m512i all = _mm512_set1_epi32(bits);
+    const __m512i all = _mm512_set1_epi32(int_of(four));
     const __m512i low = dot_halves(low_halves(a).v, all, 1), high = dot_halves(high_halves(a).v, all, 16);
     return {_mm512_add_epi32(sum.v, _mm512_add_epi32(low, high))};
 }
@@ -155,19 +159,32 @@ static inline __m128i round_half(const bf16* p, float by) {
 static inline void round_all(const bf16* p, float by, int8_t* to, int32_t* sums) {
     store_codes(_mm256_set_m128i(round_half(p + LANES, by), round_half(p, by)), to, sums);
 }
-static inline __m256i dot_halves8(__m256i a, __m256i four, int times) {  // a below 16: sums of two fit in sixteen bits
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(a, four), _mm256_set1_epi16(short(times)));
+
+#define SHORTS 1  // whether sums of products are kept in sixteen bits
+struct Shorts {  // thirty-two int16: two of each lane
+    __m256i low, high;
+};
+
+static inline Shorts add(Shorts a, Shorts b) {
+    return {_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)};
 }
-static inline __m256i dot_four8(__m256i sum, __m256i a, __m256i four) {
-    const __m256i low = dot_halves8(low_halves8(a), four, 1), high = dot_halves8(high_halves8(a), four, 16);
-    return _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
+static inline Ints add(Ints sum, Shorts pairs) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return add(sum, Ints{_mm256_madd_epi16(pairs.low, one), _mm256_madd_epi16(pairs.high, one)});
 }
-// sum + a[4i]·four[0] + … + a[4i+3]·four[3], a unsigned
-static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
-    int32_t bits;
-    std::memcpy(&bits, four, 4);
-    const __m256i all = _mm256_set1_epi32(bits);
-    return {dot_four8(sum.low, a.low, all), dot_four8(sum.high, a.high, all)};
+static inline Bytes minus_128(Bytes a) {
+    const __m256i sign = _mm256_set1_epi8(-128);
+    return {_mm256_xor_si256(a.low, sign), _mm256_xor_si256(a.high, sign)};
+}
+// The sums of two products each, of numbers and int8, which must fit.
+static inline Shorts pair_products(Bytes a, const int8_t* four) {
+    const __m256i all = same_int(int_of(four)).low;
+    return {_mm256_maddubs_epi16(a.low, all), _mm256_maddubs_epi16(a.high, all)};
+}
+static inline Shorts signed_pair_products(Bytes a, const int8_t* four) {  // a: int8
+    const __m256i all = same_int(int_of(four)).low;
+    return {_mm256_maddubs_epi16(_mm256_abs_epi8(a.low), _mm256_sign_epi8(all, a.low)),
+            _mm256_maddubs_epi16(_mm256_abs_epi8(a.high), _mm256_sign_epi8(all, a.high))};
 }
 
 #else
@@ -225,12 +242,47 @@ static inline int32x4_t pair_sums(uint8x8_t a, int16x8_t four) {  // a product i
 }
 // sum + a[4i]·four[0] + … + a[4i+3]·four[3], a unsigned
 static inline Ints dot_four(Ints sum, Bytes a, const int8_t* four) {
-    int32_t bits;
-    std::memcpy(&bits, four, 4);
-    const int16x8_t all = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bits)));
+    const int16x8_t all = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(int_of(four))));
     EACH(Ints, vaddq_s32(sum.v[i], vpaddq_s32(pair_sums(vget_low_u8(a.v[i]), all), pair_sums(vget_high_u8(a.v[i]), all))));
 }
 #undef EACH
+
+#endif
+
+// Sums, for each lane, of the products of a group's numbers, none above MOST, and codes, none above 127 in size.
+#if SHORTS
+
+// Those of pairs are kept in sixteen bits for as long as they fit in any case. Numbers of eight bits are taken as int8,
+// SUBTRACTED less, so that two products fit.
+template <int MOST>
+struct Dots {
+    static constexpr int SUBTRACTED = MOST == 255 ? 128 : 0;
+    static constexpr int fitting(int pairs) {
+        return pairs * 2 * 127 * (MOST == 255 ? 128 : MOST) <= 32767 ? pairs : fitting(pairs / 2);
+    }
+    static constexpr int TERMS = fitting(8);
+
+    Ints sum;
+    Shorts pairs;
+
+    // Adds the products of four inputs, number `turn` of the group's eight.
+    void add_products(int turn, Bytes numbers, const int8_t* four) {
+        const Shorts more = SUBTRACTED ? signed_pair_products(minus_128(numbers), four) : pair_products(numbers, four);
+        pairs = turn % TERMS ? add(pairs, more) : more;
+        if (turn % TERMS == TERMS - 1) sum = add(sum, pairs);
+    }
+};
+
+#else
+
+template <int MOST>
+struct Dots {
+    static constexpr int SUBTRACTED = 0;
+
+    Ints sum;
+
+    void add_products(int, Bytes numbers, const int8_t* four) { sum = dot_four(sum, numbers, four); }
+};
 
 #endif
 

@@ -39,7 +39,7 @@ namespace {
 
 constexpr int64_t SIZE = 32;        // inputs of a group
 constexpr float FLOOR = 0x1p-100f;  // groups of smaller rows are 0
-constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 2 : 3;
+constexpr int SUMS = VECTORS == 1 ? 12 : VECTORS == 2 ? 4 : 3;
 constexpr int TOGETHER = 4;  // panels that all tiles visit before the next ones
 constexpr int64_t LEAST_NUMBERS = 8192;  // inputs that a thread rounds at least
 // Prefetch distance in bytes, and into which cache. Few reads into the first one can be under way at a time: on Zen 4
@@ -56,6 +56,11 @@ struct Form {
     static constexpr bool IS_E2M1 = GROUPS == Groups::MXFP4;
     static constexpr int BITS =
         GROUPS == Groups::Q4_0 || GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || HAS_ZERO || IS_E2M1 ? 4 : 8;
+    static constexpr int MOST = IS_E2M1                  ? 24  // of the numbers
+                                : BITS == 4              ? 15
+                                : GROUPS == Groups::Q5_K ? 31
+                                : GROUPS == Groups::Q6_K ? 63
+                                                         : 255;
     static constexpr bool HAS_MIN = GROUPS == Groups::Q4_1 || GROUPS == Groups::Q4_K || GROUPS == Groups::Q5_K;
     static constexpr bool HAS_SCALE = GROUPS != Groups::INT8;
     static constexpr int OFFSET = GROUPS == Groups::Q8_0 || !HAS_SCALE ? 128
@@ -71,6 +76,7 @@ struct Form {
     static constexpr int64_t HEAD = IS_K ? (STEPS + HAS_MIN) * LANES : IS_SHARED ? 0 : HALVES;
     static constexpr int64_t BLOCK = HEAD + SIZE * LANES * BITS / 8;  // bytes of a block
     static constexpr int VECTORS_OF_BLOCK = (BLOCK - HEAD) / VECTOR;
+    static constexpr int REST = OFFSET - Dots<MOST>::SUBTRACTED;  // of OFFSET: times the codes' sum
 
     // The numbers of a vector's low halves, or of its high ones.
     static Bytes low(Bytes packed) { return IS_E2M1 ? from_e2m1(low_halves(packed)) : low_halves(packed); }
@@ -165,16 +171,16 @@ inline Lanes joined(Lanes sum, Ints product, Lanes scale, Lanes min, const Round
 }
 
 // Moves the products of a group's first 16 inputs, times their steps, to `first`, and begins those of the others.
-template <int ROWS, int PANELS>
-inline void next_half(Ints (&product)[ROWS][PANELS], Ints (&first)[ROWS][PANELS], const uint8_t* block, int64_t size,
+template <int MOST, int ROWS, int PANELS>
+inline void next_half(Dots<MOST> (&product)[ROWS][PANELS], Ints (&first)[ROWS][PANELS], const uint8_t* block, int64_t size,
                       int offset, const int32_t* sum) {
 #pragma GCC unroll 4
     for (int j = 0; j < PANELS; ++j) {
         const Ints times = load_steps(block + j * size);
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i) {
-            first[i][j] = mul(product[i][j], times);
-            product[i][j] = same_int(-offset * (sum[2 * i + 1] - sum[2 * i]));
+            first[i][j] = mul(product[i][j].sum, times);
+            product[i][j].sum = same_int(-offset * (sum[2 * i + 1] - sum[2 * i]));
         }
     }
 }
@@ -197,24 +203,25 @@ void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, L
         for (int j = 0; j < PANELS; ++j)
 #pragma GCC unroll 9
             for (int64_t i = 0; i < F::BLOCK; i += VECTOR) __builtin_prefetch(next + j * size + i, 0, LOCALITY);
-        Ints product[ROWS][PANELS], first[F::STEPS == 2 ? ROWS : 1][PANELS];
+        Dots<F::MOST> product[ROWS][PANELS];
+        Ints first[F::STEPS == 2 ? ROWS : 1][PANELS];
 #pragma GCC unroll 12
         for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
             for (int j = 0; j < PANELS; ++j)
-                product[i][j] = same_int((F::HAS_ZERO ? -1 : -F::OFFSET) * x.sum[(g * ROWS + i) * 2 + (F::STEPS != 2)]);
+                product[i][j].sum = same_int((F::HAS_ZERO ? -1 : -F::REST) * x.sum[(g * ROWS + i) * 2 + (F::STEPS != 2)]);
         if constexpr (F::HAS_ZERO)
 #pragma GCC unroll 4
             for (int j = 0; j < PANELS; ++j) {
                 const Ints zero = load_steps(shared + j * size + F::ZEROS);
 #pragma GCC unroll 12
-                for (int i = 0; i < ROWS; ++i) product[i][j] = mul(product[i][j], zero);
+                for (int i = 0; i < ROWS; ++i) product[i][j].sum = mul(product[i][j].sum, zero);
             }
 #pragma GCC unroll 8
         for (int v = 0; v < F::VECTORS_OF_BLOCK; ++v) {
             if constexpr (F::STEPS == 2)
                 if (v == F::VECTORS_OF_BLOCK / 2)
-                    next_half<ROWS, PANELS>(product, first, block, size, F::OFFSET, x.sum + g * ROWS * 2);
+                    next_half(product, first, block, size, F::REST, x.sum + g * ROWS * 2);
 #pragma GCC unroll 4
             for (int j = 0; j < PANELS; ++j) {
                 const Bytes numbers = load_bytes(block + j * size + F::HEAD + v * VECTOR);
@@ -222,14 +229,14 @@ void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, L
                     const Bytes low = F::low(numbers), high = F::high(numbers);
 #pragma GCC unroll 12
                     for (int i = 0; i < ROWS; ++i)
-                        product[i][j] = dot_four(product[i][j], low, codes + i * SIZE + 4 * v);
+                        product[i][j].add_products(2 * v, low, codes + i * SIZE + 4 * v);
 #pragma GCC unroll 12
                     for (int i = 0; i < ROWS; ++i)
-                        product[i][j] = dot_four(product[i][j], high, codes + i * SIZE + SIZE / 2 + 4 * v);
+                        product[i][j].add_products(2 * v + 1, high, codes + i * SIZE + SIZE / 2 + 4 * v);
                 } else {
 #pragma GCC unroll 12
                     for (int i = 0; i < ROWS; ++i)
-                        product[i][j] = dot_four(product[i][j], numbers, codes + i * SIZE + 4 * v);
+                        product[i][j].add_products(v, numbers, codes + i * SIZE + 4 * v);
                 }
             }
         }
@@ -243,11 +250,11 @@ void sum_up(const uint8_t* panels, int64_t groups, int64_t sharing, Rounded x, L
             if constexpr (F::STEPS == 2) {
                 const Ints times = load_steps(steps + LANES);
 #pragma GCC unroll 12
-                for (int i = 0; i < ROWS; ++i) product[i][j] = add(first[i][j], mul(product[i][j], times));
+                for (int i = 0; i < ROWS; ++i) product[i][j].sum = add(first[i][j], mul(product[i][j].sum, times));
             }
 #pragma GCC unroll 12
             for (int i = 0; i < ROWS; ++i)
-                sum[i][j] = joined<GROUPS>(sum[i][j], product[i][j], scale, min, x, g * ROWS + i);
+                sum[i][j] = joined<GROUPS>(sum[i][j], product[i][j].sum, scale, min, x, g * ROWS + i);
         }
     }
     for (int i = 0; i < ROWS; ++i)

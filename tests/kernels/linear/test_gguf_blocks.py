@@ -102,6 +102,23 @@ def test_products_are_the_reference_bit_by_bit_on_every_processor(library: CpuLi
     torch.testing.assert_close(near, whole[:40], atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_sums_of_the_greatest_products_are_exact(library: CpuLibrary, kind: str) -> None:
+    """Numbers at both ends, and codes of 127 and -127: no sum within a group may leave the bits that it is kept in."""
+    data = draw_blocks(kind, 32)
+    weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = data.reshape(32, WIDTH // weights, size)
+    halves = {at + byte for at in HALVES[kind] for byte in (0, 1)}
+    for row, byte in enumerate([0x00, 0xFF, 0x80, 0x7F, 0x0F, 0xF0] * 5):
+        blocks[row, :, [at for at in range(size) if at not in halves]] = byte
+    ones = torch.ones(WIDTH)
+    signs = torch.where(torch.arange(WIDTH) % 2 == 0, 1.0, -1.0)
+    x = torch.stack([ones, -ones, signs, torch.where(torch.arange(WIDTH) % 4 < 2, 1.0, -1.0)]).bfloat16()
+    held_blocks = Blocks("x", kind, torch.from_numpy(blocks.reshape(32, -1)), torch.arange(32))
+    whole = CompiledLinear(library, [held_blocks], None, wide=True)(x)
+    assert torch.equal(whole, torch.from_numpy(reference(held_blocks.rows(slice(None)), x)))
+
+
 @pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q4_1")])
 def test_parts_in_several_forms_are_each_computed_in_their_own(
     library: CpuLibrary, num_threads: int, kinds: tuple[str, ...]
