@@ -1,7 +1,8 @@
-"""Each claim of SECURITY.md, and each row of its threat table, names a test that exists."""
+"""Each claim of SECURITY.md, and each row of its threat table, names tests that exist, and the latter ones that run."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,17 @@ def is_there(file: str, name: str, root: Path) -> bool:
     return path.is_file() and re.search(rf"^(?:async )?def {name}\(", path.read_text("utf-8"), re.MULTILINE) is not None
 
 
+def is_slow(file: str, name: str, root: Path) -> bool:
+    """Whether `make test` leaves the test, or each of its file, out."""
+    marks = list[ast.expr]()
+    for node in ast.parse((root / file).read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks += node.value.elts if isinstance(node.value, ast.List) else [node.value]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            marks += node.decorator_list
+    return "pytest.mark.slow" in map(ast.unparse, marks)
+
+
 def fault_of_claim(row: list[str], root: Path) -> str | None:
     """What is wrong with a row of claims; None: nothing."""
     if len(row) != 3 or not row[1]:
@@ -43,12 +55,13 @@ def fault(row: list[str], root: Path) -> str | None:
     """What is wrong with a row; None: nothing."""
     if len(row) != 4 or not all(row):
         return "it has not four cells"
-    named = NAMED.fullmatch(row[3])
-    if named is None:
-        return "it names no test"
-    if not is_there(named[1], named[2], root):
-        return f"there is no test {row[3]}"
-    return None
+    if NAMED.sub("", row[3]).strip(", "):
+        return "it names something else than tests"
+    named = NAMED.findall(row[3])
+    if missing := [f"{file}::{name}" for file, name in named if not is_there(file, name, root)]:
+        return f"there is no {missing}"
+    slow = [f"{file}::{name}" for file, name in named if is_slow(file, name, root)]
+    return f"`make test` does not run {slow}" if slow else None
 
 
 def test_every_row_of_the_threat_table_names_a_test_that_exists(root: Path) -> None:
@@ -85,5 +98,8 @@ def test_a_row_without_a_test_would_be_seen(root: Path) -> None:
     here = Path(__file__).relative_to(root)
     good = ["a", "b", "c", f"`{here}::test_a_row_without_a_test_would_be_seen`"]
     assert fault(good, root) is None
-    for wrong in ("`make fuzz`", f"`{here}::test_of_nothing`", "`tests/house/none.py::test_x`", ""):
+    assert fault([*good[:3], f"{good[3]}, {good[3]}"], root) is None
+    measured = "`tests/router/process/test_crowd_process.py::test_sixty_four_slow_readers_are_felt_by_no_fast_one`"
+    slow = "`tests/router/engine/test_scenarios.py::test_the_same_over_two_thousand_scenarios`"
+    for wrong in ("`make fuzz`", f"`{here}::test_of_nothing`", "`tests/house/none.py::test_x`", "", measured, slow):
         assert fault([*good[:3], wrong], root) is not None

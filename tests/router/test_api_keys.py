@@ -97,11 +97,15 @@ def test_a_revoked_key_is_refused_and_a_new_one_taken_however_the_file_changes(
 def test_the_file_is_looked_at_once_a_second_and_at_a_signal(tmp_path: Path) -> None:
     keyed = Keyed(tmp_path / "keys")
     replace(tmp_path / "keys", "two name=second\n")
-    keyed.clock.now += LOOK_SECONDS / 2
+    keyed.clock.now += 0.5
     assert keyed.keys.name_of("Bearer one") == "first"
     keyed.keys.refresh(is_forced=True)
     assert keyed.keys.name_of("Bearer one") is None
     assert len(keyed.changes) == 1
+    replace(tmp_path / "keys", "one name=first\n")
+    assert keyed.keys.name_of("Bearer two") == "second"
+    keyed.clock.now += 1.0
+    assert keyed.keys.name_of("Bearer two") is None, "within a second"
 
 
 @pytest.mark.parametrize("text", ["", "# no key\n", "one nonsense\n", None, "one name=x\ntwo name=x\n"])

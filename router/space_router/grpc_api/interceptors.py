@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ _MAKE_HANDLER: dict[tuple[bool, bool], Any] = {
 }
 """By whether requests and responses are streams."""
 
-OPEN_SERVICE = "/grpc.health.v1.Health/"  # service that needs no key and is not counted, for probes
+OPEN_SERVICE = "/grpc.health.v1.Health/"  # service that needs no key, for probes; it bounds its long calls itself
 
 NUM_GUESTS = 32
 """Extra connections and calls beyond the limit, so that probes are answered and calls get an error with a reason.
@@ -118,9 +119,11 @@ class CallChecks(grpc.aio.ServerInterceptor):
             return None
         is_open = handler_call_details.method.startswith(OPEN_SERVICE)
         has_key = is_open or self._keys.name_of(authorization(handler_call_details.invocation_metadata)) is not None
-        if handler.request_streaming and has_key:
-            return handler
-        method: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        is_stream = handler.request_streaming
+        if is_stream:
+            method: Any = handler.stream_stream if handler.response_streaming else handler.stream_unary
+        else:
+            method = handler.unary_stream if handler.response_streaming else handler.unary_unary
         deserialize: Any = handler.request_deserializer
 
         def read(content: bytes) -> Any:
@@ -134,7 +137,11 @@ class CallChecks(grpc.aio.ServerInterceptor):
                 await self._refuse(context, Unauthorized())
             if isinstance(request, Unreadable):
                 await self._refuse(context, InvalidRequest(f"The request cannot be read: {request.reason}."))
-            return await method(request, context)
+            if not inspect.isasyncgenfunction(method):
+                return await method(request, context)
+            async for one in method(request, context):
+                await context.write(one)
+            return None
 
         async def counted(request: Any, context: Context) -> Any:
             if self._num_calls >= self._max_calls:
@@ -145,9 +152,8 @@ class CallChecks(grpc.aio.ServerInterceptor):
             finally:
                 self._num_calls -= 1
 
-        make = _MAKE_HANDLER[handler.request_streaming, handler.response_streaming]
-        is_stream = handler.request_streaming
-        checked = answer if is_open or is_stream else counted
+        make = _MAKE_HANDLER[is_stream, handler.response_streaming]
+        checked = answer if is_open else counted
         made: Handler = make(checked, deserialize if is_stream else read, handler.response_serializer)
         return made
 

@@ -25,7 +25,7 @@ from space_router.api.pooling.sources import counted, request_id
 from space_router.api.request_builder import PromptOptions, RequestBuilder, max_forced_drafts
 from space_router.api.service import Service
 from space_router.api_keys import ApiKeys
-from space_router.errors import ConfigError, InvalidRequest, SlowReader, Unauthorized
+from space_router.errors import ConfigError, InvalidRequest, SlowReader, Unauthorized, Unavailable
 from space_router.grpc_api.interceptors import NUM_GUESTS, CallChecks, Context, answering, authorization
 from space_router.grpc_api.messages import Events, conversation, embedding_body, read, refuse_unknown, shown
 from space_router.http_server.body import validate
@@ -42,16 +42,26 @@ HealthContext: TypeAlias = grpc.aio.ServicerContext[health_pb2.HealthCheckReques
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """SERVING while new requests are accepted; the whole server ("") and each service have the same status."""
+    """SERVING while new requests are accepted; the whole server ("") and each service have the same status.
 
-    def __init__(self, service: Service, names: Sequence[str]) -> None:
+    Watches need no key, so their number is bounded, and one task looks for all of them whether the status changes.
+    """
+
+    def __init__(self, service: Service, names: Sequence[str], max_watches: int) -> None:
         self._service = service
         self._names = ("", *names)
-        self._closed = asyncio.Event()
+        self._max_watches = max_watches
+        self.watches: dict[asyncio.Event, bool] = {}  # what wakes each, and whether it knows that it is SERVING
+        self._looking: asyncio.Task[None] | None = None  # while there are watches
+        self._closed = False
 
     def close(self) -> None:
         """End all watches, so that they do not delay shutdown."""
-        self._closed.set()
+        self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+        for changed in self.watches:
+            changed.set()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: HealthContext
@@ -67,16 +77,42 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthListResponse(statuses={name: self._now(name) for name in self._names})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: HealthContext) -> None:
-        sent: health_pb2.HealthCheckResponse | None = None
-        while not self._closed.is_set():
-            now = self._now(request.service)
-            if now != sent:
-                await context.write(now)
-                sent = now
-            try:
-                await asyncio.wait_for(self._closed.wait(), WATCH_SECONDS)
-            except TimeoutError:
-                continue
+        async with answering(context, self._service.metrics):
+            self._check_room()
+        changed, sent = asyncio.Event(), None
+        try:
+            while not self._closed:
+                changed.clear()
+                self.watches[changed] = self._service.ready
+                if self._looking is None:
+                    self._looking = asyncio.create_task(self._look(), name="health")
+                if (now := self._now(request.service)) != sent:
+                    await context.write(now)
+                    sent = now
+                await changed.wait()
+        finally:
+            self.watches.pop(changed, None)
+
+    def _check_room(self) -> None:
+        """Raise Unavailable if there are as many watches as there may be."""
+        if len(self.watches) >= self._max_watches:
+            message = (
+                f"There are {self._max_watches} watches of the status already, the most (`--max-connections`). Use "
+                "Check, or come again later."
+            )
+            raise Unavailable(message, reason="too_many_connections")
+
+    async def _look(self) -> None:
+        """Wake each watch that knows another status."""
+        try:
+            while self.watches:
+                ready = self._service.ready
+                for changed, known in self.watches.items():
+                    if known is not ready:
+                        changed.set()
+                await asyncio.sleep(WATCH_SECONDS)
+        finally:
+            self._looking = None
 
     def _now(self, name: str) -> health_pb2.HealthCheckResponse:
         if name not in self._names:
@@ -283,11 +319,11 @@ class GrpcServer:
                 ("grpc.http2.max_pings_without_data", 0),
             ],
         )
-        self._health = Health(service, (GENERATE,))
+        self.health = Health(service, (GENERATE,), config.max_connections)
         generate_pb2_grpc.add_GenerateServicer_to_server(  # type: ignore[no-untyped-call]
             GenerateService(service, keys), self._server
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         names = (GENERATE, SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         shown = f"[{host}]" if ":" in host else host
@@ -315,5 +351,5 @@ class GrpcServer:
 
     async def stop(self, seconds: float) -> None:
         """Accept no more calls; end running calls after `seconds`."""
-        self._health.close()
+        self.health.close()
         await stop_server(self._server, seconds)

@@ -15,6 +15,7 @@ import pytest
 from doubles.router import never
 from doubles.router.whole_router import Start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from space_proto import generate_pb2, generate_pb2_grpc
 from space_router.config import ServeConfig
 from space_router.engine.engine import MAX_LAG
@@ -176,6 +177,49 @@ async def test_calls_beyond_the_most_are_refused_with_the_bound_and_when_to_come
                 num_events += 1
             assert num_events > 50, "those before go on"
         assert await router.events(**LONG), "there is room again"
+
+
+async def test_watches_of_the_status_are_bounded_and_looked_after_together(start: Start) -> None:
+    """They need no key."""
+    async with start(config=ServeConfig(max_connections=40)) as router:
+        health: Any = health_pb2_grpc.HealthStub(router.channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(40)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        refused = await router.error(health.Watch(health_pb2.HealthCheckRequest()).read())
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        assert refused.details() == (
+            "There are 40 watches of the status already, the most (`--max-connections`). Use Check, or come again "
+            "later."
+        )
+        assert router.value("spaceserve_rejected_total", reason="too_many_connections") == 1
+        assert sum(task.get_name() == "health" for task in asyncio.all_tasks()) == 1, "one looks for all of them"
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        assert await router.events(prompt="x", max_tokens=2), "calls that work are counted apart"
+        router.service.draining = True
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watches.pop().cancel()
+        await settled(lambda: len(router.server.health.watches) == 39)
+        last = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await last.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING, "there is room again"
+
+
+async def test_streams_of_questions_are_calls_and_counted_as_such(start: Start) -> None:
+    async with start(config=ServeConfig(max_connections=2)) as router:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(router.channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        calls = [stub.ServerReflectionInfo() for _ in range(2)]
+        for call in calls:
+            for _ in range(2):
+                await call.write(question)
+                assert (await call.read()).list_services_response.service
+        refused = await router.refusal(**LONG)
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        for call in calls:
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+        assert await router.events(**LONG)
 
 
 async def test_connections_beyond_the_most_are_closed_and_those_before_go_on(start: Start) -> None:
