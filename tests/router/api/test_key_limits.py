@@ -12,6 +12,7 @@ from doubles.router.whole_router import Start
 from space_router.api_keys import ApiKey, KeyLimits, plain_keys
 from space_router.config import ServeConfig
 from space_router.engine.request.request import ValidRequest
+from space_router.http_server.responses import LIMITED_PATHS
 
 SECRET = "sk-a-very-secret-one"
 GUARDED = (
@@ -89,9 +90,11 @@ async def test_every_route_that_generates_counts_and_refuses_in_its_own_shape(st
             said = refused.json()["error"]
             assert "allowed 6 requests a minute" in (said if isinstance(said, str) else said["message"])
         assert (await ask(router, "two")).status_code == 200, "another key has its own share"
-        assert (await ask(router, "one", "/tokenize", inputs="a")).status_code == 429, "which is work, too"
-        assert router.value("spaceserve_rejected_total", reason="rate_limited") == len(BODIES) + 1
-        assert router.value("spaceserve_key_rejected_total", key="first", limit="requests") == len(BODIES) + 1
+        for path in sorted(LIMITED_PATHS):  # tokenising, vectors and scores, which are work, too
+            assert (await ask(router, "one", path)).status_code == 429, path
+        num_refused = len(BODIES) + len(LIMITED_PATHS)
+        assert router.value("spaceserve_rejected_total", reason="rate_limited") == num_refused
+        assert router.value("spaceserve_key_rejected_total", key="first", limit="requests") == num_refused
 
 
 async def test_a_streams_whole_time_counts_as_one_request_at_once(start: Start) -> None:

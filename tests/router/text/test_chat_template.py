@@ -118,6 +118,14 @@ def test_a_template_that_costs_too_much_is_stopped(name: str) -> None:
         template.render([{"role": "user", "content": "Hi " * 99}])
 
 
+@pytest.mark.parametrize("written", ["{{ x }}", "x" * 1000])
+def test_what_a_template_writes_counts_where_it_is_kept_and_never_shown(written: str) -> None:
+    source = "{% set x = 'x' * 1000 %}{% for i in range(99) %}{% set y %}" + written + "{% endset %}{% endfor %}"
+    assert ChatTemplate(source, {}, limits=TemplateLimits(num_written=200_000)).render(TALK) == ""
+    with pytest.raises(InvalidRequest, match="writes more than 90000 characters"):
+        ChatTemplate(source, {}, limits=TemplateLimits(num_written=90_000)).render(TALK)
+
+
 def test_a_prompt_beyond_its_most_characters_is_the_requests_error() -> None:
     assert TemplateLimits().num_prompt == 16_777_216
     template = ChatTemplate("{{ messages[0].content }}", {}, limits=TemplateLimits(num_prompt=1000))

@@ -101,6 +101,7 @@ def test_the_processes_are_those_whose_memory_is_bounded() -> None:
 
 def test_slow_processes_give_way_and_have_the_bounds_of_the_page() -> None:
     assert (template_process.QUICK_SECONDS, LIMITS.seconds, LIMITS.compile_seconds) == (0.05, 5.0, 2.0)
+    assert template_process._EVENT_LOOP_SECONDS == 0.05
     assert (template_process.SLOW_PATIENCE, QUICK_MEMORY, SLOW_MEMORY) == (8.0, 256 * 1024**2, 512 * 1024**2)
     processes = TemplateProcesses()
     try:

@@ -84,6 +84,7 @@ async def test_a_job_whose_client_is_gone_ends_at_its_next_piece() -> None:
 
 
 async def test_bodies_beyond_the_room_are_refused_and_one_key_gets_half_of_it() -> None:
+    assert TextPool(1)._max_bytes == 64 * 1024**2
     pool, gate = TextPool(1, max_bytes=4 * LONG), threading.Event()
     first = [asyncio.create_task(pool.run("a", LONG, gate.wait, 30)) for _ in range(2)]
     await asyncio.sleep(0)

@@ -73,6 +73,7 @@ def test_a_text_whose_positions_take_too_long_ends_with_its_grammar_named(
     byte_model: SpaceModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert one(byte_model, grammars, "lark", REPEATED, max_tokens=6).finish != pb.FINISH_ERROR
+    assert grammar_module.MOST_SLOW_SECONDS == 2.0
     monkeypatch.setattr(grammar_module, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(grammar_module, "MOST_SLOW_SECONDS", 1e-4)
     ran = one(byte_model, grammars, "lark", REPEATED, max_tokens=40)

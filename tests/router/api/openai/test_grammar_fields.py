@@ -7,12 +7,14 @@ import os
 import resource
 import signal
 import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from doubles.router.whole_router import Seen, Start
-from space_common.grammar import GrammarProcess, _bytes_and, compile_grammar
+from space_common.grammar import MOST_MEMORY, GrammarProcess, _bytes_and, compile_grammar
 from space_proto import worker_pb2
 from space_router.api.grammar_fields import GrammarCheck, TgiGrammar, json_schema_grammar, lark_grammar, tgi_grammar
 from space_router.api.json_schema import enforceable
@@ -192,7 +194,22 @@ async def test_a_grammar_that_kills_its_checker_is_refused_and_the_next_one_chec
     assert "Make it smaller" in str(await check.why_not(DEEP))  # known by now
 
 
+def checkers() -> set[int]:
+    """This process's own processes that check grammars."""
+    children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
+    return {int(child) for child in children if b"space_common.grammar" in Path(f"/proc/{child}/cmdline").read_bytes()}
+
+
+def test_the_memory_of_what_checks_a_grammar_is_bounded() -> None:
+    with closing(GrammarProcess()) as process:
+        assert process.ask("regex", "a", 60.0) == []
+        limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
+        assert next(line.split()[3] for line in limits if line.startswith("Max address space")) == str(MOST_MEMORY)
+    assert MOST_MEMORY == 2 * 1024**3
+
+
 async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody() -> None:
+    before = checkers()
     early = [Grammar("choice", f'["{letter}"]') for letter in "bc"]
     for seconds in (1, 4):  # on a busy machine a short check may take as long as the shorter limit
         check = GrammarCheck(most_seconds=seconds)
@@ -203,6 +220,8 @@ async def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(
         short = await check.why_not(Grammar("choice", '["a"]'))
         is_first = not long.done()
         assert f"within {seconds} s" in str(await long)
+        assert checkers() - before <= {process.pid for process in check._idle}, "those that took long are ended"
+        before = checkers()
         assert time.monotonic() - begun < 20  # and not as long as it would take, several times over
         if is_first and [*started, short] == [None] * 3:
             return

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -342,12 +343,24 @@ async def test_events_of_one_step_are_sent_as_one_chunk(start: Start) -> None:
         assert len(client.chunks) <= 50
 
 
-async def test_a_long_prompt_is_tokenised_beside_the_loop_with_the_same_ids(start: Start) -> None:
+async def test_a_long_prompt_is_tokenised_beside_the_loop_with_the_same_ids(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start("yes", window=65536, block_size=64, num_blocks=1024) as router:
         text = "hello w" * 5000
+        tokenizer = router.service.text.tokenizer
+        ids, pieces, on_loop = tokenizer.encode(text), tokenizer.encode_pieces, list[bool]()
+
+        def encode_pieces(text: str, **options: Any) -> Any:
+            on_loop.append(threading.current_thread() is threading.main_thread())
+            return pieces(text, **options)
+
+        monkeypatch.setattr(tokenizer, "encode_pieces", encode_pieces)
         answer = await router.complete(prompt=text, max_tokens=1, return_token_ids=True)
-        assert answer["choices"][0]["prompt_token_ids"] == router.service.text.tokenizer.encode(text)
+        assert answer["choices"][0]["prompt_token_ids"] == ids
         assert (await router.post("/tokenize", prompt=text)).json()["count"] == answer["usage"]["prompt_tokens"]
+        assert len(on_loop) >= 2
+        assert not any(on_loop)
 
 
 KEYS = (ApiKey.of("ops-key", "ops", is_operator=True), ApiKey.of("plain-key", "plain"))
