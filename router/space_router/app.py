@@ -47,6 +47,7 @@ def create_app(service: Service) -> DocumentedApp:
         version=operating.VERSION,
         description="Language models with SPACE decoding, for OpenAI and TGI clients.",
         redirect_slashes=False,
+        openapi_url=None,  # of FastAPI, which would write the document anew for each request
         docs_url=None,
         redoc_url=None,
     )

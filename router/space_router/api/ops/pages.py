@@ -1,9 +1,9 @@
-"""HTML for browsers: `GET /docs`, the OpenAPI document on one page, and `GET /`, the web UI."""
+"""`GET /openapi.json`, and HTML for browsers: `GET /docs`, that document on one page, and `GET /`, the web UI."""
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from html import escape
 from typing import Any
 
@@ -34,12 +34,27 @@ Json = Mapping[str, Any]
 
 
 def docs_routes(document: Callable[[], Json]) -> APIRouter:
-    """Return the `/docs` route. `document`: returns the OpenAPI document."""
+    """Return the routes of the OpenAPI document, which `document` returns.
+
+    Each is written once, when it is first asked for: clients without a key can ask again and again.
+    """
     router = APIRouter(include_in_schema=False)
+
+    @cache
+    def written() -> bytes:
+        return json.dumps(document(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    @cache
+    def shown() -> bytes:
+        return "".join(_html(document())).encode()
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(written(), media_type="application/json")
 
     @router.get("/docs")
     async def docs() -> Response:
-        return HTMLResponse("".join(_html(document())), headers=HEADERS)
+        return HTMLResponse(shown(), headers=HEADERS)
 
     return router
 

@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from doubles.router.whole_router import Start
+from space_router.api.ops import pages
 from space_router.api.ops.pages import _html
+from space_router.api.schema import DocumentedApp
 from space_router.api_keys import plain_keys
 from space_router.config import ServeConfig
 from space_router.http_server.responses import is_open
@@ -124,6 +126,20 @@ async def test_every_route_and_schema_is_on_the_page_and_every_link_leads_somewh
         assert reading.ids >= set(document["components"]["schemas"])
         assert {link[1:] for link in reading.links if link.startswith("#")} <= reading.ids
         assert reading.links - {link for link in reading.links if link.startswith("#")} <= {"", "openapi.json"}
+
+
+async def test_the_document_and_its_page_are_written_once(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are long, and need no key."""
+    first = [(await router.client.get(path)).content for path in ("/openapi.json", "/docs")]
+
+    def write(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it is written again")
+
+    monkeypatch.setattr(pages, "_html", write)
+    monkeypatch.setattr(pages.json, "dumps", write)
+    monkeypatch.setattr(DocumentedApp, "openapi", write)
+    assert [(await router.client.get(path)).content for path in ("/openapi.json", "/docs")] == first
+    assert (await router.client.head("/openapi.json")).status_code == 200
 
 
 async def test_the_page_loads_nothing_and_may_not(router: Any) -> None:
