@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from space_common.files import LORA_CONFIG, LORA_FILES, hash_lora
+from space_common.files import LORA_CONFIG, LORA_FILES, hash_lora, is_contained
 
 from space_router.engine.request.request import ServedLora
 
@@ -57,6 +57,10 @@ class LoraRegistry:
         place = Path(folder).expanduser()
         if not (place / LORA_CONFIG).is_file():
             raise LoraNotFound(f"there is no {LORA_CONFIG} in {folder}; give the folder of an adapter that peft saved")
+        for file in LORA_FILES:
+            if not is_contained(place / file, place):
+                there = (place / file).resolve()
+                raise LoraNotFound(f"{place / file} is a link to {there}, outside its folder. Copy the file to {place}")
         begun = Path(tempfile.mkdtemp(dir=self._copies))
         try:
             for file in LORA_FILES:

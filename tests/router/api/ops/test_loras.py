@@ -128,6 +128,24 @@ async def test_only_an_operator_loads_and_only_from_below_the_folder(
         assert not router.service.engine.loras.named
 
 
+@pytest.mark.parametrize("name", LORA_FILES)
+async def test_files_of_an_adapter_that_lead_out_of_its_folder_are_not_read(
+    start: Start, config: ServeConfig, tmp_path: Path, name: str
+) -> None:
+    """Such as /dev/zero, which has no end, or the files of others."""
+    file = tmp_path / "loras/sql" / name
+    file.rename(tmp_path / "secret")
+    file.symlink_to(tmp_path / "secret")
+    async with start("yes", config=config) as router:
+        answer = await load(router)
+        assert answer.status_code == 400
+        assert f"{name} is a link to {tmp_path / 'secret'}, outside its folder" in answer.json()["error"]["message"]
+        file.unlink()
+        file.symlink_to(Path("..") / "sql" / "own")
+        (tmp_path / "secret").rename(file.with_name("own"))
+        assert (await load(router)).status_code == 200, "a link within the folder"
+
+
 async def test_without_the_folder_nothing_is_loaded_and_no_name_hides_the_model(
     start: Start, config: ServeConfig
 ) -> None:
