@@ -171,6 +171,7 @@ def json_schema_grammar(schema: dict[str, Any] | str, param: str, *, strict: boo
             reason = f"`{param}` must hold a schema that is an object; got {short_repr(schema)}."
             raise InvalidRequest(reason, param=param)
     _check_depth(schema, param)
+    _check_size(schema, param)
     kept = enforceable(schema, param, strict=strict)
     source = written_numbers.as_bytes(kept).decode()
     if len(source) > MOST_CHARACTERS:
@@ -220,6 +221,15 @@ def _guided(schema: dict[str, Any]) -> str:
     return written_numbers.as_bytes(schema | {"x-guidance": {**AS_ANY_OF, "whitespace_pattern": WHITESPACE}}).decode()
 
 
+def _check_size(schema: dict[str, Any], param: str) -> None:
+    """Raise InvalidRequest for a schema that it would take seconds to go through, whatever of it is enforced."""
+    if len(written_numbers.as_bytes(schema)) <= MOST_READ:
+        return
+    size = len(written_numbers.as_bytes(without_annotations(schema)))
+    if size > MOST_READ:
+        raise InvalidRequest(f"`{param}` has a schema of {size} bytes; at most {MOST_READ} are read.", param=param)
+
+
 def _check_depth(schema: dict[str, Any], param: str) -> None:
     try:
         check_depth(schema)
@@ -248,6 +258,7 @@ def tgi_grammar(grammar: TgiGrammar, param: str = "grammar") -> Grammar:
     return json_schema_grammar(value, param)
 
 
+MOST_READ = 4 * MOST_CHARACTERS  # bytes of a schema, with what cannot be enforced but without its annotations
 MOST_SECONDS = 5.0  # for one grammar; common ones take a few milliseconds
 START_SECONDS = 30.0  # for the start of a process
 NUM_CHECKERS = 2  # processes; they start with the first grammars

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from space_common.grammar import MOST_CHARACTERS, lark
 from space_common.worker.errors import CONTRADICTION, GRAMMAR, GRAMMARS_BUSY
+from space_router.api import grammar_fields
 from space_router.api.generation import translate
-from space_router.api.grammar_fields import json_schema_grammar, lark_grammar
+from space_router.api.grammar_fields import MOST_READ, json_schema_grammar, lark_grammar
 from space_router.api.json_schema import enforceable
 from space_router.engine.errors import RequestFailed
 from space_router.errors import InvalidRequest
@@ -188,6 +189,20 @@ def test_a_schema_that_its_descriptions_make_too_long_is_sent_without_them() -> 
     }
     properties["title"]["description"] = "x"
     assert "description" in json_schema_grammar({"properties": properties}, "tools").source
+
+
+def test_a_schema_that_would_take_seconds_to_go_through_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"properties": {"a": {"enum": [f"{n:0100}" for n in range(11_000)]}}}
+    described = {"properties": {"a": {"type": "null", "description": "x" * 2 * MOST_READ}}}
+    assert "description" not in json_schema_grammar(described, "tools").source
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(grammar_fields, "enforceable", never)
+    for schema in (long, json.dumps(long)):
+        with pytest.raises(InvalidRequest, match=f"at most {MOST_READ} are read"):
+            json_schema_grammar(schema, "tools")
 
 
 def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
