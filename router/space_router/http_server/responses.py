@@ -39,7 +39,9 @@ GENERATING_PATHS = frozenset(
 )
 """A POST to these paths generates text. API key limits apply, and a full queue refuses it before the body is read."""
 
-TOKENIZING_PATHS = frozenset({"/tokenize", "/chat_tokenize", "/detokenize", "/v1/messages/count_tokens"})
+TOKENIZING_PATHS = frozenset(
+    {"/tokenize", "/chat_tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+)
 """A POST to these paths does the text side of the work only. API key limits apply."""
 
 

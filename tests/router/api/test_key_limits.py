@@ -97,6 +97,22 @@ async def test_every_route_that_generates_counts_and_refuses_in_its_own_shape(st
         assert router.value("spaceserve_key_rejected_total", key="first", limit="requests") == num_refused
 
 
+UNLIMITED = {
+    "/v1/load_lora_adapter",  # these three need an operator's key where there are keys
+    "/v1/unload_lora_adapter",
+    "/workers/restart",
+    "/v1/responses/{response_id}/cancel",  # always refused
+}
+
+
+async def test_every_route_that_takes_a_body_is_limited_or_is_no_work(start: Start) -> None:
+    async with start("yes") as router:
+        document = (await router.client.get("/openapi.json")).json()
+    posted = {path for path, methods in document["paths"].items() if "post" in methods}
+    assert posted - LIMITED_PATHS == UNLIMITED
+    assert posted >= LIMITED_PATHS
+
+
 async def test_a_streams_whole_time_counts_as_one_request_at_once(start: Start) -> None:
     async with start(config=keyed(concurrency=1), step_seconds=0.002) as router:
         long = asyncio.create_task(ask(router, "one", prompt="a", max_tokens=200, ignore_eos=True, stream=True))
