@@ -146,9 +146,9 @@ LONG = ("hellohellohellohello " * 200_000)[: 4 * 1024**2 - 1000]  # about one to
 @pytest.mark.parametrize(
     ("path", "body", "most"),
     [
-        ("/tokenize", {"prompt": LONG}, 40),
+        ("/tokenize", {"prompt": LONG}, 64),
         pytest.param("/tokenize", {"inputs": LONG}, 6 * 64, marks=pytest.mark.slow),
-        ("/v1/completions", {"prompt": LONG, "max_tokens": 2, "truncate_prompt_tokens": 8}, 40),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 2, "truncate_prompt_tokens": 8}, 64),
     ],
     ids=["ids", "places", "truncated"],
 )
