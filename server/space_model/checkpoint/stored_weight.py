@@ -100,7 +100,10 @@ def take_mixtures(left: MutableMapping[str, StoredWeight]) -> dict[str, tuple[St
 
 
 def odd_expert(names: Iterable[str], shape: Callable[[str], tuple[int, ...]]) -> str | None:
-    """Return the first weight whose shape is not that of most experts of its mixture, and both shapes, in words."""
+    """Return an error text for the first expert weight whose shape differs from the other experts'; None if all agree.
+
+    `shape`: returns a weight's shape by its name.
+    """
     for experts in _mixtures(names).values():
         for role in range(3):
             shapes = {name: shape(name) for one in experts.values() if (name := one[role]) is not None}
@@ -111,12 +114,18 @@ def odd_expert(names: Iterable[str], shape: Callable[[str], tuple[int, ...]]) ->
     return None
 
 
+MOST_EXPERTS = 1 << 16  # of a layer
+
+
 def missing_of_experts(names: Iterable[str]) -> list[str]:
-    """Return the weights that some experts lack and others of their mixture have."""
+    """Return the names of weights that are missing for some experts of a layer and present for others.
+
+    Experts are numbered from 0; numbers from MOST_EXPERTS on are not looked at, as a file may write any number.
+    """
     missing: list[str] = []
     for path, experts in _mixtures(names).items():
         roles = [next((one[role] for one in experts.values() if one[role]), None) for role in range(3)]
-        for number in range(max(experts) + 1):
+        for number in range(min(max(experts) + 1, MOST_EXPERTS)):
             has = experts.get(number, [None, None, None])
             for like, own in zip(roles, has, strict=True):
                 if like is not None and own is None:

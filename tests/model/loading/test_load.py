@@ -423,6 +423,17 @@ def test_a_weight_that_one_expert_lacks_is_named(dropped: str, message: str, tmp
         load_model(path)
 
 
+@pytest.mark.timeout(60)
+def test_an_expert_with_a_huge_number_does_not_hold_up_the_refusal(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    tensors[name.format(10**12)] = tensors.pop(name.format(2))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lack model\.layers\.1\.mlp\.experts\."):
+        load_model(path)
+
+
 def test_an_expert_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path, "qwen3_moe")
     tensors = load_file(path / "model.safetensors")

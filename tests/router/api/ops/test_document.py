@@ -48,7 +48,7 @@ async def test_every_operation_describes_its_answer_and_its_errors(router: Any) 
             assert answer["description"], f"{where} {status}"
             for media, content in answer.get("content", {}).items():
                 assert content["schema"], f"{where} {status} {media}"
-        if method == "post" and path != "/v1/responses/{response_id}/cancel":  # whose path says all
+        if method == "post" and path != "/v1/responses/{response_id}/cancel":  # takes no body
             assert operation["requestBody"]["content"]["application/json"]["schema"], where
             assert "415" in described, where
 

@@ -155,7 +155,7 @@ LONG = ("hellohellohellohello " * 200_000)[: 4 * 1024**2 - 1000]  # about one to
 async def test_six_bodies_of_four_megabytes_take_little_memory_and_hold_nobody_up(
     start: Start, path: str, body: dict[str, Any], most: int
 ) -> None:
-    """`most`: bytes for all six together, for a byte of one; a text that is tokenised whole takes more, even alone."""
+    """`most`: bytes that all six take together for each byte of one body."""
     content = json.dumps(body).encode()
     async with start("yes") as router:
         assert await posted(router.app, path, content) == 200  # what is made once is there
