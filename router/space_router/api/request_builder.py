@@ -245,9 +245,9 @@ class RequestBuilder:
     key: str = ""  # name of the client's API key
     loras: Mapping[str, ServedLora] = field(default_factory=lambda: MappingProxyType({}))  # by name
 
-    def adapter(self, name: str | None, param: str = "model") -> str:
+    def adapter(self, name: str | None, param: str = "model", *, others: Sequence[str] = ()) -> str:
         """Return the gated adapter or LoRA that `model` selects (NAME or MODEL:NAME), or "" for the model itself.
-        Raises NotFound."""
+        `others`: names of what else the route takes. Raises NotFound."""
         known = (*self.facts.adapters, *self.loras)
         names = served_names(self.config, self.text)
         if name is None or name in names:
@@ -263,7 +263,7 @@ class RequestBuilder:
             )
         if param == "model" and (name in NAMELESS or self.config.takes_any_name):
             return ""
-        raise model_not_found(chosen, (*names, *known), param)
+        raise model_not_found(chosen, (*names, *known, *others), param)
 
     def prompts(self, value: Any, options: PromptOptions, infill: Infill | None = None) -> list[Prompt]:
         """Build prompts from a string, a list of strings, token ids, or a list of these; `infill` adds a suffix."""
@@ -381,7 +381,7 @@ class RequestBuilder:
                 param="n",
             )
         seed = secrets.randbits(53) if wanted.seed is None else wanted.seed  # 53 bits are exact in every JSON reader
-        request_id = wanted.request_id or f"{prefix}-{uuid.uuid4().hex}"
+        request_id = wanted.request_id or f"{prefix}{uuid.uuid4().hex}"
         sampling = self._sampling(wanted, seed)
         rules = TextRules(
             stops=self._stops(wanted.stop),

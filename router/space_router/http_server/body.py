@@ -17,7 +17,17 @@ from space_router.errors import BodyTooLarge, ClientGone, InvalidRequest, SlowRe
 from space_router.http_server.warnings import warn
 from space_router.text import written_numbers
 
-BOOKKEEPING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+BOOKKEEPING = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
 """Fields that are accepted and have no effect: the client keeps them for its own bookkeeping."""
 
 _ignores_unknown: ContextVar[bool] = ContextVar("ignores_unknown", default=False)
@@ -250,7 +260,10 @@ class _Complaint(NamedTuple):
             return cls(place, kind, "must be an integer of 64 bits", there)
         if kind in ("model_type", "model_attributes_type", "dict_type"):
             return cls(place, kind, "must be an object", there)
-        return cls(place, kind, _SHOULD.sub("must", message.removeprefix("Value error, "))[:200], there)
+        if kind == "list_type" and steps[-1:] == ("parts",):  # of a union of both
+            return cls(place, kind, "must be a string or a list", there)
+        words = _SHOULD.sub("must", message.removeprefix("Value error, ")).replace(" after validation", "")
+        return cls(place, kind, words[:200], there)
 
 
 _SHOULD = re.compile(r"^\w+ should")

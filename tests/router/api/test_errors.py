@@ -405,7 +405,7 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [{"role": "user", "content": ["Hi"]}]},
      "`messages.0.content.0` must be an object; got 'Hi'."),
     ("chat/completions", {"messages": [{"role": "user", "content": 5}]},
-     "`messages.0.content` must be a valid list; got 5."),
+     "`messages.0.content` must be a string or a list; got 5."),
     ("chat/completions",
      {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {**CALLED, "foo": 1}}]}]},
      "`messages.0.tool_calls.0.function.foo` is not a field of this request."),
@@ -423,12 +423,17 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"input": "x", "tools": [], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
         {"type": "function", "name": "f"}, {"type": 0, "name": "f"}]}},
      "`tool_choice.tools.1.type` must be a valid string; got 0."),
-    ("responses", {"input": 7}, "`input` must be a valid list; got 7."),
+    ("responses", {"input": 7}, "`input` must be a string or a list; got 7."),
     ("completions", {"prompt": "x", "seed": 2**64},
      "`seed` must be an integer of 64 bits; got 18446744073709551616."),
     ("completions", {"prompt": "x", "stop_token_ids": [1, -(2**70)]},
      "`stop_token_ids.1` must be an integer of 64 bits; got -1180591620717411303424."),
     ("completions", {"prompt": "x", "max_tokens": 2.0}, "`max_tokens` must be a valid integer; got 2.0."),
+    ("chat/completions", {"messages": []}, "`messages` must have at least 1 item, not 0; got []."),
+    ("completions", {"prompt": "x", "bad_words": ["a"] * 1025}, "`bad_words` must have at most 1024 items, not 1025;"),
+    ("responses", {"input": [{"type": "function_call_output", "call_id": "1", "output": 5}]},
+     "`input.0.output` must be a string or a list; got 5."),
+    ("responses", {"input": "x", "text": {"text": 1}}, "`text.text` is not a field of this request."),
 ]  # fmt: skip
 
 
@@ -443,6 +448,7 @@ async def test_what_is_wrong_deep_inside_is_named_as_the_client_wrote_it(router:
 async def test_fields_at_their_neutral_value_and_bookkeeping_are_taken(router: Any) -> None:
     neutral = {"tools": [], "tool_choice": "none", "modalities": ["text"], "response_format": {"type": "text"}}
     notes = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}
+    notes |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h"}
     nothing = {"temperature": None, "stop": None, "logit_bias": None, "prediction": None, "audio": None, "n": None}
     answer = await router.post("/v1/chat/completions", messages=USER, max_tokens=1, **neutral, **notes, **nothing)
     assert answer.status_code == 200, answer.text

@@ -44,10 +44,34 @@ async def test_the_server_says_whether_unknown_fields_are_ignored(start: Any) ->
                 assert refused.status_code in (400, 422)
 
 
+HOSTED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": USER, "web_search_options": {"search_context_size": "low"}},
+    "/v1/responses": {"input": "Hi", "tools": [{"type": "web_search"}], "max_tool_calls": 2},
+    "/v1/messages": {"messages": USER, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+}
+
+
+async def test_hosted_tools_are_left_out_and_what_no_model_knows_changes_nothing(start: Any) -> None:
+    room = {"window": 4096, "num_blocks": 2048}
+    async with start(REPLY, config=replace(ServeConfig(), compat="openai"), **room) as router:
+        for path, body in HOSTED.items():
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            taken = await router.post(path, **body, **{limit: 4})
+            assert taken.status_code == 200, taken.text
+            assert "web_search" in taken.headers["warning"]
+            assert taken.json().get("max_tool_calls") == body.get("max_tool_calls")
+            quiet = {"verbosity": "low"} if "messages" in body else {"text": {"verbosity": "low"}}
+            if path != "/v1/messages":
+                taken = await router.post(path, **body, **{limit: 4}, **quiet)
+                assert "verbosity` has no effect" in taken.headers["warning"]
+
+
 async def test_strict_servers_refuse_hosted_tools_and_fields_of_betas(start: Any) -> None:
     room = {"window": 4096, "num_blocks": 2048}
     async with start(REPLY, config=replace(ServeConfig(), compat="strict"), **room) as router:
         await router.refuses("/v1/responses", "tools", "web_search", input="Hi", tools=[{"type": "web_search"}])
+        chat = {"messages": USER, "web_search_options": {}}
+        await router.refuses("/v1/chat/completions", "web_search_options", "hosts", **chat)
         hosted = [{"type": "web_search_20250305", "name": "web_search"}]
         for body in ({"tools": hosted}, {"brand_new": 1}):
             answer = await router.post("/v1/messages?beta=true", messages=USER, max_tokens=4, **body)

@@ -38,7 +38,7 @@ def plan(builder: RequestBuilder, body: MessagesBody, tools: ToolUse) -> Generat
         grammar=tools.grammar,
         shown_ids=tools.markers,
     )
-    return builder.plan([prompt], with_reasoning(builder, wanted, thinking, body.thinking), prefix="msg")
+    return builder.plan([prompt], with_reasoning(builder, wanted, thinking, body.thinking), prefix="msg_")
 
 
 def count(builder: RequestBuilder, body: ConversationFields) -> int:

@@ -379,7 +379,7 @@ class ResponseObject(ResponseModel):
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: Count | None
-    max_tool_calls: None
+    max_tool_calls: Count | None
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool

@@ -24,6 +24,7 @@ from space_router.engine.request.request import Grammar
 from space_router.errors import InvalidRequest
 from space_router.http_server.body import short_repr
 from space_router.http_server.responses import key_of
+from space_router.http_server.warnings import warn
 from space_router.text import tool_calls
 from space_router.text.chat_template import ChatTemplate, Habits, present
 from space_router.text.control_tokens import RenderedPrompt, render_as_data
@@ -388,6 +389,15 @@ def tools_of(builder: RequestBuilder, body: ChatBody) -> ToolUse:
                 param=old,
                 code="unsupported_parameter",
             )
+    if body.web_search_options is not None:
+        if builder.config.is_strict:
+            raise InvalidRequest(
+                "`web_search_options` is of a tool that OpenAI hosts; this server has none (`--compat strict`). Leave "
+                "it out.",
+                param="web_search_options",
+                code="unsupported_parameter",
+            )
+        warn("The hosted tool web_search of `web_search_options` was left out: this server has none of that kind.")
     parallel = body.parallel_tool_calls is not False
     return tool_use(builder, body.tools or (), body.tool_choice, parallel=parallel, answer=body.wanted_grammar())
 
@@ -431,7 +441,7 @@ def plan(builder: RequestBuilder, body: ChatBody, tools: ToolUse | None = None) 
         shown_ids=tools.markers,
     )
     wanted = behind_thinking(builder, wanted, thinking, body.thinking_token_budget)
-    return builder.plan([prompt], wanted, prefix="chatcmpl")
+    return builder.plan([prompt], wanted, prefix="chatcmpl-")
 
 
 @dataclass

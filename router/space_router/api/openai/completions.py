@@ -61,7 +61,7 @@ def plan(builder: RequestBuilder, body: CompletionBody, grammar: Grammar | None 
         num_logprobs=0 if body.logprobs is None and generated > shown else body.logprobs,
         num_prompt_logprobs=max(asked, default=None),
     )
-    return builder.plan(prompts, wanted, prefix="cmpl")
+    return builder.plan(prompts, wanted, prefix="cmpl-")
 
 
 @dataclass

@@ -96,6 +96,13 @@ class TextPart(CacheMarked):
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+def warn_of_verbosity(verbosity: Verbosity | None, name: str) -> None:
+    """Warn that a field of this name does nothing, unless it asks for what every model does."""
+    if verbosity not in (None, "medium"):
+        warn(f"`{name}` has no effect: no model here knows it.")
 
 
 class PredictedOutput(Body):
@@ -184,8 +191,6 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "modalities": (["text"], []),
     "audio": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
 }
 
 MAX_TOOLS = 128  # Maximum tools in a request, as in OpenAI's API
@@ -366,3 +371,10 @@ class ChatBody(GenerationFields):
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    verbosity: Verbosity | None = None
+    web_search_options: dict[str, Any] | None = Field(default=None, description="of a hosted tool: left out")
+
+    @model_validator(mode="after")
+    def _without_effect(self) -> "ChatBody":
+        warn_of_verbosity(self.verbosity, "verbosity")
+        return self

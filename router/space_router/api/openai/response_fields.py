@@ -19,6 +19,8 @@ from space_router.api.openai.fields import (
     SamplingFields,
     ToolCall,
     ToolCallId,
+    Verbosity,
+    warn_of_verbosity,
 )
 from space_router.api.openai.response_tools import AnyTool, AnyToolChoice, custom_arguments, full_name
 from space_router.http_server.body import Body
@@ -29,8 +31,6 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "max_tool_calls": (),
-    "prompt_cache_retention": (),
     "moderation": (),
 }
 
@@ -199,12 +199,11 @@ class TextOptions(Body):
     """About the text of the answer."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Verbosity | None = None
 
     @model_validator(mode="after")
     def _without_effect(self) -> "TextOptions":
-        if self.verbosity not in (None, "medium"):
-            warn("`text.verbosity` has no effect.")
+        warn_of_verbosity(self.verbosity, "text.verbosity")
         return self
 
 
@@ -317,6 +316,9 @@ class ResponseBody(SamplingFields, ResponseConversation):
         | None
     ) = None
     stream_options: ResponseStreamOptions | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, lt=2**31, description="of hosted tools, which are left out")] | None = (
+        None
+    )
     store: bool | None = None
     client_metadata: Annotated[dict[str, Any] | None, Field(description="the client's own note: changes nothing")] = (
         None

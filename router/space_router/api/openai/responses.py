@@ -252,7 +252,7 @@ def plan(builder: RequestBuilder, body: ResponseBody, tools: ToolUse) -> Generat
         shown_ids=tools.markers,
     )
     wanted = behind_thinking(builder, wanted, thinking, body.thinking_token_budget)
-    return builder.plan([prompt], wanted, prefix="resp")
+    return builder.plan([prompt], wanted, prefix="resp_")
 
 
 def count(builder: RequestBuilder, body: InputTokensBody) -> int:
@@ -373,7 +373,7 @@ class ResponseAnswer:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": body.max_tool_calls,
             "model": self.model,
             "output": items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -288,7 +288,7 @@ def choose_source(
                 param="pooling",
             )
         return EncoderSource(service.engine, text, builder.facts.encoder, key)
-    adapter = builder.adapter(model)
+    adapter = builder.adapter(model, others=() if text is None else (text.name,))
     name = adapter or (model if model in names else service.text.name) or service.text.name
     return DecoderSource(
         service, builder, name, lora=builder.loras.get(adapter), pooling=pooling or "last", priority=priority or 0

@@ -212,7 +212,7 @@ class TgiGeneration:
             speculation=options.speculation,
             adapter=builder.adapter(options.adapter_id, "adapter_id"),
         )
-        plan = builder.plan([prompt], wanted, prefix="gen")
+        plan = builder.plan([prompt], wanted, prefix="gen-")
         # By default TGI's `/` includes the prompt in the text, `/generate` does not.
         is_compat = isinstance(body, CompatBody)
         full_text = is_compat if options.return_full_text is None else options.return_full_text

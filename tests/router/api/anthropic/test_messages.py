@@ -72,7 +72,7 @@ async def test_a_text_is_answered(start: Any) -> None:
         assert made["content"] == [{"type": "text", "text": "Hello, Zürich. "}]
         assert (made["role"], made["model"], made["stop_reason"]) == ("assistant", "tiny", "end_turn")
         assert made["usage"]["output_tokens"] == len(TOKENIZER.encode(REPLY))
-        assert made["id"].startswith("msg")
+        assert made["id"].startswith("msg_")
 
 
 async def test_events_come_in_the_documented_order(start: Any) -> None:

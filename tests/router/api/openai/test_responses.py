@@ -65,6 +65,7 @@ async def test_the_official_client_gets_a_text(start: Any) -> None:
         assert made.usage.output_tokens == len(tiny_tokenizer().encode(REPLY))
         assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
         assert made.output[0].type == "message"
+        assert made.id.startswith("resp_")
 
 
 async def test_the_official_clients_stream_adds_up_to_the_same(start: Any) -> None:

@@ -140,6 +140,7 @@ async def test_a_cross_encoder_makes_no_embeddings_and_an_encoder_no_text(begin:
         await router.refuses("/v1/completions", "model", "`mini` makes no text", prompt="a", model="mini")
         answer = await router.post("/v1/embeddings", input="a", model="other")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert "`tiny` and `mini` are" in answer.json()["error"]["message"]
 
 
 async def test_the_models_list_names_the_encoder(begin: Begin) -> None:
