@@ -1,6 +1,5 @@
 """Build a plan of valid engine requests from a checked body, or raise an error that names the field."""
 
-import re
 import secrets
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
-
-import orjson
 
 from space_router.config import ServeConfig
 from space_router.engine.request.request import Grammar, SamplingOptions, ServedLora, ValidRequest
@@ -208,31 +205,6 @@ def max_forced_drafts(config: ServeConfig, facts: WorkerModelFacts, adapter: str
     """Return the largest number that a request's `speculation` may be; 0: none."""
     bounds = (facts.max_forced_drafts(adapter), config.max_draft_length, config.max_request_speculation)
     return min(bound for bound in bounds if bound is not None)
-
-
-def _as_word(text: str) -> str:
-    """Return a pattern of a text that is no part of a longer word."""
-    return r"(?<!\w)" * bool(re.match(r"\w", text)) + re.escape(text) + r"(?!\w)" * bool(re.search(r"\w$", text))
-
-
-def _without_bad_words(grammar: Grammar | None, words: Sequence[str]) -> Grammar | None:
-    """Return a grammar; a choice of texts without those that have a bad word, which other tokens could spell.
-
-    Raises InvalidRequest if no text is left.
-    """
-    found = [_as_word(stripped) for word in words if (stripped := word.strip())]
-    if grammar is None or grammar.kind != "choice" or not found:
-        return grammar
-    texts = orjson.loads(grammar.source)
-    bad = re.compile("|".join(found))
-    left = [text for text in texts if not bad.search(text)]
-    if not left:
-        raise InvalidRequest(
-            "`bad_words` has a word of every text in `choice`, so nothing is left to answer. Leave one of both out.",
-            param="bad_words",
-            code="contradictory_constraints",
-        )
-    return grammar if len(left) == len(texts) else replace(grammar, source=orjson.dumps(left).decode())
 
 
 @dataclass(frozen=True)
@@ -509,7 +481,7 @@ class RequestBuilder:
             frequency_penalty=wanted.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(wanted.logit_bias or {}),
             allowed_ids=self._allowed(wanted.allowed_token_ids),
-            grammar=_without_bad_words(wanted.grammar, wanted.bad_words or ()),
+            grammar=wanted.grammar,
             bad_words=self._bad_words(wanted.bad_words or ()),
             min_tokens=wanted.min_tokens or 0,
         )

@@ -13,7 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+from space_router.api.bad_words import without_bad_words
 from space_router.api.grammar_fields import GrammarFields
+from space_router.engine.request.request import Grammar
 from space_router.http_server.body import Body
 from space_router.http_server.warnings import warn
 
@@ -171,6 +173,10 @@ class GenerationFields(SamplingFields, GrammarFields):
         Annotated[int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_is_not_zero)]
         | None
     ) = None
+
+    def wanted_grammar(self) -> Grammar | None:
+        """Return the grammar of the output, without what has a word of `bad_words`, or None. Raises InvalidRequest."""
+        return without_bad_words(super().wanted_grammar(), self.bad_words)
 
 
 class CompletionBody(GenerationFields):

@@ -400,3 +400,56 @@ async def test_bad_words_of_every_text_of_a_choice_are_refused(start: Start) -> 
         )
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, "bad_words", "contradictory_constraints")
+
+
+def an_object(value: Any, *, required: bool = True) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": value}, "required": ["a"] if required else []}
+
+
+@pytest.mark.parametrize(
+    ("asked", "left"),
+    [
+        ({"json": an_object({"enum": ["yes", "oh, yes", "no"]})}, {"json": an_object({"enum": ["no"]})}),
+        ({"json": an_object({"const": "yes"}, required=False)}, {"json": an_object(False, required=False)}),
+        ({"json": {"anyOf": [{"const": "yes"}, {"const": "yesterday"}]}},
+         {"json": {"anyOf": [{"const": "yesterday"}]}}),
+        ({"json": an_object({"type": "string", "pattern": "^(oh )?(yes|no)$"})},
+         {"json": an_object({"type": "string", "enum": ["no", "oh no"]})}),
+        ({"json": {"type": "object", "properties": {"yes": {}, "no": {}}}},
+         {"json": {"type": "object", "properties": {"yes": False, "no": {}}}}),
+        ({"regex": "yes|no"}, {"choice": ["no"]}),
+        ({"json": {"type": "string", "pattern": "^y+es$"}}, {"json": {"type": "string", "pattern": "^y+es$"}}),
+        ({"regex": "y+es"}, {"regex": "y+es"}),
+    ],
+)  # fmt: skip
+def test_what_a_schema_lists_has_no_bad_word(asked: Any, left: Any) -> None:
+    body = CompletionBody(prompt="x", structured_outputs=asked, bad_words=["yes"])
+    plain = CompletionBody(prompt="x", structured_outputs=left)
+    if "json" in left:
+        made = body.wanted_grammar()
+        assert made is not None
+        assert (made.kind, orjson.loads(made.source)) == ("json_schema", left["json"])
+    else:
+        assert body.wanted_grammar() == plain.wanted_grammar()
+
+
+EMPTY = [
+    {"json": {"const": "yes"}},
+    {"json": an_object({"enum": ["yes", "oh, yes"]})},
+    {"json": an_object({"type": "string", "pattern": "^(yes|yes sir)$"})},
+    {"json": {"type": "object", "required": ["yes"]}},
+    {"json": {"anyOf": [{"const": "yes"}, an_object({"$ref": "#/$defs/x"})], "$defs": {"x": {"const": ["yes"]}}}},
+    {"json": {"type": "array", "items": {"const": "yes"}, "minItems": 1}},
+    {"json": {"allOf": [{"type": "string"}, {"enum": ["yes"]}]}},
+    {"regex": "(oh )?yes"},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("completions", {"prompt": "x"}), ("chat/completions", {"messages": USER})]
+)
+async def test_bad_words_of_every_value_of_a_schema_are_refused(path: str, prompt: Any, router: Any) -> None:
+    for asked in EMPTY:
+        answer = await router.post(f"/v1/{path}", **prompt, structured_outputs=asked, bad_words=["yes"])
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "bad_words", "contradictory_constraints")
