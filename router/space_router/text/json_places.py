@@ -48,7 +48,10 @@ def _add_calls(builder: PlacesBuilder, layout: ToolCallLayout, tools: Schemas, s
     """Add the states of calls; return the first, which looks for the head of a call."""
     calls = builder.new()
     if layout.notation is not None:
-        return calls  # the parsers of these drop a key that an object repeats
+        # Where values are no JSON, the parsers drop a key that an object repeats.
+        heads = tuple((_units(head, special), JSON) for head in layout.notation.json_heads if _has_token(head, special))
+        builder.set(calls, PlaceState(heads, then=calls))
+        return calls
     if layout.parameter is None:
         heads = tuple((_head(layout, name, special), JSON) for name in tools)
         builder.set(calls, PlaceState(heads, then=calls))
@@ -83,6 +86,8 @@ def places_behind_thinking(rules: ThinkingRules, answer: JsonPlaces) -> JsonPlac
     start = builder.new()
     inner = builder.insert(answer)
     special = SpecialTokens(rules.ids)
+    if known.tokens and known.wrap is not None:  # what opens the answer stands before it
+        inner = builder.append(PlaceState(((_units(known.wrap[0], special), inner),)))
 
     def search(texts: tuple[str, ...], target: int) -> int:
         return builder.append(PlaceState(tuple((_units(text, special), target) for text in texts)))
@@ -108,6 +113,11 @@ def places_behind_thinking(rules: ThinkingRules, answer: JsonPlaces) -> JsonPlac
 def _begins(starts: tuple[str, ...], target: int, otherwise: int, special: SpecialTokens) -> PlaceState:
     targets = tuple((_units(text, special), target) for text in starts)
     return PlaceState(targets, searches=False, otherwise=otherwise)
+
+
+def _has_token(text: str, special: SpecialTokens) -> bool:
+    """Return whether a special token stands in a text, so that no letters can spell it."""
+    return any(id_ is not None for _, id_ in special.parts(text))
 
 
 def _units(text: str, special: SpecialTokens) -> Units:

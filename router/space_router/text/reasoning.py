@@ -252,7 +252,8 @@ class ThinkingRules:
             thought = "thought" + gap
         behind = "<[*]>*" if answer is None else "answer"
         if answer is not None and known.tokens and known.wrap is not None:
-            behind = " ".join((terminal(known.wrap[0], self._special), behind, terminal(known.wrap[1], self._special)))
+            opening, closing = (terminal(text, self._special) for text in known.wrap)
+            behind = " ".join((opening, behind) if closing in answer else (opening, behind, closing))  # of calls
         if self.thinking.inside:
             return [*rules, f"start: {thought} {behind}"]
         start_id = self._token_of(known.starts[0])

@@ -621,6 +621,10 @@ class ArgumentNotation(Protocol):
     def left_open(self, schema: Mapping[str, Any]) -> list[str]:
         """Return the keywords of a schema that these rules do not enforce."""
 
+    @property
+    def json_heads(self) -> tuple[str, ...]:
+        """What stands before values that are JSON."""
+
 
 @dataclass(frozen=True)
 class ToolCallLayout:
@@ -637,6 +641,8 @@ class ToolCallLayout:
     parameter: ParameterLayout | None = None
     notation: ArgumentNotation | None = None  # with neither this nor `parameter`, the arguments are JSON
     begins: str = ""  # without a trigger: a regular expression of texts that the parser takes for calls
+    behind_number: str = ""  # stands behind the number of the call, which `before_arguments` then ends before
+    behind_answer: str = ""  # what ends an answer, which calls follow: it stands before `trigger`
 
 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by name of tool
@@ -648,7 +654,7 @@ CALL_KEYS = "|".join(sorted(NAME_KEYS | OTHER_KEYS | ARGUMENT_KEYS))
 def calls_only(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, many: bool) -> str:
     """Return a grammar for exactly one call (`many`: one or more)."""
     rules = _rules(layout, tools, special, many=many)
-    return "\n".join(["start: " + joined(terminal(layout.trigger, special), "calls"), *rules])
+    return "\n".join(["start: " + joined(terminal(layout.behind_answer + layout.trigger, special), "calls"), *rules])
 
 
 def calls_or(
@@ -656,17 +662,21 @@ def calls_or(
 ) -> str:
     """Return a grammar for any text followed by calls, or for an answer without calls (`answer`: its JSON schema)."""
     rules = _rules(layout, tools, special, many=many)
-    trigger = layout.trigger
+    trigger, closed = layout.trigger, layout.behind_answer
+    may_close = f"({terminal(closed, special)})?" if closed else ""
+    before = closed + trigger
     if answer is not None:
-        start = f"start: answer | {joined(terminal(trigger, special), 'calls')}\nanswer: {json_rule(answer)}"
+        calls = joined(terminal(before, special), "calls")
+        start = f"start: {joined('answer', may_close)} | {calls}\nanswer: {json_rule(answer)}"
     elif not trigger:
         start = f"start: PLAIN | calls\nPLAIN: /(?s:.*)/ & ~/{layout.begins}/"
     else:
         marker = pattern_of(trigger)
         plain = f"PLAIN: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"  # excludes the letters of a special token too
         is_letters = next(special.parts(trigger))[1] is None
-        head = f"head[lazy]: /(?s:.*){marker}/" if is_letters else f"head: PLAIN {terminal(trigger, special)}"
-        start = f"start: PLAIN | head calls\n{plain}\n{head}"
+        letters = f"head[lazy]: /(?s:.*){pattern_of(before)}/"
+        head = letters if is_letters else f"head: PLAIN {terminal(before, special)}"
+        start = f"start: {joined('PLAIN', may_close)} | head calls\n{plain}\n{head}"
     return "\n".join([start, *rules])
 
 
@@ -684,7 +694,8 @@ def _rules(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, ma
         head, rest = layout.before_name + name + layout.before_arguments, f"arguments_{index}"
         for rule, text in (("call", head), ("first", opens + head)):
             if rule == "call" or opens:
-                body = joined(terminal(text, special), rest, written["behind_arguments"])
+                number = joined("NUMBER", written["behind_number"]) if layout.behind_number else ""
+                body = joined(terminal(text, special), number, rest, written["behind_arguments"])
                 rules.append(f"{rule}_{index}: {body}")
         if layout.notation is not None:
             rules += layout.notation.rules(index, schema, special)
@@ -692,6 +703,8 @@ def _rules(layout: ToolCallLayout, tools: Schemas, special: SpecialTokens, *, ma
             rules.append(f"arguments_{index}: {json_rule(schema)}")
         else:
             rules += _parameters(layout.parameter, index, schema, special)
+    if layout.behind_number:
+        rules.append("NUMBER: /[1-9][0-9]?/")
     if layout.parameter is not None:
         rules += [*text_until("text_value", layout.parameter.behind_value, special), "KEY: /[A-Za-z0-9_-]{1,64}/"]
     return rules

@@ -18,7 +18,8 @@ from space_router.text.reasoning import (
     form_with,
     recognised,
 )
-from space_router.text.tool_calls import ToolCallReader
+from space_router.text.tokenizer import SpecialTokens
+from space_router.text.tool_calls import ToolCallReader, calls_only
 from space_router.text.tool_parsers import formats
 
 TOOLS = frozenset({"f", "get_weather"})
@@ -331,6 +332,15 @@ def test_the_tags_of_kimi_k3_have_the_same_rules() -> None:
     assert allows(answer, *end, *response)
     assert not allows(answer, *response)
     assert not allows(answer, *end, *(piece.replace("1", "x") for piece in response))
+    layout = formats.FORMATS["kimi_k3"].layout
+    assert layout is not None
+    calls = calls_only(layout, {"f": {"type": "object"}}, SpecialTokens({**known}), many=False)
+    call = (closes, "response", ends, opens, "tools", ends, opens, 'call tool="f" index="1"', ends)
+    call = (*call, closes, "call", ends, closes, "tools", ends)
+    forced = rules("kimi_k3", inside=True, known=known).before(calls)
+    assert allows(forced, *end, *response[:3], *call)
+    assert not allows(forced, *end, *response[:3], *call, *response[4:])
+    assert not allows(forced, *end, *response)
     short = rules("kimi_k3", inside=True, known=known, budget=2).before(None)
     assert allows(short, *end, *response)
     assert not allows(short, "h", *end, *response)

@@ -23,6 +23,7 @@ ROLE = recognised("{'role': 'function call', 'content': x}")
 assert ROLE is not None
 KINDS: dict[str, ToolFormat] = {
     **{name: FORMATS[name] for name in ("pythonic", "lfm2", "olmo3", "xlam", "gemma4", "functiongemma", "minimax_m3")},
+    "kimi_k3": FORMATS["kimi_k3"],
     "pythonic between markers": named("pythonic", "<|python_start|>"),
     "gigachat3 role": ROLE,
 }
@@ -172,12 +173,12 @@ def test_what_the_family_writes_is_allowed_and_nothing_else(name: str) -> None:
     write, layout = WRITERS[name], layout_of(known)
     many = calls_only(layout, TOOLS, words.special, many=True)
     single = calls_only(layout, TOOLS, words.special, many=False)
-    separated = write([NOW, BOOK])
+    separated = layout.behind_answer + write([NOW, BOOK])
     if name in ("lfm2", "olmo3", "pythonic"):
         separated = separated.replace("'", '"')
     assert allows(words, many, separated)
     assert not allows(words, single, separated)
-    assert allows(words, single, write([NOW]))
+    assert allows(words, single, layout.behind_answer + write([NOW]))
     for wrong in (
         "", "Now: " + write([NOW]), write([NOW]) + " so", write([("nobody", {})]),
         write([("book", {"to": {"inside": None}})]).replace("'", '"'),
@@ -185,7 +186,7 @@ def test_what_the_family_writes_is_allowed_and_nothing_else(name: str) -> None:
         write([("book", {"to": {"inside": 1}, "tags": ["x", "y"]})]).replace("'", '"'),
         write([("now", {"x": 1})]).replace("'", '"'), write([NOW])[:-1],
     ):  # fmt: skip
-        assert not allows(words, many, wrong), wrong
+        assert not allows(words, many, layout.behind_answer + wrong), wrong
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -215,6 +216,10 @@ def test_beside_calls_any_text_is_allowed_that_is_none(name: str) -> None:
          {"from": "b", "class": 1, "x-y": None}),
         ("minimax_m3", minimax_m3([("f", {"a": '{"b": 1, "b": {"c": 2, "c": 3}, "é": "\\n"}', "d": 4})]).replace(
             "</d>", "</d>]<]minimax[>[<a>5]<]minimax[>[</a>"), {"a": {"b": {"c": 3}, "é": "\n"}, "d": 4}),
+        ("kimi_k3", "".join(
+            f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+            for key, kind, value in (("a", "object", '{"b": 1, "b": 2}'), ("c", "string", "x"), ("a", "string", "y"))
+        ).join(('<|open|>call tool="f" index="1"<|sep|>', "<|close|>call<|sep|>")), {"a": {"b": 2}, "c": "x"}),
     ],
 )  # fmt: skip
 def test_keys_are_unique_and_may_be_words_of_python(name: str, text: str, arguments: dict[str, Any]) -> None:
@@ -223,3 +228,48 @@ def test_keys_are_unique_and_may_be_words_of_python(name: str, text: str, argume
         assert content == ""
         assert [json.loads(one) for _, one in calls] == [arguments]
         assert all(one.count('"a"') < 2 for _, one in calls)
+
+
+TYPED = {
+    "one": {"type": "object", "properties": {"a": {"type": ["string", "integer"]}, "b": {"$ref": "#/$defs/b"}},
+            "required": ["a", "b"], "$defs": {"b": {"type": "array", "items": {"type": "integer"}, "minItems": 1}}},
+    "any": {"type": "object"},
+}  # fmt: skip
+
+
+def test_a_value_has_the_type_that_its_tag_names() -> None:
+    known = FORMATS["kimi_k3"]
+    words, layout = vocabulary(known, special=True), layout_of(known)
+    grammar = calls_only(layout, TYPED, words.special, many=True)
+
+    def call(name: str, *arguments: tuple[str, str, str], index: int = 1) -> str:
+        inner = "".join(
+            f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+            for key, kind, value in arguments
+        )
+        return f'<|open|>call tool="{name}" index="{index}"<|sep|>{inner}<|close|>call<|sep|>'
+
+    def calls(*texts: str) -> str:
+        return f"<|close|>response<|sep|><|open|>tools<|sep|>{''.join(texts)}<|close|>tools<|sep|>"
+
+    b = ("b", "array", "[1, 2]")
+    for right in (
+        [call("one", ("a", "string", "4 <b>\n"), b)],
+        [call("one", ("a", "number", "4"), b), call("any", index=2), call("any", ("x", "null", "null"), index=12)],
+        [call("any", ("x", "object", '{"y": [null]}'), ("z", "boolean", "true"), ("w", "string", ""))],
+    ):
+        assert allows(words, grammar, calls(*right)), right
+    for wrong in (
+        call("one", ("a", "number", "x"), b),
+        call("one", ("a", "boolean", "true"), b),
+        call("one", ("a", "string", "x"), ("b", "array", "[]")),
+        call("one", ("a", "string", "x")),
+        call("one", b, ("a", "string", "x")),
+        call("any", ("x", "number", "true")),
+        call("any", index=0),
+    ):
+        assert not allows(words, grammar, calls(wrong)), wrong
+    assert layout.notation is not None
+    assert layout.notation.left_open(TYPED["one"]) == []
+    deep = {"properties": {"a": {"items": {"pattern": "a"}}, "b": {"pattern": "b"}}, "minProperties": 2}
+    assert layout.notation.left_open(deep) == ["minProperties", "pattern"]

@@ -106,7 +106,9 @@ def test_text_before_calls_is_free(name: str) -> None:
     assert quote_may_follow(grammar, places, before + free[0], special=False)
 
 
-@pytest.mark.parametrize("name", [*(name for name in LAYOUTS if FORMATS[name].layout.trigger), "lfm2", "gemma4"])  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    "name", [*(name for name in LAYOUTS if FORMATS[name].layout.trigger), "lfm2", "gemma4", "kimi_k3"]
+)  # type: ignore[union-attr]
 def test_an_answer_instead_of_calls_repeats_no_key(name: str) -> None:
     layout = FORMATS[name].layout
     assert layout is not None
@@ -125,12 +127,15 @@ THOUGHTS = {
     "deepseek_r1": "<think>",
     "granite": "Here is my thought process:",
     "openai_gptoss": "<|channel|>analysis<|message|>",
+    "kimi_k3": "<|open|>think<|sep|>",
 }
 ENDS = {
     "deepseek_r1": "</think>\n",
     "granite": "Here's my response:",
     "openai_gptoss": "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "kimi_k3": "<|close|>think<|sep|>\n<|open|>response<|sep|>",
 }
+OPENS = {"kimi_k3": "<|open|>response<|sep|>"}
 
 
 @pytest.mark.parametrize("budget", [None, 200])
@@ -150,7 +155,27 @@ def test_an_answer_behind_reasoning_repeats_no_key(name: str, inside: bool, budg
     assert quote_may_follow(grammar, places, behind + '{"a": 1, "b', special=True)
     assert not quote_may_follow(grammar, places, behind + '{"a": 1, "a', special=True)
     if not inside and name != "openai_gptoss":
-        assert not quote_may_follow(grammar, places, '{"a": 1, "a', special=True)
+        assert not quote_may_follow(grammar, places, OPENS.get(name, "") + '{"a": 1, "a', special=True)
+
+
+def test_json_in_typed_tags_repeats_no_key() -> None:
+    layout = FORMATS["kimi_k3"].layout
+    assert layout is not None
+    rules = ThinkingRules.of(AnswerReasoning(REASONING["kimi_k3"], True), SPECIAL.get, None, len(TEXTS))
+    forced = calls_only(layout, TOOLS, SPECIAL_TOKENS, many=True)
+    places = places_of_calls(layout, TOOLS, SPECIAL_TOKENS)
+    call = (
+        f"{layout.behind_answer}{layout.trigger}{layout.before_name}f{layout.before_arguments}1{layout.behind_number}"
+    )
+    note = '<|open|>argument key="note" type="string"<|sep|>{"a": 1, "a": 2<|close|>argument<|sep|>'
+    count = '<|open|>argument key="count" type="object"<|sep|>{"a": {"b": 1}, "'
+    thought = 'So {"a": 1, "a": 2}<|close|>think<|sep|><|open|>response<|sep|>'
+    for before, grammar, known in (
+        ("", forced, places),
+        (thought, rules.before(forced), places_behind_thinking(rules, places)),
+    ):
+        for text, is_free in ((count + "a", False), (count + "b", True), (note + count + "a", False)):
+            assert quote_may_follow(grammar, known, before + call + text, special=True) == is_free, text
 
 
 def test_calls_behind_reasoning_repeat_no_key() -> None:

@@ -24,12 +24,11 @@ from space_router.text.tool_calls import (
     mistral,
     pythonic,
 )
+from space_router.text.tool_parsers import kimi_k3 as kimi_3
 from space_router.text.tool_parsers import marked_calls as marked
 from space_router.text.tool_parsers import xml_calls as xml
 from space_router.text.tool_parsers.gemma import FUNCTION_GEMMA, GEMMA_4, gemma
 from space_router.text.tool_parsers.glm import GLM, hy3, pair_calls
-from space_router.text.tool_parsers.kimi_k3 import MARKERS as KIMI_3_MARKERS
-from space_router.text.tool_parsers.kimi_k3 import kimi_k3
 from space_router.text.tool_parsers.listed_calls import (
     list_at_start,
     listed_calls,
@@ -280,7 +279,22 @@ _FUNCTIONARY_32 = ToolFormat(
     ),
     marks_answers=True,
 )
-_KIMI_3 = ToolFormat("kimi_k3", kimi_k3, KIMI_3_MARKERS, None, marks_answers=True)
+_KIMI_3 = ToolFormat(
+    "kimi_k3",
+    kimi_3.kimi_k3,
+    kimi_3.MARKERS,
+    ToolCallLayout(
+        f'{kimi_3.TAG}call tool="',
+        '" index="',
+        kimi_3.closing("call"),
+        trigger=kimi_3.opening("tools"),
+        closing=kimi_3.closing("tools"),
+        notation=kimi_3.ARGUMENTS,
+        behind_number=f'"{kimi_3.END}',
+        behind_answer=kimi_3.closing("response"),
+    ),
+    marks_answers=True,
+)
 
 
 def _xml(name: str, tags: xml.Tags, *, trim: str = "\n") -> ToolFormat:

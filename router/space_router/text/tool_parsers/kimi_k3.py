@@ -3,6 +3,7 @@
 import json
 
 from space_router.text.tool_calls import CallCollector, Cursor, Reading, Tools, brackets, content_until, no_call
+from space_router.text.tool_parsers.notations import Notation, in_typed_tags
 from space_router.text.tool_parsers.values import value_until
 
 TAG, CLOSING, END = "<|open|>", "<|close|>", "<|sep|>"
@@ -22,6 +23,22 @@ _AROUND = (
     opening("response"), closing("response"), opening("tools"), closing("tools"), closing("message"), closing("think"),
 )  # fmt: skip
 """What stands around answers and calls."""
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _kind_head(kind: str) -> str:
+    return f' type="{"number" if kind == "integer" else kind}"{END}'
+
+
+def _key_head(name: str) -> str:
+    return f'{_ARGUMENT} key="{_attribute(name)}"'
+
+
+ARGUMENTS: Notation = in_typed_tags(_key_head, _kind_head, closing("argument"))
+"""`<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep|>`"""
 
 
 def kimi_k3(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None]:
@@ -57,15 +74,18 @@ def _arguments(cursor: Cursor, output: CallCollector) -> Reading[bool]:
         yield from cursor.takes(closing("call"))
         return True
     output.arguments("{")
-    separator = ""
+    seen: set[str] = set()
     while (yield from cursor.takes(_ARGUMENT)):
         attributes = yield from _attributes(cursor)
         if "key" not in attributes:
             return False
-        output.arguments(f"{separator}{json.dumps(attributes['key'], ensure_ascii=False)}: ")
-        separator = ", "
+        is_new, separator = attributes["key"] not in seen, ", " if seen else ""
+        seen.add(attributes["key"])
+        if is_new:
+            output.arguments(f"{separator}{json.dumps(attributes['key'], ensure_ascii=False)}: ")
+        kept = output if is_new else CallCollector()  # of what is repeated the first is kept
         kinds = frozenset({attributes.get("type", "string")})
-        if not (yield from value_until(cursor, output, kinds, (closing("argument"), closing("call")), trim=False)):
+        if not (yield from value_until(cursor, kept, kinds, (closing("argument"), closing("call")), trim=False)):
             return False
         yield from cursor.takes(closing("argument"))
     if not (yield from cursor.takes(closing("call"))):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from space_router.text.schema_walk import nodes_of, parts_of
+from space_router.text.schema_walk import as_values, nodes_of, parts_of
 from space_router.text.tokenizer import SpecialTokens
 from space_router.text.tool_calls import TEXT_KEYWORDS, joined, json_rule, terminal, text_until
 
@@ -31,8 +31,9 @@ class Notation:
     """How a format writes arguments. Numbers are JSON's.
 
     `text`: around a string; ("", "") for one that ends where what stands behind its value begins; None: JSON strings.
-    `free_key`: a regular expression of the keys of objects without listed properties, whose values end by themselves;
-    "": such objects are JSON, and such arguments are empty.
+    `free_key`: a regular expression of the keys of objects without listed properties;
+    "": such objects are JSON, and such arguments are empty. `kind_head`: what stands before a value, by its JSON type.
+    `json_inside`: arrays and objects are JSON.
     """
 
     argument_key: KeyWriter
@@ -45,6 +46,17 @@ class Notation:
     separator: str = ""
     text: tuple[str, str] | None = None
     free_key: str = ""
+    kind_head: Callable[[str], str] | None = None
+    json_inside: bool = False
+
+    def head(self, kind: str) -> str:
+        """Return what stands before a value of this JSON type."""
+        return "" if self.kind_head is None else self.kind_head(kind)
+
+    @property
+    def json_heads(self) -> tuple[str, ...]:
+        """What stands before values that are JSON."""
+        return (self.head("array"), self.head("object")) if self.json_inside and self.kind_head is not None else ()
 
     def rules(self, index: int, schema: Schema, special: SpecialTokens) -> list[str]:
         """Return the rules of `arguments_{index}`: the arguments of the call of this number, by their schema."""
@@ -56,9 +68,15 @@ class Notation:
 
     def left_open(self, schema: Schema) -> list[str]:
         """Return the keywords of a schema that these rules do not enforce."""
-        kinds = _ALWAYS_OPEN + (() if self.text is None else TEXT_KEYWORDS)
-        nodes = list(nodes_of(dict(schema)))
-        return [keyword for keyword in kinds if any(keyword in node for node in nodes)]
+        texts = () if self.text is None else TEXT_KEYWORDS
+        nodes: list[Schema] = list(nodes_of(dict(schema)))
+        if not self.json_inside:
+            return [keyword for keyword in _ALWAYS_OPEN + texts if any(keyword in node for node in nodes)]
+        whole = parts_of(schema, schema)
+        listed = [one for part in whole for one in as_values(part.get("properties"))]
+        values = [part for one in listed for part in parts_of(schema, one, ("anyOf", "oneOf", "allOf"))]
+        found = [keyword for keyword in _ALWAYS_OPEN if any(keyword in part for part in whole)]
+        return found + [keyword for keyword in texts if any(keyword in part for part in values)]
 
 
 @dataclass
@@ -95,7 +113,9 @@ class _GrammarWriter:
         """Return the alternatives of a schema without references."""
         literals = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(literals, list):
-            return _any_of(terminal(self._literal(one) + end, self.special) for one in literals)
+            heads = [self.notation.head(_kind_of(one)) for one in literals]
+            written = [head + self._literal(one) + end for head, one in zip(heads, literals, strict=True)]
+            return _any_of(terminal(one, self.special) for one in written)
         for keyword in _BRANCHES:
             if isinstance(branches := schema.get(keyword), list) and branches:
                 shared = {key: inner for key, inner in schema.items() if key not in _BRANCHES}
@@ -111,16 +131,20 @@ class _GrammarWriter:
 
     def _of_kind(self, schema: Schema, kind: Any, end: str) -> str:
         known = self.notation
-        behind = terminal(end, self.special)
+        behind, head = terminal(end, self.special), known.head(str(kind))
+        before = terminal(head, self.special)
         match kind:
             case "string" if known.text is None:
-                return joined(json_rule(_some_of(schema, TEXT_KEYWORDS) | {"type": kind}), behind)
+                return joined(before, json_rule(_some_of(schema, TEXT_KEYWORDS) | {"type": kind}), behind)
             case "string":
-                return self._text(end)
+                return joined(before, self._text(end))
             case "integer" | "number":
-                return joined(json_rule(_some_of(schema, _NUMBERS) | {"type": kind}), behind)
+                return joined(before, json_rule(_some_of(schema, _NUMBERS) | {"type": kind}), behind)
             case "boolean":
-                return _any_of(terminal(word + end, self.special) for word in known.words[:2])
+                return _any_of(terminal(head + word + end, self.special) for word in known.words[:2])
+            case "array" | "object" if known.json_inside:
+                shared = _some_of(self.root, ("$defs", "definitions"))
+                return joined(before, json_rule({**shared, **schema, "type": kind}), behind)
             case "array":
                 return self._around(known.arrays, self._items(schema), end)
             case "object" if not known.free_key and not schema.get("properties"):
@@ -128,7 +152,7 @@ class _GrammarWriter:
             case "object":
                 return self._around(known.objects, self.members(schema, known.key), end)
             case _:
-                return terminal(known.words[2] + end, self.special)
+                return terminal(head + known.words[2] + end, self.special)
 
     def _around(self, brackets: tuple[str, str], inner: str, end: str) -> str:
         before, behind = brackets
@@ -175,10 +199,11 @@ class _GrammarWriter:
         values = schema.get("additionalProperties", {})
         if values is False or not self.notation.free_key:
             return ""
-        before, _, behind = key("KEY")[0].partition("KEY")
+        written, end = key("KEY")
+        before, _, behind = written.partition("KEY")
         name = self._rule("key", lambda: self.notation.free_key)
         head = joined(terminal(before, self.special), name, terminal(behind, self.special))
-        member = self._own_rule(joined(head, self.value(values)))
+        member = self._own_rule(joined(head, self.value(values, end)))
         return f"({member} ({joined(terminal(self.notation.separator, self.special), member)})*)?"
 
     def _sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
@@ -205,6 +230,8 @@ class _GrammarWriter:
         if isinstance(value, str):
             quoted = json.dumps(value, ensure_ascii=False)
             return quoted if known.text is None else value.join(known.text)
+        if isinstance(value, Mapping | list) and known.json_inside:
+            return json.dumps(value, ensure_ascii=False)
         if isinstance(value, Mapping):
             pairs = [self._literal(one).join(known.key(name)) for name, one in value.items()]
             return known.separator.join(pairs).join(known.objects)
@@ -226,6 +253,23 @@ class _GrammarWriter:
 
 def _some_of(schema: Schema, keywords: Sequence[str]) -> dict[str, Any]:
     return {key: schema[key] for key in keywords if key in schema}
+
+
+def _kind_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case Mapping():
+            return "object"
+        case list():
+            return "array"
+        case _:
+            return "number"
 
 
 def _implied(schema: Schema) -> str | None:
@@ -280,3 +324,15 @@ def in_tags(space: str) -> Notation:
         return f"{space}<{name}>", f"{space}</{name}>"
 
     return Notation(key, key, objects=("", ""), arrays=("", ""), item=key("item"), text=("", ""))
+
+
+def in_typed_tags(key: Callable[[str], str], kind_head: Callable[[str], str], end: str) -> Notation:
+    """Return Kimi K3's: a tag around each value, which names its type; what is no text is JSON in it."""
+    return Notation(
+        lambda name: (key(name), end),
+        lambda name: (key(name), end),
+        text=("", ""),
+        free_key="/[A-Za-z0-9_-]{1,64}/",
+        kind_head=kind_head,
+        json_inside=True,
+    )
