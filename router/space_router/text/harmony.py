@@ -35,7 +35,9 @@ def harmony(cursor: Cursor, output: CallCollector, tools: Tools) -> Reading[None
         elif channel is not None and channel[1] == "analysis":
             if output.has_thought:
                 output.thought("\n")
+            output.is_thinking = True
             yield from _body(cursor, output, output.thought)
+            output.is_thinking = not (yield from cursor.peek())
         else:
             yield from _body(cursor, output, output.content)
         for end in (END, CALL, RETURN):

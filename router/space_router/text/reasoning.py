@@ -151,7 +151,7 @@ def form_with(thinking: AnswerReasoning, answer: Form | None) -> Form:
         if known.channels:
             yield from harmony(cursor, output, tools)
             return
-        inside = thinking.inside
+        inside = output.is_thinking = thinking.inside
         cursor.keep()
         yield from cursor.skip()
         has_start = yield from _takes_any(cursor, known.starts)
@@ -163,7 +163,8 @@ def form_with(thinking: AnswerReasoning, answer: Form | None) -> Form:
         cursor.let_go()
         if inside:
             yield from cursor.skip()
-            yield from content_until(cursor, output, known.ends, give=output.thought)
+            output.is_thinking = True
+            output.is_thinking = not (yield from content_until(cursor, output, known.ends, give=output.thought))
             yield from _takes_any(cursor, known.ends)
             yield from cursor.skip()
         if inside and known.wrap is not None and (yield from cursor.takes(known.wrap[0])):

@@ -126,6 +126,7 @@ class CallCollector:
         self._behind_call = False
         self._thought_space = ""  # after the latest reasoning; dropped if none follows
         self.has_thought = False  # there was reasoning
+        self.is_thinking = False  # the text read so far ends in reasoning
         self._parts: list[str | Thought | CallPiece] = []
         self.num_calls = 0  # calls begun so far
         self.is_whole = True  # the latest call's arguments are complete
@@ -188,7 +189,8 @@ class ToolCallReader:
     """Splits one streamed text into content and calls of known tools.
 
     `forced`: a grammar allows nothing but calls. Then no text is content: what is left of a call that was cut before
-    its name was certain is dropped, and if there is only one tool, it is a call of that with no arguments yet.
+    its name was certain is dropped, and if there is only one tool, it is a call of that with no arguments yet. A text
+    that was cut in its reasoning has no call.
     """
 
     def __init__(self, form: Form, tools: Collection[str] | Tools, *, forced: bool = False) -> None:
@@ -207,7 +209,7 @@ class ToolCallReader:
         next(self._reading, None)
         if not self._forced:
             return self.output.take(ended=ended)
-        if ended and not self.output.num_calls and len(self._tools) == 1:
+        if ended and not self.output.num_calls and len(self._tools) == 1 and not self.output.is_thinking:
             self.output.call(*self._tools)
         return ParsedText(tuple(part for part in self.output.take(ended=ended).parts if not isinstance(part, str)))
 

@@ -199,6 +199,18 @@ def test_the_end_of_reasoning_is_found_in_any_pieces(name: str, inside: bool, te
     assert found(*text) == whole
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_of_a_forced_call_that_is_cut_in_its_reasoning_nothing_is_a_call(name: str) -> None:
+    known = FORMATS[name]
+    for inside in (False, True) if not known.channels else (False,):
+        for text, is_call in (("Let me s", False), (f"Let me.{'<|end|>' if known.channels else known.ends[0]}", True)):
+            form = form_with(AnswerReasoning(known, inside), formats.FORMATS["hermes"].form)
+            whole = text if inside else known.starts[0] + text
+            for pieces in ([whole], list(whole)):
+                _, content, calls = read_pieces(ToolCallReader(form, ["f"], forced=True), pieces)
+                assert (content, bool(calls)) == ("", is_call), (whole, pieces)
+
+
 def test_an_answer_begins_in_reasoning_where_its_prompt_ends_in_it() -> None:
     known = FORMATS["qwen3"]
     assert at_end(known, "<|im_start|>assistant\n<think>\n") == AnswerReasoning(known, inside=True)

@@ -85,6 +85,9 @@ async def test_an_answer_that_is_cut_in_its_reasoning_has_no_content(start: Any)
             assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_tokens
             streamed = joined(await router.events("/v1/chat/completions", messages=USER, max_tokens=num_tokens))
             assert (streamed["content"], streamed["finish_reason"]) == (None, "length")
+            forced = await chat(router, max_tokens=num_tokens, tools=[F], tool_choice="required")
+            assert forced["choices"][0]["message"].get("tool_calls") is None
+            assert forced["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_call_behind_reasoning_is_a_call_and_one_inside_is_not(start: Any) -> None:
