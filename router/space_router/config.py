@@ -17,6 +17,7 @@ from space_common import default_model
 from space_common.certificate import CertificateError, CertificateFiles
 from space_common.tracing import TracingUnavailable, check_tracing
 from space_common.visible_gpus import gpus_of, num_workers_for, visible_gpus
+from space_common.worker.choices import ASKED_WEIGHTS, KV_DTYPES
 from space_common.worker.secret import SecretError, SecretFile, is_local
 
 from space_router.api_keys import ApiKey, KeySource
@@ -121,7 +122,7 @@ class ServeConfig:
     """number format of weights, keys and values; auto takes float32 on a CPU, but bfloat16 for a bfloat16 checkpoint
     where the CPU multiplies it, or operations of ours that widen it are compiled (AVX2, AVX-512), and the checkpoint's
     own on a GPU. float16 is for GPUs: a CPU computes it as exactly, but slower than float32"""
-    weights: str = _own_model("auto", one_of("auto", "plain", "int8", "fp8", "int4", "gguf", "packed"))
+    weights: str = _own_model("auto", one_of(*ASKED_WEIGHTS))
     """linears in fewer bits, made while loading: less to hold and to read at every step, and a slightly different
     model. auto: a quantised checkpoint stays as it is (packed) where compiled operations of one CPU process can
     multiply it, all else is plain; int8, on a CPU: whole numbers and a scale for each output, half the bytes of
@@ -129,7 +130,7 @@ class ServeConfig:
     a CPU: the blocks of a quantised GGUF (which gguf names, too), or four bits of AWQ, GPTQ and compressed-tensors in
     groups of 32, 64 or 128, or their eight bits without zero points; all three multiply inputs in eight bits; fp8, on a
     GPU: eight bits with a floating point (e4m3); plain: as --dtype has them"""
-    kv_dtype: str = _own_model("auto", one_of("auto", "fp8"))
+    kv_dtype: str = _own_model("auto", one_of(*KV_DTYPES))
     """of keys and values: auto as --dtype has it; fp8, on a GPU: eight bits with a floating point (e4m3), so that twice
     as many fit as in bfloat16 and half the bytes are read, for a slightly different model; our own attention takes
     them, the libraries' does not"""

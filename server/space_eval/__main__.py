@@ -1,27 +1,49 @@
-"""`spaceserve eval COMMAND …`: measure a checkpoint. Each command is a module with `add_arguments` and `run`."""
+"""`spaceserve eval COMMAND …`: measure a checkpoint."""
 
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from space_model.model_error import ModelError
 
+from space_eval.acceptance.options import add_acceptance, add_drafts, add_equivalence, add_speed
 from space_eval.bench.server_process import exit_on_sigterm
 from space_eval.flags import EvalError, check_out
+from space_eval.paper.options import add_paper
+from space_eval.quality.options import add_quality
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A command."""
+
+    module: str  # whose `run` measures; it imports torch, so it is imported when the flags have been parsed
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    summary: str
+
 
 COMMANDS = {
-    "acceptance": ("space_eval.acceptance.command", "tokens per step by k and temperature, loops apart"),
-    "drafts": ("space_eval.acceptance.drafts", "accepted drafts per step over given texts, without decoding"),
-    "speed": (
+    "acceptance": Evaluation(
+        "space_eval.acceptance.command", add_acceptance, "tokens per step by k and temperature, loops apart"
+    ),
+    "drafts": Evaluation(
+        "space_eval.acceptance.drafts", add_drafts, "accepted drafts per step over given texts, without decoding"
+    ),
+    "speed": Evaluation(
         "space_eval.acceptance.speed",
+        add_speed,
         "plain decoding against SPACE in seconds, and transformers' assisted decoding",
     ),
-    "quality": ("space_eval.quality.command", "HumanEval pass@k, ROUGE-L, bits per byte, against a base"),
-    "equivalence": ("space_eval.acceptance.equivalence", "prove that drafts change no text"),
-    "paper": ("space_eval.paper.command", "the paper's Table 1, the published figures beside ours"),
+    "quality": Evaluation(
+        "space_eval.quality.command", add_quality, "HumanEval pass@k, ROUGE-L, bits per byte, against a base"
+    ),
+    "equivalence": Evaluation("space_eval.acceptance.equivalence", add_equivalence, "prove that drafts change no text"),
+    "paper": Evaluation(
+        "space_eval.paper.command", add_paper, "the paper's Table 1, the published figures beside ours"
+    ),
 }
-"""Module (imported on use) and summary of each command."""
 
 MOVED = {
     "crowd": "in a checkout: `make crowd FLAGS=…`",
@@ -34,20 +56,15 @@ MOVED = {
 """Commands that were removed, and what to use instead."""
 
 
-def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Build the parser of all commands, with the flags of the one that `arguments` start with."""
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
     top = argparse.ArgumentParser(prog="spaceserve eval", description="Measure a checkpoint.")
     commands = top.add_subparsers(dest="command", required=True)
-    for name, (path, summary) in COMMANDS.items():
-        if name != next(iter(arguments), None):
-            commands.add_parser(name, help=summary)
-            continue
-        module = importlib.import_module(path)
-        description = getattr(module, "DESCRIPTION", (module.__doc__ or "").splitlines()[0])
-        kind = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=summary, description=description, formatter_class=kind)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    for name, evaluation in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=evaluation.summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        evaluation.add_arguments(command)
     return top
 
 
@@ -58,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"spaceserve eval {given[0]} was removed; {MOVED[given[0]]}", file=sys.stderr)
         return 2
     try:
-        options = parser(given).parse_args(given)
+        options = parser().parse_args(given)
         if options.out is not None:
             check_out(options.out)  # now, and not when everything has been measured
-        status: int = options.run(options)
+        status: int = importlib.import_module(COMMANDS[options.command].module).run(options)
     except (EvalError, ModelError) as error:
         print(f"spaceserve eval: {error}", file=sys.stderr)
         return 2

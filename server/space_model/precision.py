@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from space_common.worker.choices import WEIGHTS
 from space_kernels.build.cpu_library import CpuLibrary, cpu_library
 from space_kernels.linear.cpu_linear import STORED
 from space_kernels.linear.gguf_blocks import KINDS
@@ -30,16 +31,6 @@ def refuse_tf32() -> None:
     """Disable TF32 on a GPU, even if the environment enables it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-
-
-WEIGHTS = ("plain", "int8", "fp8", "int4", *STORED)
-"""Storage of linears' weights: plain dtype, int8 or fp8 with scales (fp8 saves nothing on a CPU), int4 in groups, the
-blocks of a GGUF, or the packed four or eight bits of AWQ, GPTQ and compressed-tensors."""
-
-ASKED_WEIGHTS = ("auto", *WEIGHTS)
-"""Values of `--weights`."""
-
-KV_DTYPES = ("auto", "fp8")  # storage of keys and values: plain dtype, or fp8 (see space_kernels/fp8.py)
 
 
 def choose_weights(

@@ -13,6 +13,7 @@ from space_common import default_model
 from space_common.default_model import DEFAULT_BASE
 from space_common.hub import Hub, HubError, is_hub_id
 from space_common.visible_gpus import VISIBLE
+from space_common.worker.choices import ASKED_WEIGHTS, KV_DTYPES
 from space_common.worker.settings import WorkerSettings
 from space_kernels.attention_backends import ATTENTION_NAMES
 from space_kernels.build import cpu_library
@@ -20,7 +21,6 @@ from space_model.checkpoint.checkpoint import Checkpoint
 from space_model.draft_networks import mtp
 from space_model.draft_networks.eagle_files import EagleFiles
 from space_model.model_error import CheckpointNotFound, InvalidSetting
-from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_model.released_adapters import AdapterFormat, split_place
 
 from space_server.tensor_parallel import RankPlace

@@ -1,6 +1,7 @@
 """Plots of evaluations, and the commands that were removed."""
 
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from space_eval.__main__ import COMMANDS, MOVED, main
 from space_eval.bench import command as bench
 from space_eval.plots import Bar, PlotError, bar_plot, line_plot
+from space_router.commands.programs import PROGRAMS
 
 
 def size(path: Path) -> tuple[int, int]:
@@ -74,3 +76,30 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     given = ["--model", "/no/model", "--prompts", "/no/prompts", "--out", f"{__file__}/out"]
     assert main(["acceptance", *given]) == 2
     assert "test_eval.py/out cannot be written: Not a directory" in capsys.readouterr().err
+
+
+HELP = """
+import sys
+from importlib import import_module
+module, *arguments = sys.argv[1:]
+program = import_module(f"{module}.__main__" if module == "space_eval" else module)
+try:
+    program.main(arguments)
+except SystemExit as exit:
+    assert exit.code in (0, 2), exit.code
+heavy = {"torch", "transformers", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+COMMAND_LINES = [
+    *(["space_eval", name, "--help"] for name in COMMANDS),
+    ["space_eval", "paper", "--k", "many"],
+    [PROGRAMS["convert"].module, "--help"],
+    [PROGRAMS["convert"].module, "from", "to", "--num-masks", "0"],
+]
+
+
+def test_help_and_wrong_flags_wait_for_no_import_of_torch() -> None:
+    for words in COMMAND_LINES:
+        found = subprocess.run([sys.executable, "-c", HELP, *words], capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr
+        assert "usage: spaceserve" in found.stdout + found.stderr

@@ -13,7 +13,7 @@ from space_eval.__main__ import COMMANDS as EVALUATIONS
 from space_eval.__main__ import parser as eval_parser
 from space_eval.bench.command import COMMANDS as BENCHMARKS
 from space_eval.bench.options import parse as parse_bench
-from space_model.convert.convert import _parser as convert_parser
+from space_model.convert.command import parser as convert_parser
 from space_model.geometry.draft_layout import DraftLayout
 from space_router.commands.programs import PROGRAMS
 from space_router.config import ServeConfig, settings
@@ -207,7 +207,7 @@ def test_every_eval_command_parses_and_none_is_missing(typed: list[list[str]]) -
     assert {words[0] for words in measuring} == set(EVALUATIONS)
     for words in measuring:
         if "--help" not in words:
-            eval_parser(words).parse_args(words)
+            eval_parser().parse_args(words)
 
 
 def test_the_computed_table_is_what_the_command_computes(documents: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from overhead_arms import PLAIN, PRUNED, Arm, arms, plain
+from space_common.worker.choices import WEIGHTS
 from space_common.worker.client import WorkerClient
 from space_common.worker.settings import parse_chances
 from space_eval.data import built_in
@@ -31,7 +32,6 @@ from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
 from space_model.networks.network import PagedKV
 from space_model.networks.sampled_step import SampledStep
-from space_model.precision import WEIGHTS
 from space_model.space_model import SpaceModel
 from space_proto import worker_pb2 as pb
 from space_server.__main__ import choose_threads

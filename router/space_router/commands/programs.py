@@ -31,5 +31,5 @@ PROGRAMS: Mapping[str, Program] = {
     "eval": Program("space_eval", "measure exactness, acceptance, quality and speed"),
     "bench": Program("space_eval.bench", "measure throughput and latency"),
     "chat": Program("space_router.commands.chat", "talk to a running server in this terminal"),
-    "convert": Program("space_model.convert.convert", "turn a checkpoint into one this server takes"),
+    "convert": Program("space_model.convert.command", "turn a checkpoint into one this server takes"),
 }

@@ -7,11 +7,9 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from space_common.repetition import is_looping, repeated_share
 from space_model.loading.load import load_model
-from space_model.precision import ASKED_WEIGHTS, KV_DTYPES
 from space_proto import worker_pb2 as pb
 from tqdm import tqdm
 
@@ -25,47 +23,11 @@ from space_eval.acceptance.generation import (
     load_tokenizer,
     torch_facts,
 )
+from space_eval.acceptance.options import add_acceptance
 from space_eval.acceptance.paired_decoding import PairedDecoder, TextsDiffer
 from space_eval.data import load_conversations
-from space_eval.flags import FlagError, given, whole
+from space_eval.flags import FlagError, given
 from space_eval.report import columns_table, figure, markdown_facts, ratio, write_report
-
-DESCRIPTION = """\
-Runs every prompt alone through the worker's own step, plain and with k drafts in turn, so that the speed-up is a ratio
-within one run. Outputs that loop are reported apart: a loop flatters acceptance. An output loops if at least half of
-its 4-grams have occurred earlier in it.
-
-With --url a running server is measured instead, with all turns of a conversation: no drafts, then exactly k of them in
-each step (`speculation: k`), the same text required. Means have the 95 % bootstrap's bounds over conversations.
-A run that was stopped goes on from its --out.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `spaceserve eval acceptance`."""
-    add = parser.add_argument
-    add("--model", default="demo", help="folder of a checkpoint, or demo (default: demo)")
-    add("--url", help="a running server instead of --model, such as http://127.0.0.1:8080")
-    add("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
-    add("--limit", type=int, help="only so many prompts (default: all)")
-    add(
-        "--chat",
-        choices=["auto", "always", "never"],
-        default="auto",
-        help="prompts through the chat template; auto: those of the fields turns and question (default: auto)",
-    )
-    add("--max-tokens", type=int, default=128, help="new tokens per prompt (default: 128)")
-    add("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="most drafts per step (default: 1–5)")
-    add("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="0 is greedy (default: 0 and 0.8)")
-    add("--seed", type=int, default=0, help="of the first prompt; each has its own (default: 0)")
-    add("--api-key-file", type=Path, help="its first line is sent as the key, with --url")
-    add("--at-once", type=whole, default=1, help="conversations at a time, with --url (default: 1)")
-    add("--layout", choices=["full", "auto"], default="full", help="(k+1)² rows, or as served (default: full)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    add("--weights", choices=ASKED_WEIGHTS, default="auto", help="as `spaceserve` has them (default: auto)")
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values (default: auto)")
-    add("--num-threads", type=int, help="of a product (default: as torch has it)")
-    add("--out", type=Path, help="folder for acceptance.md and acceptance.json")
 
 
 @dataclass(frozen=True)
@@ -143,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_flags(options: argparse.Namespace) -> None:
     """Raise FlagError for flags that are about a model that this process would load, beside --url."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_acceptance(parser)
     for name in ("model", "layout", "dtype", "weights", "kv_dtype", "num_threads"):
         if getattr(options, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,38 +20,8 @@ from space_train.training.expected_accepted import AcceptedDrafts, accepted_draf
 from tqdm import tqdm
 
 from space_eval.acceptance.generation import torch_facts
-from space_eval.flags import FlagError, number_in, whole, whole_from
+from space_eval.flags import FlagError
 from space_eval.report import columns_table, figure, markdown_facts, ratio_bounds, write_report
-
-DESCRIPTION = """\
-Computes the drafts of a step at every eighth token of the texts and counts those that the model itself chooses there
-with the same noise: what a checkpoint's drafts are worth, in a minute, without decoding. Only answers count, as in
-training. The draft heads get the text's token before their target.
-
-E-1 is the mean number of accepted drafts of a step, with the 95 % bootstrap's bounds over rows of text. Of several
-checkpoints on the same base each further one is compared with the first step by step.
-
-  spaceserve eval drafts --model smollm2 --texts held_out.jsonl
-  spaceserve eval drafts --model runs/one/model runs/two/model --texts held_out.jsonl --temperature 0 1
-
-Texts that the drafts were trained on flatter them. The texts of a model's own greedy answers say most about how it
-decodes; spaceserve eval acceptance decodes.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `spaceserve eval drafts`."""
-    add = parser.add_argument
-    add("--model", nargs="+", default=["demo"], help="folders of checkpoints, or names (default: demo)")
-    add("--texts", nargs="+", required=True, help="file, folder or dataset id, in the forms of spaceserve train --data")
-    add("--limit", type=whole, help="only so many records (default: all)")
-    add("--length", type=whole_from(16), default=512, help="ids of one row of text (default: 512)")
-    add("--rows", type=whole, help="only so many rows (default: all)")
-    add("--k", type=whole, help="drafts of a step (default: as many as all checkpoints have)")
-    temperature = number_in(0, 100, "a temperature")
-    add("--temperature", type=temperature, nargs="+", default=[0.0, 0.7, 1.0], help="0: greedy (default: 0, 0.7, 1)")
-    add("--seed", type=whole_from(0), default=0, help="of the noise (default: 0)")
-    add("--out", type=Path, help="folder for drafts.md and drafts.json")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Protocol
 
 from space_model.geometry.draft_layout import DraftLayout
@@ -30,20 +29,8 @@ from space_eval.acceptance.generation import (
     torch_facts,
 )
 from space_eval.data import load_prompts
-from space_eval.flags import number_in, whole
 from space_eval.report import columns_table, markdown_facts, write_report
 
-DESCRIPTION = """\
-Every prompt is decoded plainly, alone, and then with k drafts per step, alone and in a batch whose sequences join one
-by one. Drafts come from the checkpoint's own masks, and from outside, right and wrong on purpose: a comparison in
-which nothing is ever accepted, or nothing refused, proves nothing, and fails.
-
-  own     the masks' (a checkpoint without masks has none)      half    1 to k-1 right, then wrong
-  oracle  the plain text itself                                 wrong   the first is wrong
-
-On the CPU ids, ends and log-probabilities must agree to the last bit, in every dtype; elsewhere ids and ends. Exit
-status 1 names the first token that differs.
-"""
 BLOCK_SIZE = 16
 MOST_DRAFTS = 8
 
@@ -137,30 +124,6 @@ class CellResult:
     accepted_part: int = 0  # 0 < a < k
     accepted_whole: int = 0  # a = k, or all of a shorter chain
     difference: str | None = None  # the first, in words
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `spaceserve eval equivalence`."""
-    add = parser.add_argument
-    add("--model", default="demo", help="folder of a checkpoint, a hub id, or demo (default: demo)")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 (default: auto)")
-    add("--device", default="auto", help="auto, cpu, cuda, … (default: auto)")
-    add("--num-threads", type=int, help="of a product on the CPU (default: as torch has it)")
-    add("--prompts", type=Path, required=True, help="JSONL (prompt, question, turns, …) or text")
-    add("--limit", type=whole, default=4, help="prompts, and sequences of a batch (default: 4)")
-    add("--max-tokens", type=whole, default=48, help="new tokens per prompt (default: 48)")
-    add(
-        "--k", type=int, nargs="+", default=[1, 3, 5], help="drafts per step; own ones up to the masks (default: 1 3 5)"
-    )
-    add(
-        "--temperature",
-        type=number_in(0.0, 2.0),
-        nargs="+",
-        default=[0.0, 0.8],
-        help="0 is greedy (default: 0 and 0.8)",
-    )
-    add("--seed", type=int, nargs="+", default=[0], help="of sampled texts (default: 0)")
-    add("--out", type=Path, help="folder for equivalence.md and equivalence.json")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -38,47 +38,6 @@ from space_eval.flags import FlagError, given
 from space_eval.plots import Bar, PlotError, bar_plot
 from space_eval.report import Spread, columns_table, markdown_facts, ratio, write_report
 
-DESCRIPTION = """\
-Times plain decoding and SPACE on the same weights, machine and prompts: on each prompt they take turns, --rounds times,
-every other time in reverse order, so that a machine that gets slower in between slows both. The texts must be the same,
-id by id; where they are not, the run fails.
-"""
-
-EPILOG = """\
-examples:
-  spaceserve eval speed                                              the embedded model, built-in function heads
-  spaceserve eval speed --model PATH --prompts humaneval.jsonl --limit 16 --k 1 3 5 --temperature 0 0.8 --out speed
-  spaceserve eval speed --model PATH --against prompt-lookup         and transformers' lookup of n-grams in the prompt
-  spaceserve eval speed --model PATH --against assisted:DRAFT_FOLDER and transformers with a draft model
-
---against runs transformers' own generation loop on the base's weights, greedy, in the same run. Its ratio is over its
-own plain decoding, ours over ours; the absolute times, passes of both models, and the extra bytes stand beside.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `spaceserve eval speed`."""
-    parser.epilog = EPILOG
-    add = parser.add_argument
-    add("--model", default="demo", help="folder of a checkpoint, hub id, or demo [demo]")
-    add("--prompts", type=Path, help="JSONL (prompt, question, turns, …) or text [function heads]")
-    add("--limit", type=int, help="only so many prompts [all]")
-    add("--max-tokens", type=int, default=128, help="new tokens per prompt [128]")
-    add("--k", type=int, nargs="+", default=[1, 3, 5], help="most drafts per step [1 3 5]")
-    add("--temperature", type=float, nargs="+", default=[0.0], help="0 is greedy [0]")
-    add("--seed", type=int, default=0, help="of the first prompt; each has its own [0]")
-    add("--rounds", type=int, default=3, help="times each prompt is timed; medians are shown [3]")
-    add("--layout", choices=["auto", "full"], default="auto", help="as served, or (k+1)² rows [auto]")
-    add("--against", action="append", default=[], metavar="HOW", help="assisted:DRAFT or prompt-lookup")
-    add("--draft-tokens", type=int, help="drafts per pass of --against [transformers'; 10 for lookup]")
-    add("--allow-ties", action="store_true", help="count texts that differ and go on: a GPU's products may tie")
-    add("--mask-ids", type=int, nargs="+", help="of a checkpoint that does not say: one, or one each")
-    add("--num-masks", type=int, help="how many masks it was trained with, for --mask-ids")
-    add("--dtype", default="auto", help="auto, float32 or bfloat16 [auto]")
-    add("--device", default="auto", help="auto, cpu, cuda, … [auto]")
-    add("--num-threads", type=int, help="of a product [as torch has it]")
-    add("--out", type=Path, help="folder for speed.json, speed.md and speed.png [table only]")
-
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables. Return exit status 0, or 1 if speculation changed a text."""

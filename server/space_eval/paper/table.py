@@ -9,64 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from space_eval.acceptance.paired_decoding import PairedFigures, rates, speedup, tokens_per_step
-from space_eval.paper.protocol import MeasuredQuestion, PaperTask
+from space_eval.paper.protocol import MeasuredQuestion
+from space_eval.paper.tasks import PaperTask, PublishedFigure, PublishedModel
 from space_eval.plots import Bar, bar_plot
 from space_eval.quality.humaneval import CodingProblem, check, pass_at_k
 from space_eval.quality.scores import rouge_l
 from space_eval.report import Spread, columns_table, markdown_facts, write_report
-
-FOR_SCALE = "LLaMA-2-7B"  # reference for models of families not in the paper
-
-
-@dataclass(frozen=True)
-class PublishedFigure:
-    """One cell of the table."""
-
-    tokens_per_step: float
-    speedup: float  # over plain decoding
-
-
-@dataclass(frozen=True)
-class PublishedModel:
-    """One row of the table."""
-
-    name: str
-    family: str
-    figures: dict[str, PublishedFigure]  # by task
-
-
-def _published(name: str, family: str, *cells: tuple[float, float]) -> PublishedModel:
-    figures = [PublishedFigure(*cell) for cell in cells]
-    return PublishedModel(name, family, dict(zip(("xsum", "human_eval", "cip"), figures, strict=True)))
-
-
-# (tokens per step, speed-up) of each task; greedy, batch 1, k=5 (arXiv 2402.11809, Table 1)
-PUBLISHED = {
-    model.name: model
-    for model in (
-        _published("ChatGLM-3-6B", "chatglm", (2.04, 1.48), (3.34, 2.73), (1.80, 1.50)),
-        _published("LLaMA-2-7B", "llama-2", (2.23, 1.94), (3.54, 3.18), (1.85, 1.71)),
-        _published("LLaMA-2-13B", "llama-2", (2.36, 2.10), (3.76, 3.44), (1.99, 1.81)),
-        _published("Qwen-14B", "qwen", (2.15, 1.94), (3.51, 3.18), (1.85, 1.70)),
-        _published("InternLM-20B", "internlm", (2.15, 1.96), (3.31, 3.19), (1.80, 1.64)),
-        _published("Falcon-40B", "falcon", (2.17, 2.01), (3.58, 3.61), (1.96, 2.03)),
-        _published("LLaMA-2-70B", "llama-2", (2.54, 2.35), (4.32, 4.01), (2.09, 1.91)),
-    )
-}
-"""Published rows by model name."""
-
-
-def published_for(family: str, model_name: str) -> PublishedModel:
-    """Return the family's row of the size in `model_name` (such as 13b), else of its smallest size.
-
-    A family that the paper has not measured gets LLaMA-2-7B as a rough reference.
-    """
-    rows = [row for row in PUBLISHED.values() if row.family == family.removesuffix("-chat")]
-    sizes = {size.upper() for size in re.findall(r"\d+b(?![a-z])", model_name.lower())}
-    for row in rows:
-        if row.name.rpartition("-")[2] in sizes:
-            return row
-    return rows[0] if rows else PUBLISHED[FOR_SCALE]
 
 
 @dataclass(frozen=True)

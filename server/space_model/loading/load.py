@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from space_common.worker.choices import KV_DTYPES
 from space_kernels.dispatch import Ops, ops_for
 from space_kernels.linear.cpu_linear import STORED
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -54,7 +55,7 @@ from space_model.networks.own_attention.attach import attach as attach_own_atten
 from space_model.networks.recurrent.attach import attach as attach_recurrent
 from space_model.networks.tensor_parallel import Share
 from space_model.networks.transformers_network import ATTENTION_NAME, TransformersNetwork, attach, make_row_invariant
-from space_model.precision import KV_DTYPES, choose_device, choose_dtype, choose_weights, refuse_tf32
+from space_model.precision import choose_device, choose_dtype, choose_weights, refuse_tf32
 from space_model.recurrent_head import load_recurrent_head
 from space_model.space_model import SpaceModel
 from space_model.stored_weights import numbers_or_rows_of, release, rows_of, stored_of, table_of

@@ -14,32 +14,35 @@ from space_eval.flags import FlagError, JournalError, RecordError
 from space_eval.paper import command
 from space_eval.paper import table as table_module
 from space_eval.paper.command import _family
+from space_eval.paper.options import add_paper
 from space_eval.paper.protocol import (
-    FAMILIES,
-    TASKS,
     FittedPrompt,
     MeasuredQuestion,
     PromptedModel,
-    Question,
     Turn,
-    family_of,
-    load_questions,
     open_journal,
-    place_and_split,
     weights_digest,
 )
 from space_eval.paper.table import (
-    PUBLISHED,
     PaperRow,
-    PublishedFigure,
     draw,
     exact_match_quality,
     pass_quality,
-    published_for,
     rouge_quality,
     summarise,
     to_markdown,
     write_paper,
+)
+from space_eval.paper.tasks import (
+    FAMILIES,
+    PUBLISHED,
+    TASKS,
+    PublishedFigure,
+    Question,
+    family_of,
+    load_questions,
+    place_and_split,
+    published_for,
 )
 from space_eval.quality.humaneval import FLAG
 from space_train.training.published_options import EVALUATION_OPTIONS
@@ -179,7 +182,7 @@ def test_help_maps_every_option_of_the_published_script(capsys: pytest.CaptureFi
 
 def test_the_flags_named_beside_the_published_ones_exist() -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_paper(parser)
     known = {flag for action in parser._actions for flag in action.option_strings}
     for option in EVALUATION_OPTIONS:
         if option.ours.startswith("--"):

@@ -28,6 +28,7 @@ from space_eval.quality.humaneval import (
     run_program,
     self_check,
 )
+from space_eval.quality.options import add_quality
 
 SMALL = ExecutionLimits(seconds=20.0, memory=256 << 20, file_bytes=1 << 16)
 
@@ -59,7 +60,7 @@ def test_no_program_of_a_model_runs_without_leave(
 
 def test_tasks_without_programs_need_no_leave(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_quality(parser)
     assert not parser.parse_args([]).allow_code_execution
     assert parser.parse_args([FLAG]).allow_code_execution
 
@@ -338,7 +339,7 @@ def test_hub_data_without_a_network_is_one_line_with_the_cure(monkeypatch: pytes
 
 def run_self_check(data: Path) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_quality(parser)
     return command.run(parser.parse_args(["--self-check", "--data", str(data), "--limit", "2", FLAG]))
 
 

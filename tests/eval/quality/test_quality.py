@@ -20,6 +20,7 @@ from space_eval.flags import RecordError
 from space_eval.quality import command
 from space_eval.quality.humaneval import FLAG
 from space_eval.quality.model import QualityModel, WritingSettings
+from space_eval.quality.options import add_quality
 from space_eval.quality.perplexity import PerplexityMeter, TextScore, load_texts, windows
 from space_eval.quality.scores import ComparisonOutcome, Score, compare, interval, rouge_l, rouge_l_sum
 from space_eval.quality.tasks import Answers, HumanEval, Summarise, TaskPrompt, open_answers
@@ -216,7 +217,7 @@ def data(tmp_path: Path) -> Path:
 
 def run(model: Path, data: Path, *flags: str, tasks: tuple[str, ...] = ("humaneval=he", "summarise=sum")) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_quality(parser)
     named = ",".join(f"{name}={data / file}.jsonl" for name, _, file in (task.partition("=") for task in tasks))
     arguments = ["--model", str(model), "--tasks", named, "--max-tokens", "12", "--dtype", "float32", FLAG]
     return command.run(parser.parse_args([*arguments, *flags]))
@@ -365,7 +366,7 @@ def test_settings_that_cannot_be_are_one_line(
 )
 def test_unknown_or_doubled_tasks_are_refused(value: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_quality(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--tasks", value])
     assert words in capsys.readouterr().err

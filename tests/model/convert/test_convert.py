@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from space_model.adapters import GatedLora
 from space_model.checkpoint.checkpoint import Checkpoint
-from space_model.convert.convert import Wish, convert, main
+from space_model.convert.command import main
+from space_model.convert.convert import Wish, convert
 from space_model.convert.source import ConvertError
 from space_model.heads import BaseSpec
 from space_model.loading.load import load_model
