@@ -1,4 +1,4 @@
-"""SPACE ≡ plain, bitwise, where layers are recurrent: the gated delta rule, Mamba-2 and short convolutions."""
+"""SPACE ≡ plain, bitwise, where layers are recurrent: the gated delta rule, Mamba-2, Mamba and short convolutions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ FEW: dict[str, tuple[object, ...]] = {
     "context": ("short",),
 }
 SOME = ("none", "repetition", "top_p", "bad_words", "allowed_ids", "stop_id")
-HYBRIDS = ("ids-qwen3_next", "own-qwen3_5", "ids-lfm2", "own-granite4", "ids-falcon_h1", "ids-nemotron_h")
+HYBRIDS = (
+    "ids-qwen3_next",
+    "own-qwen3_5",
+    "ids-lfm2",
+    "own-granite4",
+    "ids-falcon_h1",
+    "ids-nemotron_h",
+    "own-jamba",
+    "ids-lfm3",
+)
 """Masks with ids, or the checkpoint's own gated adapter."""
 
 

@@ -83,6 +83,14 @@ WIDTHS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 256, "laurel_rank": 64, "sliding_window": 128,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
+    "jamba": {  # Jamba's 3B: one layer that attends, two of Mamba
+        "hidden_size": 2560, "intermediate_size": 8192, "num_heads": 20, "kv_heads": 1, "head_dim": 128,
+        "mamba_d_state": 16, "mamba_dt_rank": 160, "num_experts": 1,
+    },
+    "lfm3": {  # transformers' defaults
+        "hidden_size": 2048, "intermediate_size": 7680, "num_heads": 16, "kv_heads": 4, "head_dim": 128,
+        "sliding_window": 128,
+    },
 }  # fmt: skip
 """Fields of config.json as published, but for layers, experts and vocabulary."""
 

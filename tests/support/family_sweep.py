@@ -104,6 +104,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]}, "granitemoeshared": {"shared_intermediate_size": 64},
     "gemma3": {"vision_config": _SMALL_IMAGES, "mm_tokens_per_image": 4},
     **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe")},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "num_hidden_layers": 3},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "moshi": {"audio_vocab_size": 16},
     "zaya": {"num_experts_per_tok": 1}, **{kind: {"rope_parameters": _SECTIONS} for kind in _MULTIMODAL_ROPE},
     "glm4v_moe_text": {"rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 2]}},
@@ -354,7 +356,7 @@ ONLY_WITH = dict.fromkeys((*_LATENT, "kimi_k25", "mistral4"), "latent attention 
     "falcon": "GPU: with linear biases (`alibi`, as in falcon-rw) with `--attention torch`",
     **dict.fromkeys(("llama4", "llama4_text"), "GPU: with `--attention torch`"),
     **dict.fromkeys(
-        (*HYBRIDS, "lfm2_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"),
+        (*HYBRIDS, "lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "qwen3_5", "qwen3_5_moe"),
         "recurrent layers; GPU: by torch, in host steps",
     ),
     **dict.fromkeys(

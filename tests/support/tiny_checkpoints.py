@@ -144,6 +144,15 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "xglm": {"model_type": "xglm", "ffn_dim": 128},
     "alibi_llama": {"model_type": "alibi_llama"},
+    "lfm3": {
+        "model_type": "lfm3", "num_hidden_layers": 4, "sliding_window": 24,
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+    },
+    "jamba": {
+        "model_type": "jamba", "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 12,
+        **_MOE,
+    },
 }  # fmt: skip
 """Families that compute their attention themselves (`bloom` has linear biases), one whose angles depend on the served
 window, and latent attention (MLA) with queries from one linear, as in V2-Lite, or from two. MiMo has values of another
@@ -152,8 +161,8 @@ ones have embeddings for every layer, and the last layers read the keys and valu
 keys are values, too, and some have experts. Llama 4 has layers that see chunks of positions, one without rotary
 positions whose queries are scaled by position, and experts of scaled rows. Gemma 3n passes on four versions of every
 row, and XGLM adds its positions to embeddings. `alibi_llama` is Baichuan of 13B. Of the hybrids, whose layers are
-recurrent or attend, the first four have a gated delta rule, LFM2 short convolutions, the others Mamba-2's scan:
-Falcon-H1 beside attention in every layer, with factors everywhere."""
+recurrent or attend, the first four have a gated delta rule, LFM2 and LFM3 short convolutions, Jamba Mamba's scan, the
+others Mamba-2's: Falcon-H1 beside attention in every layer, with factors everywhere."""
 
 
 _FEW_IMAGES = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}

@@ -356,6 +356,7 @@ class RecurrenceStruct(Structure):
         ("num_runs", c_int64),
         ("mask_groups", c_void_p),
         ("rule", c_int),
+        ("rates", c_void_p),
     )
 
 

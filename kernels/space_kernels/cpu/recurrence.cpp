@@ -15,7 +15,7 @@ int64_t up(int64_t width) { return (width + LANES - 1) / LANES * LANES; }
 struct Head {
     const Recurrence& r;
     int64_t head, rows, width, padded;  // the state is [rows, width], in memory [rows, padded]
-    std::vector<float> now, aside, first, second, made;
+    std::vector<float> now, aside, first, second, made, rates;
 
     Head(const Recurrence& r, int64_t head) : r(r), head(head) {
         rows = r.rule == Rule::DELTA ? r.deep : r.wide;
@@ -26,6 +26,10 @@ struct Head {
         first.assign(padded, 0.0f);
         second.assign(padded, 0.0f);
         made.assign(padded, 0.0f);
+        if (r.rule != Rule::CHANNELS) return;
+        rates.assign(rows * padded, 0.0f);
+        const float* from = r.rates + head * rows * width;
+        for (int64_t i = 0; i < rows; ++i) std::copy(from + i * width, from + (i + 1) * width, &rates[i * padded]);
     }
 
     float* kept(int64_t slot, int64_t version) const {
@@ -46,6 +50,8 @@ struct Head {
         const float* key = r.keys + (row * r.groups + shared) * r.deep;
         const float* vector = r.vectors + (row * r.groups + shared) * r.deep;
         const float* value = r.values + (row * r.heads + head) * r.wide;
+        if (r.rule == Rule::CHANNELS)
+            return channels(state, vector, key, value, r.gates + (row * r.heads + head) * r.wide, out);
         const float decay = r.gates[(row * 2) * r.heads + head], strength = r.gates[(row * 2 + 1) * r.heads + head];
         if (r.rule == Rule::DELTA)
             delta(state, vector, key, value, decay, strength, out);
@@ -97,6 +103,24 @@ struct Head {
             for (int64_t n = 0; n < padded; n += LANES) {
                 float* place = state + p * padded + n;
                 const Lanes grown = fma(same(into), load(&first[n]), mul(same(decay), load(place)));
+                store(place, grown);
+                sum = fma(load(&second[n]), grown, sum);
+            }
+            if (out) out[p] = total(sum);
+        }
+    }
+
+    // S ← exp(Δ·A)·S + (Δ·x) ⊗ b, each channel with a Δ of its own;  out = S·c;  S [wide, deep]
+    void channels(float* state, const float* c, const float* b, const float* x, const float* steps, float* out) {
+        std::copy(b, b + width, first.begin());
+        std::copy(c, c + width, second.begin());
+        for (int64_t p = 0; p < rows; ++p) {
+            const Lanes step = same(steps[p]), into = same(steps[p] * x[p]);
+            Lanes sum = zeros();
+            for (int64_t n = 0; n < padded; n += LANES) {
+                float* place = state + p * padded + n;
+                const Lanes decay = exp(mul(step, load(&rates[p * padded + n])));
+                const Lanes grown = fma(into, load(&first[n]), mul(decay, load(place)));
                 store(place, grown);
                 sum = fma(load(&second[n]), grown, sum);
             }

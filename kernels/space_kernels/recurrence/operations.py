@@ -1,4 +1,4 @@
-"""The operations of recurrent layers: a convolution over few rows, the gated delta rule, and Mamba-2's scan.
+"""The operations of recurrent layers: a convolution over few rows, the gated delta rule, and the scans of Mamba.
 
 Convolutions and gates are element-wise sums over rows, and states advance row by row, in tensors of one sequence, so a
 row has the same bits whatever else a step computes. On a CPU the compiled operation (cpu/recurrence.cpp) advances
@@ -35,8 +35,8 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, memory: LayerMemory
 
 
 def with_logged(gates: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
-    """Return the gates of replayed rows and the step's: gates [R, 2, H] float32 -> [replayed rows + R, 2, H]. The
-    step's are logged."""
+    """Return the gates of replayed rows and the step's: gates [R, 2, H] float32 -> [replayed rows + R, 2, H], or
+    [R, 1, num_logged] likewise. The step's are logged."""
     assert memory.gates is not None
     read_from, log = step.gate_rows
     both = torch.cat([memory.gates[read_from], gates])
@@ -44,7 +44,7 @@ def with_logged(gates: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
     return both
 
 
-_DELTA, _SCAN = 0, 1
+_DELTA, _SCAN, _CHANNELS = 0, 1, 2
 """`Rule` of cpu/recurrence.h."""
 
 
@@ -61,11 +61,13 @@ def _compiled(
     state: Tensor,
     step: StateStep,
     out: Tensor,
+    rates: Tensor | None,
 ) -> Tensor:
     """Advance every sequence's state by its rows, and fill out [R, H, …]. vectors: what the state is multiplied by,
     what it grows by, and the values."""
     first, second, values = (part.contiguous() for part in vectors)
     gates = gates.contiguous()
+    rates = None if rates is None else rates.contiguous()
     struct = RecurrenceStruct(
         first.data_ptr(),
         second.data_ptr(),
@@ -82,6 +84,7 @@ def _compiled(
         len(step.runs),
         step.groups.ctypes.data,
         rule,
+        None if rates is None else rates.data_ptr(),
     )
     library.recur(byref(struct), torch.get_num_threads())
     return out
@@ -119,12 +122,13 @@ def _recur(
     state: Tensor,
     step: StateStep,
     advance: NextState,
+    rates: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs [R, H, …] of the rows: by the compiled operation where it can be had, else by `advance`."""
     values = vectors[2]
     out = values.new_zeros(len(values) - step.num_replayed, *values.shape[1:])
     if (library := _library(state)) is not None:
-        return _compiled(library, rule, vectors, gates, state, step, out)
+        return _compiled(library, rule, vectors, gates, state, step, out, rates)
     return _scan(advance, out, state, step)
 
 
@@ -164,3 +168,21 @@ def selective_scan(x: Tensor, b: Tensor, c: Tensor, gates: Tensor, state: Tensor
         return now, (now * out_of).sum(2)
 
     return _recur(_SCAN, (c, b, x), gates, state, step, advance)
+
+
+def channel_scan(
+    x: Tensor, b: Tensor, c: Tensor, delta: Tensor, rates: Tensor, state: Tensor, step: StateStep
+) -> Tensor:
+    """Return the outputs of Mamba's recurrence (arXiv 2312.00752, algorithm 2), [R, H, P]:
+
+        S ← exp(Δ·A)·S + (Δ·x) ⊗ b;   out = S·c
+
+    x and Δ (`delta`) [N, H, P], A (`rates`, below zero) [H, P, D], b, c [N, 1, D], all float32; N: replayed rows and
+    the step's; H·P: the channels, each with a Δ of its own. state [slots, versions, H, P, D], float32, advances."""
+
+    def advance(now: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        steps = delta[row, :, :, None]
+        now = now * (steps * rates).exp() + (x[row, :, :, None] * steps) * b[row, 0]
+        return now, (now * c[row, 0]).sum(2)
+
+    return _recur(_CHANNELS, (c, b, x), delta, state, step, advance, rates)

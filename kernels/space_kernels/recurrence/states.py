@@ -39,12 +39,19 @@ class LayerState(NamedTuple):
     conv_dim: int  # numbers of a row that are convolved
     num_taps: int  # rows that a convolution spans, the last being its own
     shape: tuple[int, ...] = ()  # heads, and the two dimensions of a head's state; (): the convolution is all
+    num_logged: int = 0  # numbers of a row, beside what is convolved, that advance the state; 0: GATES of each head
+    begins_anew: bool = False  # transformers' pass over several rows begins with zeros, whatever was before
 
     def num_bytes(self, most_drafts: int) -> int:
         """Return what it takes of memory for each sequence."""
         rows = (most_drafts + self.num_taps - 1) * self.conv_dim
-        gates = most_drafts * GATES * self.shape[0] if self.shape else 0
+        gates = most_drafts * math.prod(self.logged) if self.shape else 0
         return 4 * VERSIONS * (rows + gates + (math.prod(self.shape) if self.shape else 0))
+
+    @property
+    def logged(self) -> tuple[int, int]:
+        """Return the shape of what is logged of a row beside what is convolved."""
+        return (1, self.num_logged) if self.num_logged else (GATES, self.shape[0])
 
     @property
     def kept_bytes(self) -> int:
@@ -56,7 +63,7 @@ class LayerMemory(NamedTuple):
     """The memory of one layer, all in float32; V: versions."""
 
     inputs: Tensor  # [slots, V, most drafts + taps - 1, conv dim]: of the last known rows, before the convolution
-    gates: Tensor | None  # [slots, V, most drafts, 2, heads]: of the last known rows
+    gates: Tensor | None  # [slots, V, most drafts, 2, heads] or [..., 1, num_logged]: of the last known rows
     state: Tensor | None  # [slots, V, heads, …]
     kept_inputs: Tensor  # [kept, taps - 1, conv dim]: of states that are kept for other sequences
     kept_state: Tensor | None  # [kept, heads, …]
@@ -97,7 +104,7 @@ class RecurrentStates:
         kept = torch.zeros(self.num_kept, layer.num_taps - 1, layer.conv_dim, device=self.device)
         if not layer.shape:
             return LayerMemory(inputs, None, None, kept, None)
-        gates, state = zeros(self.most_drafts, GATES, layer.shape[0]), zeros(*layer.shape)
+        gates, state = zeros(self.most_drafts, *layer.logged), zeros(*layer.shape)
         return LayerMemory(inputs, gates, state, kept, torch.zeros(self.num_kept, *layer.shape, device=self.device))
 
     @property

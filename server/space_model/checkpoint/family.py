@@ -158,6 +158,8 @@ def _refuse_sizes(name: str, config: PreTrainedConfig) -> None:
     chosen = _field(config, "num_experts_per_tok")
     for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         count = _field(config, field)
+        if config.model_type == "jamba" and count == 1:
+            continue  # its layers are dense then, and nothing is chosen
         if isinstance(count, int) and isinstance(chosen, int) and count > 0 and not 1 <= chosen <= count:
             raise UnsupportedModel(
                 f"num_experts_per_tok in the config.json of {name} is {chosen}, of {count} experts ({field}); it must "

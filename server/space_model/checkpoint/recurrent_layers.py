@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from space_kernels.recurrence.states import LayerState
@@ -14,8 +15,10 @@ HYBRIDS: Mapping[str, frozenset[str]] = {
     "bamba": _DELTA,
     "falcon_h1": frozenset({"hybrid"}),
     "granitemoehybrid": _DELTA,
+    "jamba": _DELTA,
     "lfm2": frozenset({"conv"}),
     "lfm2_moe": frozenset({"conv"}),
+    "lfm3": frozenset({"conv"}),
     "nemotron_h": frozenset({"linear_attention", "mlp", "moe"}),
     "olmo_hybrid": _DELTA,
     "qwen3_5_moe_text": _DELTA,
@@ -29,7 +32,6 @@ _MAMBA_1 = "have layers of Mamba's first version, which decay each channel on it
 _OF_ITS_OWN = "have linear_attention layers of their own kind"
 UNSERVED_LAYERS: Mapping[str, str] = {
     "falcon_mamba": _NO_KEYS,
-    "jamba": _MAMBA_1,
     "kimi_linear": f"{_OF_ITS_OWN} (Kimi delta attention), which decay each channel of a key on its own",
     "mamba": _NO_KEYS,
     "mamba2": _NO_KEYS,
@@ -62,12 +64,12 @@ def attending_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
 def _kinds(config: PreTrainedConfig) -> tuple[str, ...]:
     if config.model_type not in HYBRIDS:
         return ()
-    found = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    found = getattr(config, "layer_types", None)
     return tuple(found or ())
 
 
 def _state(config: PreTrainedConfig) -> LayerState:
-    if config.model_type.startswith("lfm2"):
+    if config.model_type.startswith(("lfm2", "lfm3")):
         return LayerState(int(config.hidden_size), int(config.conv_L_cache))
     if hasattr(config, "linear_num_value_heads"):
         heads, width = int(config.linear_num_value_heads), int(config.linear_value_head_dim)
@@ -75,6 +77,8 @@ def _state(config: PreTrainedConfig) -> LayerState:
         return LayerState(
             2 * key_heads * key_dim + heads * width, int(config.linear_conv_kernel_dim), (heads, key_dim, width)
         )
+    if config.model_type == "jamba":
+        return _of_channels(int(config.mamba_expand * config.hidden_size), config)
     if config.model_type == "nemotron_h":
         heads, width, size = int(config.mamba_num_heads), int(config.mamba_head_dim), int(config.ssm_state_size)
         groups, taps, inner = int(config.n_groups), int(config.conv_kernel), heads * width
@@ -88,3 +92,14 @@ def _state(config: PreTrainedConfig) -> LayerState:
             "config.json of the original checkpoint."
         )
     return LayerState(inner + 2 * groups * size, taps, (heads, width, size))
+
+
+_CHANNELS = 64
+"""Channels of Mamba's first version that are computed together."""
+
+
+def _of_channels(inner: int, config: PreTrainedConfig) -> LayerState:
+    """Return the state of Mamba's first version, in which each channel decays on its own."""
+    together = math.gcd(inner, _CHANNELS)
+    size, taps = int(config.mamba_d_state), int(config.mamba_d_conv)
+    return LayerState(inner, taps, (inner // together, together, size), inner + 2 * size, begins_anew=True)

@@ -25,7 +25,8 @@ class StateBefore:
         self.inputs: Tensor | None = None  # [C, taps], once the rows are known
         self.state: Tensor | None = None  # [heads, …] float32
         if layer.shape:
-            self.state = (STATE_SIZE * torch.randn(layer.shape, generator=generator)).to(device)
+            noise = STATE_SIZE * torch.randn(layer.shape, generator=generator)
+            self.state = (torch.zeros_like(noise) if layer.begins_anew else noise).to(device)
 
     def beside(self, rows: Tensor) -> Tensor:
         """Return [1, C, taps]: the inputs before rows [1, C, R], in their dtype."""
@@ -65,7 +66,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return joined
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_: object, **__: object) -> Tensor:
-        self.states_left.append(recurrent_states[0])
+        self.states_left.append(recurrent_states[0].reshape(self.before.layer.shape))
         return recurrent_states
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from space_kernels.build.cpu_library import cpu_library
 from space_kernels.paging.step_rows import StepRows
 from space_kernels.recurrence import operations
-from space_kernels.recurrence.operations import convolve, gated_delta_rule, selective_scan, with_logged
+from space_kernels.recurrence.operations import channel_scan, convolve, gated_delta_rule, selective_scan, with_logged
 from space_kernels.recurrence.states import LayerState, RecurrentStates, StateStep
 from space_model.geometry.draft_layout import DraftLayout
 from space_model.geometry.forward_batch import ForwardBatch, Segment
@@ -18,7 +18,7 @@ from torch import Tensor
 
 HEADS, GROUPS, WIDE, DEEP, TAPS = 4, 2, 6, 5, 4
 CONV = 2 * GROUPS * DEEP + HEADS * WIDE
-SHAPES = {"delta": (HEADS, DEEP, WIDE), "scan": (HEADS, WIDE, DEEP), "conv": ()}
+SHAPES = {"delta": (HEADS, DEEP, WIDE), "scan": (HEADS, WIDE, DEEP), "conv": (), "channels": (HEADS, WIDE, DEEP)}
 MOST = 5  # drafts
 FULL = DraftLayout.full(3, 5)
 
@@ -39,8 +39,14 @@ class Text:
 
 GENERATOR = torch.Generator().manual_seed(99)
 WEIGHT, BIAS = torch.randn(CONV, TAPS, generator=GENERATOR), torch.randn(CONV, generator=GENERATOR)
+RATES = -torch.rand(HEADS, WIDE, DEEP, generator=GENERATOR)
 MASKS = Text(1234)
 """Rows of masks: that of mask j of the group behind position p is 10·(p mod 6) + j."""
+
+
+def steps_of(gates: Tensor) -> Tensor:
+    """Return the Δ of each channel [..., HEADS, WIDE], from gates [..., 2, HEADS]."""
+    return gates[..., 0, :, None] + gates[..., 1, :, None] * torch.arange(WIDE)
 
 
 def mask_row(position: int, mask: int) -> int:
@@ -85,6 +91,9 @@ def computed(kind: str, inputs: Tensor, gates: Tensor, state: Tensor, step: Stat
         heads = (part.reshape(len(part), -1, width) for part, width in ((q, DEEP), (0.3 * k, DEEP), (v, WIDE)))
         return gated_delta_rule(*heads, gates, state, step)
     b, c, x = torch.split(inputs, [GROUPS * DEEP, GROUPS * DEEP, HEADS * WIDE], dim=1)
+    if kind == "channels":
+        rows = (x.reshape(len(x), HEADS, WIDE), b[:, None, :DEEP], c[:, None, :DEEP])
+        return channel_scan(*rows, steps_of(gates), RATES, state, step)
     heads = (part.reshape(len(part), -1, width) for part, width in ((x, WIDE), (b, DEEP), (c, DEEP)))
     return selective_scan(*heads, gates, state, step)
 
@@ -120,6 +129,8 @@ def dense(kind: str, rows: Tensor, gates: Tensor) -> Tensor:
         return conv
     first, second, third = torch.split(conv, [GROUPS * DEEP, GROUPS * DEEP, HEADS * WIDE], dim=1)
     first, second = (part.view(-1, GROUPS, DEEP).repeat_interleave(HEADS // GROUPS, 1) for part in (first, second))
+    if kind == "channels":
+        return dense_channels(third.view(-1, HEADS, WIDE), first[:, 0], second[:, 0], steps_of(gates.double()))
     values, state = third.view(-1, HEADS, WIDE), torch.zeros(HEADS, DEEP, WIDE, dtype=torch.float64)
     out = []
     for number, (decay, strength) in enumerate(gates.double()):
@@ -133,6 +144,17 @@ def dense(kind: str, rows: Tensor, gates: Tensor) -> Tensor:
             state = state + torch.einsum("hd,he->hde", first[number], strength[:, None] * values[number])
             out.append(torch.einsum("hd,hde->he", second[number], state))
     return torch.stack(out)
+
+
+def dense_channels(x: Tensor, b: Tensor, c: Tensor, delta: Tensor) -> Tensor:
+    """Return the same of Mamba: output t is the sum of what each row before t has left, faded since."""
+    since = delta.cumsum(0)
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for before in range(row + 1):
+            fade = ((since[row] - since[before])[:, :, None] * RATES.double()).exp()
+            out[row] += (fade * (b[before] * c[row])).sum(2) * delta[before] * x[before]
+    return out
 
 
 KINDS = pytest.mark.parametrize("kind", SHAPES)
@@ -257,7 +279,9 @@ def test_steps_that_do_not_go_on_where_the_state_is_are_refused() -> None:
         memory.step([Part(Text(1), 0, 5, 1, DraftLayout(6, (0,) * 7))])
 
 
-@pytest.mark.parametrize(("rule", "deep", "wide"), [("delta", 128, 128), ("delta", 96, 192), ("scan", 256, 64)])
+@pytest.mark.parametrize(
+    ("rule", "deep", "wide"), [("delta", 128, 128), ("delta", 96, 192), ("scan", 256, 64), ("channels", 16, 64)]
+)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_heads_of_real_sizes_have_the_same_bits_in_chunks_and_are_those_of_torch(
     rule: str, deep: int, wide: int, threads: int, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +291,9 @@ def test_heads_of_real_sizes_have_the_same_bits_in_chunks_and_are_those_of_torch
     first, second = (torch.randn(count, groups, deep, generator=generator) * deep**-0.5 for _ in range(2))
     values = torch.randn(count, heads, wide, generator=generator)
     gates = torch.rand(count, 2, heads, generator=generator)
-    operation = gated_delta_rule if rule == "delta" else selective_scan
+    operation: Callable[..., Tensor] = gated_delta_rule if rule == "delta" else selective_scan
+    rates = -torch.rand(heads, wide, deep, generator=generator)
+    delta = torch.rand(count, heads, wide, generator=generator)
     shape = (heads, deep, wide) if rule == "delta" else (heads, wide, deep)
 
     def compute(chunks: Sequence[int]) -> Tensor:
@@ -281,7 +307,11 @@ def test_heads_of_real_sizes_have_the_same_bits_in_chunks_and_are_those_of_torch
             vectors = (first[rows], second[rows], values[rows])
             if rule == "scan":
                 vectors = (values[rows], second[rows], first[rows])
-            parts.append(operation(*vectors, gates[rows], state, step))
+            if rule == "channels":
+                one = values[rows], second[rows, :1], first[rows, :1], delta[rows]
+                parts.append(channel_scan(*one, rates, state, step))
+            else:
+                parts.append(operation(*vectors, gates[rows], state, step))
             states.commit(step)
             start += length
         return torch.cat(parts)
@@ -298,6 +328,6 @@ def test_heads_of_real_sizes_have_the_same_bits_in_chunks_and_are_those_of_torch
 
 
 def test_memory_is_counted_as_it_is_allocated() -> None:
-    layers = {0: LayerState(CONV, TAPS, SHAPES["delta"]), 3: LayerState(8, 3)}
+    layers = {0: LayerState(CONV, TAPS, SHAPES["delta"]), 3: LayerState(8, 3), 4: LayerState(8, 3, (2, 4, 3), 14)}
     states = RecurrentStates(layers, 6, MOST)
     assert states.num_bytes == 6 * sum(layer.num_bytes(MOST) for layer in layers.values())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_sweep import paged_logits
+from safetensors.torch import load_file, save_file
 from space_model.checkpoint.recurrent_layers import HYBRIDS
 from space_model.geometry.forward_batch import ForwardBatch, Segment
 from space_model.loading.load import load_model
@@ -33,6 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "the norm before the gate": ("falcon_h1", {"mamba_norm_before_gate": True}),
     "no experts, and rotary positions": ("granite4", {"num_local_experts": 0, "position_embedding_type": "rope"}),
     "a least step": ("nemotron_h", {"time_step_min": 0.05, "use_conv_bias": False}),
+    "one bias less, one more": ("jamba", {"mamba_conv_bias": False, "mamba_proj_bias": True, "num_experts": 1}),
+    "neither gates nor norms": ("lfm3", {"use_attention_gate": False, "use_sandwich_norm": False}),
 }
 
 
@@ -62,7 +67,7 @@ def test_so_are_those_of_what_configs_may_say(name: str, tmp_path: Path) -> None
     check(tiny_checkpoint(tmp_path, family, num_masks=0, **fields))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2", "jamba"])
 @pytest.mark.parametrize("how", [{}, {"weights": "int8"}, {"attention": "torch"}], ids=str)
 def test_in_bfloat16_chunks_have_the_same_bits(family: str, how: dict[str, str], tmp_path: Path) -> None:
     model = load_model(tiny_checkpoint(tmp_path, family, num_masks=0), dtype="bfloat16", **how)
@@ -97,6 +102,26 @@ def test_a_lora_acts_on_the_linears_of_recurrent_layers(tmp_path: Path) -> None:
     assert not torch.allclose(logits(number), logits(None), atol=1e-2)
 
 
+def test_a_lora_on_every_linear_of_jamba_acts_as_merged_weights(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "base", "jamba", num_masks=0)
+    lora = tiny_lora(tmp_path / "lora", path, linears=("in_proj", "x_proj", "dt_proj", "out_proj"))
+    config = json.loads((lora / "adapter_config.json").read_text())
+    pairs = load_file(lora / "adapter_model.safetensors")
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in pairs if name.endswith("lora_A.weight")]:
+        merged = pairs[name.replace("lora_A", "lora_B")] @ pairs[name] * (config["lora_alpha"] / config["r"])
+        weights[name.removeprefix("base_model.model.").replace("lora_A.", "")] += merged
+    shutil.copytree(path, tmp_path / "merged")
+    save_file(weights, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(path, dtype="float32", loras={"mine": lora})
+    assert model.loras is not None
+    (number,) = (one.number for one in model.loras.loaded.values())
+    batch = ForwardBatch.build([Segment(IDS, 0, (0, 1, 2), lora=number)], block_size=16, mask_ids=())
+    found = model.logits(model.forward(batch, model.allocate_kv(3, 16))[: len(IDS)])
+    wanted = dense(tmp_path / "merged")
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("family", "name", "wrong"),
     [
@@ -105,6 +130,7 @@ def test_a_lora_acts_on_the_linears_of_recurrent_layers(tmp_path: Path) -> None:
         ("bamba", "softplus", lambda x: torch.nn.functional.softplus(x) * 1.01),
         ("lfm2", "convolve", lambda x, weight, *rest: CONVOLVE(x, weight.flip(1), *rest)),
         ("falcon_h1", "selective_scan", lambda x, b, c, *rest: SCAN(x, c, b, *rest)),
+        ("jamba", "channel_scan", lambda x, b, c, *rest: CHANNELS(x, c, b, *rest)),
     ],
 )
 def test_a_layer_that_computes_something_else_is_refused_at_the_start(
@@ -116,7 +142,7 @@ def test_a_layer_that_computes_something_else_is_refused_at_the_start(
         load_model(path, dtype="float32")
 
 
-CONVOLVE, SCAN = mixers.convolve, mixers.selective_scan
+CONVOLVE, SCAN, CHANNELS = mixers.convolve, mixers.selective_scan, mixers.channel_scan
 
 
 def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

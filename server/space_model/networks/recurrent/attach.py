@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from space_model.checkpoint.recurrent_layers import HYBRIDS, layer_states
 from space_model.model_error import UnsupportedModel
-from space_model.networks.recurrent.mixers import gated_delta_net, mamba2, short_convolution
+from space_model.networks.recurrent.mixers import gated_delta_net, mamba, mamba2, short_convolution
 from space_model.networks.transformers_network import CurrentStep, layers_return_tuples
 
 Mixer = Callable[[Any, Tensor, LayerMemory, StateStep], Tensor]
@@ -22,8 +22,10 @@ MIXERS: Mapping[str, Mixer] = {
     "BambaMixer": mamba2,
     "FalconH1Mixer": mamba2,
     "GraniteMoeHybridMambaLayer": mamba2,
+    "JambaMambaMixer": mamba,
     "Lfm2MoeShortConv": short_convolution,
     "Lfm2ShortConv": short_convolution,
+    "Lfm3ShortConv": short_convolution,
     "NemotronHMamba2Mixer": mamba2,
     "OlmoHybridGatedDeltaNet": gated_delta_net,
     "Qwen3NextGatedDeltaNet": gated_delta_net,

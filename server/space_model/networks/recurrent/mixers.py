@@ -1,4 +1,4 @@
-"""The forward passes of recurrent modules: Gated DeltaNet, Mamba-2 and short convolutions.
+"""The forward passes of recurrent modules: Gated DeltaNet, Mamba-2, Mamba and short convolutions.
 
 All rows take one path: a row of a prompt, of a decode step, of drafts and of masks has the arithmetic of transformers'
 pass over a whole prompt, one position after another, in float32. (transformers' own decode steps differ: they do not
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from space_kernels.layers.row_invariant_calls import RowInvariantCalls, sigmoid, softplus
-from space_kernels.recurrence.operations import convolve, gated_delta_rule, selective_scan, with_logged
+from space_kernels.recurrence.operations import channel_scan, convolve, gated_delta_rule, selective_scan, with_logged
 from space_kernels.recurrence.states import LayerMemory, StateStep
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -87,8 +87,42 @@ def mamba2(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) ->
     return made
 
 
+def mamba(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
+    """Stand in for a module of Mamba's first version (Jamba): [1, R, hidden] -> the same"""
+    x, gate = module.in_proj(hidden).chunk(2, dim=-1)
+    inputs = _convolved(x[0], module.conv1d, module.activation, memory, step)
+    own = inputs[step.num_replayed :]
+    rank, size = module.time_step_rank, module.ssm_state_size
+    parts = module.x_proj(own.to(hidden.dtype)[None]).split([rank, size, size], dim=-1)
+    dt, b, c = (norm(part) for norm, part in zip(_norms(module), parts, strict=True))
+    delta = softplus(module.dt_proj(dt)[0].float())
+    logged = with_logged(torch.cat([delta, b[0].float(), c[0].float()], dim=1)[:, None], memory, step)[:, 0]
+    delta, b, c = torch.split(logged, [delta.shape[1], size, size], dim=1)
+    assert memory.state is not None
+    channels = memory.state.shape[2:4]
+    out = channel_scan(
+        inputs.reshape(-1, *channels),
+        b[:, None],
+        c[:, None],
+        delta.reshape(-1, *channels),
+        -module.A_log.float().exp().reshape(*channels, size),
+        memory.state,
+        step,
+    ).flatten(1)
+    rows = (out + own * module.D.float())[None]
+    with RowInvariantCalls():
+        rows = rows * torch.nn.functional.silu(gate.float())
+    made: Tensor = module.out_proj(rows.to(hidden.dtype))
+    return made
+
+
+def _norms(module: Any) -> tuple[Any, Any, Any]:
+    """Return the norms of Δ, b and c."""
+    return module.dt_layernorm, module.b_layernorm, module.c_layernorm
+
+
 def short_convolution(module: Any, hidden: Tensor, memory: LayerMemory, step: StateStep) -> Tensor:
-    """Stand in for a gated short convolution (LFM2): [1, R, hidden] -> the same"""
+    """Stand in for a gated short convolution (LFM2, LFM3): [1, R, hidden] -> the same"""
     before, behind, x = module.in_proj(hidden).chunk(3, dim=-1)
     out = _convolved((before * x)[0], module.conv, None, memory, step)[step.num_replayed :]
     made: Tensor = module.out_proj(behind * out.to(hidden.dtype)[None])
